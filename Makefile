@@ -1,0 +1,60 @@
+# Every target sets up what it needs in $(VENV) first; nothing else has to be installed but Python 3.11+ and make.
+#
+#   PYTHON=python3.12     the interpreter that the environment is made from
+#   TORCH_INDEX=URL       a package index to take torch from, such as PyTorch's own index of CPU builds
+#   PYTEST_ARGS="-k pool" passed on to pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+# On CPU every rank is a process: one thread each, or they fight for the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then verify the model
+	@rm -rf runs/demo  # a finished run would be taken up again, and only exported
+	$(BIN)/longspan train --from examples/demo.toml
+	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ulysses 4
+
+test: lint  ## lint, then all tests
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff, mypy and the order of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed
+	$(BIN)/python benchmarks/attention_vs_deepspeed.py
+	$(BIN)/python benchmarks/hf_step_vs_alst.py
+	$(BIN)/python benchmarks/copies.py
+
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) --editable ".[train,dev]"
+	@touch $@
+
+# DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.
+$(BENCH_STAMP): $(STAMP)
+	@$(PIP) --editable ".[train,dev,bench]"
+	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation setuptools deepspeed
+	@touch $@

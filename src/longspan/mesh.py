@@ -1,0 +1,197 @@
+"""The device mesh and the sharding of a sequence over it: explicit values, no global state.
+
+A mesh has four named axes in a fixed order, `data`, `ring`, `ulysses`, `tensor`: neighbours in rank order share the
+axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node and `ring` and `data` span nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from longspan.errors import LongspanError
+from longspan.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+AXES = ("data", "ring", "ulysses", "tensor")
+
+
+class OneDeviceMesh:
+    """The mesh of a single process that has no process group: every axis has size 1.
+
+    It answers what `SequenceSharding` asks of a `DeviceMesh`, so that the same lines run on one device.
+    """
+
+    mesh_dim_names: tuple[str, ...] = AXES
+    shape: tuple[int, ...] = (1, 1, 1, 1)
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return 1
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"OneDeviceMesh(device_type={self.device_type!r})"
+
+
+def init_mesh(
+    data: int = 1, ring: int = 1, ulysses: int = 1, tensor: int = 1, *, device_type: str | None = None
+) -> DeviceMesh | OneDeviceMesh:
+    """Build the mesh, joining the job that torchrun's environment describes if that has not been done.
+
+    Args:
+        data: number of replicas that read different sequences.
+        ring: size of the ring inside a sequence group.
+        ulysses: size of the All-to-All inside a sequence group.
+        tensor: size of the tensor-parallel group.
+        device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
+
+    Returns:
+        A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; without any process group and with
+        every axis 1, a `OneDeviceMesh`.
+
+    Raises:
+        LongspanError: if an axis is no positive integer, or the product is not the number of processes.
+    """
+    sizes = dict(zip(AXES, (data, ring, ulysses, tensor), strict=True))
+    for axis, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise LongspanError(f"`{axis}={size!r}` must be an integer of at least 1")
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    needed = math.prod(sizes.values())
+    if needed != world:
+        spelled = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise LongspanError(
+            f"init_mesh({spelled}) needs {needed} processes, this job has {world}; start it with "
+            f"`torchrun --nproc-per-node {needed} ...`, or choose axes whose product is {world}"
+        )
+    device_type = device_type or _device_type()
+    if not dist.is_initialized():
+        if world == 1:
+            return OneDeviceMesh(device_type)
+        if device_type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+
+
+def _device_type() -> str:
+    if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi"):
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class SequenceSharding:
+    """How one sequence lies over the ranks of a mesh: a value that is passed explicitly to whatever shards.
+
+    Making one is collective (it may create process groups): every rank makes the same ones in the same order.
+
+    Args:
+        mesh: from `init_mesh`, or any `DeviceMesh` that has the four axes.
+        layout: "contiguous", or "auto", which chooses it (a Ulysses exchange restores the order of the tokens, so
+            no other cut balances better).
+        kv_replication: whether one KV head may be sent to several ranks when there are more ranks than KV heads.
+
+    Attributes:
+        size: ranks of the sequence group.
+        rank: this rank's place in it.
+        group: its process group, None on a single process.
+        data_size: number of replicas.
+        data_rank: the replica this rank belongs to.
+
+    Raises:
+        LongspanError: for a mesh without the four axes, an unknown layout, or `ring > 1` (not in this version).
+    """
+
+    def __init__(self, mesh: DeviceMesh | OneDeviceMesh, layout: str = "auto", *, kv_replication: bool = True) -> None:
+        names = tuple(mesh.mesh_dim_names or ())
+        if names != AXES:
+            raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
+        if layout not in ("auto", "contiguous"):
+            raise LongspanError(f"layout={layout!r} is unknown; choose 'auto' or 'contiguous'")
+        sizes = dict(zip(AXES, mesh.shape, strict=True))
+        if sizes["ring"] > 1:
+            raise LongspanError(
+                f"`ring={sizes['ring']}`: Ring Attention is not in this version; use "
+                f"`ring=1, ulysses={sizes['ring'] * sizes['ulysses']}` (KV heads are replicated where there are too "
+                "few)"
+            )
+        self.mesh = mesh
+        self.kv_replication = kv_replication
+        self.size: int = sizes["ring"] * sizes["ulysses"]
+        self.data_size: int = sizes["data"]
+        self.tensor_size: int = sizes["tensor"]
+        self.layout = Layout(self.size)
+        self.device = torch.device(mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.group: dist.ProcessGroup | None = None
+        self.rank = self.data_rank = 0
+        if isinstance(mesh, DeviceMesh):
+            self.group = mesh.get_group("ulysses")
+            self.rank = mesh.get_local_rank("ulysses")
+            self.data_rank = mesh.get_local_rank("data")
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """The 1-D mesh of data x sequence, over which weights are sharded and gradients summed. None on one process."""
+        if not isinstance(self.mesh, DeviceMesh):
+            return None
+        return self.mesh["data", "ring", "ulysses"]._flatten("data_sequence")
+
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The process group of data x sequence: losses and gradients are summed over it. None on one process."""
+        return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in data x sequence."""
+        return self.data_size * self.size
+
+    def shard(self, x: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
+        """My part of the whole tensor `x` along `dim`; see `longspan.shard.shard`."""
+        from longspan.shard import shard
+
+        return shard(x, self, dim, pad_value)
+
+    def gather(self, x: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+        """All parts of `x` along `dim`, in order, on every rank; see `longspan.shard.gather`."""
+        from longspan.shard import gather
+
+        return gather(x, self, dim, length)
+
+    def positions(self, n: int) -> torch.Tensor:
+        """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
+        local = self.layout.local_length(n)
+        start = self.rank * local
+        return torch.arange(start, start + local, device=self.device).clamp_(max=n - 1)
+
+    def __repr__(self) -> str:
+        axes: Sequence[str] = [f"{axis}={size}" for axis, size in zip(AXES, self.mesh.shape, strict=True)]
+        return f"SequenceSharding({', '.join(axes)}, rank={self.rank} of {self.size})"
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which an operator finds its group again: operators take plain values only."""
+    name: Any = group.group_name
+    return str(name)
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The group that `group_name` named."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    group: dist.ProcessGroup = resolve(name)
+    return group

@@ -1,0 +1,154 @@
+"""Everything `longspan train` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from longspan.errors import LongspanError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a Hugging Face causal LM on long sequences, each sharded over several ranks.
+
+    Alone, this starts its ranks itself; under torchrun (several machines) it joins them. SIGTERM or Ctrl-C saves a
+    checkpoint and ends with code 143 or 130; the same command then goes on from there.
+    """
+
+    data: str = ""
+    """Text: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of English that comes
+    with Python), or the name of a dataset on the Hugging Face hub (NAME or NAME:CONFIG)."""
+    model: str | None = None
+    """Name or folder of a Hugging Face causal LM to go on training. Give this or --config."""
+    config: Path | None = None
+    """A model's config.json: train it from random weights."""
+    tokenizer: str | None = None
+    """Name or folder of a tokenizer, or "bytes" (one token per byte, 384 ids). By default the model's (--model), or
+    "bytes" (--config)."""
+    text_field: str = "text"
+    """Column that holds the text (.jsonl, .parquet, datasets)."""
+    split: str = "train"
+    """Split of a dataset from the hub."""
+    shuffle: int = 1024
+    """Documents that are shuffled among themselves at a time (and the files, once). 0: in the order found."""
+    pack: Literal["stream", "documents"] = "stream"
+    """How sequences are filled; both put documents one after the other and cut them where a sequence is full.
+    stream: attention sees the whole sequence. documents: it never crosses from one document into another."""
+
+    context: int = 8192
+    """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024)."""
+    ulysses: int = 1
+    """Ranks that share one sequence."""
+    data_degree: int = 1
+    """Replicas that read different sequences; data x ulysses ranks in all."""
+    nproc: int | None = None
+    """Ranks on this machine; by default as many as the degrees need."""
+    batch: int | None = None
+    """Sequences per optimizer step, over the whole job. By default micro_batch x data_degree."""
+    micro_batch: int = 1
+    """Sequences that go through the model at once, per replica; the rest of --batch is accumulated."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    lr: float = 3e-4
+    """Learning rate after warm-up."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate goes on after warm-up: down to 0 at the last step, or not at all."""
+    warmup: int = 0
+    """Steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.1
+    """AdamW's weight decay; not applied to norms and biases."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's betas."""
+    clip: float = 1.0
+    """Largest global norm of the gradients; 0 for no clipping."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """bf16 computes in bf16, with weights, gradient sums and optimizer in fp32."""
+    fsdp: bool = True
+    """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
+    grad_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    kernel: str = "auto"
+    """Local attention kernel: auto, sdpa, flash_attn, flex or eager."""
+    seed: int = 0
+    """Seed of random weights, of the order of the data and of dropout."""
+
+    out: Path = Path("runs/train")
+    """Folder of the run: metrics.jsonl, tensorboard/, checkpoints/ and, at the end, hf/ (Hugging Face format). With
+    several machines, one that all of them see."""
+    save_every: int = 500
+    """Steps between checkpoints; one is also made at the end. 0: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that are kept. 0: all."""
+    resume: str = "auto"
+    """auto: go on from the newest checkpoint in --out, if any. never: start anew. Or the path of a checkpoint. Another
+    mesh, --fsdp or --context may be used; the order of the data is kept."""
+    export: Literal["end", "saves", "never"] = "end"
+    """When to write hf/: at the end, with every checkpoint, or never. To export a run that was stopped, resume it with
+    --steps set to the steps it has done."""
+    log_every: int = 10
+    """Steps between reports; the reported step is profiled for its share of communication."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.data_degree * self.ulysses
+
+    @property
+    def mesh(self) -> str:
+        """How the ranks were asked for."""
+        return f"--data-degree {self.data_degree} --ulysses {self.ulysses}"
+
+    @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step."""
+        return self.micro_batch * self.data_degree if self.batch is None else self.batch
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.out / "checkpoints"
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer that is used."""
+        return self.tokenizer or self.model or "bytes"
+
+    def check(self) -> None:
+        """Refuse what makes no sense, as far as it can be seen without reading anything.
+
+        Raises:
+            LongspanError: with the numbers and the way out.
+        """
+        if (self.model is None) == (self.config is None):
+            given = "neither" if self.model is None else "both"
+            raise LongspanError(f"train needs either --model NAME_OR_PATH or --config FILE, got {given}")
+        if not self.data:
+            raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
+        for name in ("ulysses", "data_degree", "micro_batch", "steps", "log_every"):
+            self._at_least(name, 1)
+        for name in ("warmup", "save_every", "keep", "shuffle", "weight_decay", "clip", "seed"):
+            self._at_least(name, 0)
+        if self.context < max(2, self.ulysses):
+            raise LongspanError(
+                f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "
+                f"of the {self.ulysses} ranks that share it"
+            )
+        if self.lr <= 0 or not all(0 <= beta < 1 for beta in self.betas):
+            raise LongspanError(f"--lr {self.lr} must be above 0 and --betas {self.betas} in [0, 1)")
+        if self.warmup > self.steps:
+            raise LongspanError(f"--warmup {self.warmup} is longer than the run of --steps {self.steps}")
+        at_once = self.micro_batch * self.data_degree
+        if self.sequences < at_once or self.sequences % at_once:
+            below = max(at_once, self.sequences // at_once * at_once)
+            raise LongspanError(
+                f"--batch {self.sequences} is not a multiple of --micro-batch {self.micro_batch} x --data-degree "
+                f"{self.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
+            )
+
+    def _at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value < least:
+            raise LongspanError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

@@ -1,0 +1,50 @@
+"""The optimizer, its learning rate and the clipping of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from longspan.train.config import TrainConfig
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over all trained parameters; matrices decay, norms and biases do not."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=device.type == "cuda" or None)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: int) -> Any:
+    """transformers' schedule, standing where it stands after `done` steps.
+
+    The rate is a function of the step and of this run's settings, so a resumed run may change them.
+    """
+    from transformers import get_scheduler
+
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"] = config.lr
+        group["betas"] = config.betas
+        group["weight_decay"] = config.weight_decay if group["params"] and group["params"][0].ndim >= 2 else 0.0
+    names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+    scheduler = get_scheduler(
+        names[config.schedule], optimizer, num_warmup_steps=config.warmup, num_training_steps=config.steps
+    )
+    scheduler.last_epoch = done
+    for group, rate in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        group["lr"] = config.lr * rate(done)
+    return scheduler
+
+
+def clip_gradients(model: torch.nn.Module, limit: float) -> float:
+    """Scale all gradients so that their global L2 norm is at most `limit` (0: leave them); returns the norm before."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if limit:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -1,0 +1,92 @@
+"""Everything `longspan verify` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from longspan.errors import LongspanError
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Prove on your own model that the sharded run computes what one process computes.
+
+    The same batch goes through the plain Hugging Face model on one process and through the sharded one on all ranks;
+    loss, logits and every gradient are compared. Ends with code 0 if they agree up to rounding, with 1 if they do not.
+    """
+
+    model: str | None = None
+    """Name or folder of a Hugging Face causal LM, with its weights. Give this or --config."""
+    config: Path | None = None
+    """A model's config.json: verify it with random weights."""
+    context: int = 1024
+    """Tokens per sequence (also 8k). One fewer is used where the ranks divide it, so that padding is exercised."""
+    ulysses: int = 1
+    """Ranks that share one sequence."""
+    data_degree: int = 1
+    """Replicas that read different sequences; data x ulysses ranks in all."""
+    nproc: int | None = None
+    """Ranks on this machine; by default as many as the degrees need."""
+    batch: int = 1
+    """Sequences per replica."""
+    data: str | None = None
+    """Text to run: a .txt, .jsonl or .parquet file, a folder of these, "pydoc", or a dataset's name.
+    By default random tokens."""
+    tokenizer: str | None = None
+    """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes" (--config)."""
+    text_field: str = "text"
+    """Column of --data that holds the text (.jsonl, .parquet, datasets)."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """fp32 tells a fault from rounding sharply; bf16 shows that sharding adds nothing to bf16's own noise."""
+    fsdp: bool = True
+    """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
+    fp64: bool = True
+    """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
+    kernel: str = "auto"
+    """Local attention kernel of the sharded run: auto, sdpa, flash_attn, flex or eager."""
+    seed: int = 0
+    """Seed of the random weights (--config) and the random tokens."""
+    json: bool = False
+    """Print the report as JSON, and nothing else, on stdout (schema: docs/verify.md)."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.data_degree * self.ulysses
+
+    @property
+    def mesh(self) -> str:
+        """How the ranks were asked for."""
+        return f"--data-degree {self.data_degree} --ulysses {self.ulysses}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per sequence that are run: `context`, or one fewer where the ranks divide it."""
+        return self.context - (self.ulysses > 1 and self.context % self.ulysses == 0)
+
+    @property
+    def reference(self) -> Literal["fp64", "fp32"]:
+        """The dtype of the run that everything is compared with."""
+        return "fp64" if self.fp64 else "fp32"
+
+    def check(self) -> None:
+        """Refuse what cannot be verified.
+
+        Raises:
+            LongspanError: with the numbers and the way out.
+        """
+        if (self.model is None) == (self.config is None):
+            given = "neither" if self.model is None else "both"
+            raise LongspanError(f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}")
+        for name in ("ulysses", "data_degree", "batch"):
+            if getattr(self, name) < 1:
+                raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.tokenizer is not None and self.data is None:
+            raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
+        if self.context < max(4, 2 * self.ulysses):
+            raise LongspanError(
+                f"--context {self.context} is too short for {self.ulysses} ranks: give at least 2 tokens per rank, "
+                f"--context {max(4, 2 * self.ulysses)} or more"
+            )

@@ -1,0 +1,118 @@
+"""The model and the batch that a `VerifyConfig` names.
+
+Shape suffixes: B rows of the global batch, S tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
+from longspan.errors import LongspanError
+from longspan.pretrained import first_line, read_model_config
+from longspan.verify.config import VerifyConfig
+
+
+def load_model_config(config: VerifyConfig) -> Any:
+    """The model's Hugging Face config, with dropout and the cache switched off.
+
+    Dropout draws other numbers on other ranks by design, so a comparison runs without; a cache only costs memory.
+
+    Raises:
+        LongspanError: if there is none, its position range is shorter than the context, or it is a mixture of experts
+            in bf16.
+    """
+    flag = "--model" if config.model is not None else "--config"
+    name = f"{flag} {config.model or config.config}"
+    found = read_model_config(flag, str(config.model or config.config), config.context)
+    text = found.get_text_config()
+    experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
+    if experts > 1 and config.dtype == "bf16":
+        raise LongspanError(
+            f"{name} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, sharded or not, "
+            "so no error tells a fault from rounding; verify this model with --dtype fp32"
+        )
+    for key, value in list(vars(text).items()):
+        if isinstance(value, float) and "drop" in key:
+            setattr(text, key, 0.0)
+    text.use_cache = False
+    return found
+
+
+def build_model(config: VerifyConfig, model_config: Any) -> Any:
+    """The pristine Hugging Face model on the CPU, in training mode, its weights in the dtype asked for.
+
+    Its attention is transformers' own `sdpa`, or `eager` for a model that has no `sdpa`. Random weights
+    (`--config`) depend on the seed alone.
+
+    Raises:
+        LongspanError: if transformers cannot make a causal LM of it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # every rank loads the model, and more than once
+    options = {"dtype": torch.float32 if config.dtype == "fp32" else torch.bfloat16}
+
+    def build(attention: str) -> Any:
+        torch.manual_seed(config.seed)
+        own = copy.deepcopy(model_config)
+        if config.model is None:
+            return AutoModelForCausalLM.from_config(own, attn_implementation=attention, **options)
+        return AutoModelForCausalLM.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
+
+    try:
+        try:
+            model = build("sdpa")
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = build("eager")
+    except Exception as error:
+        name = config.model or config.config
+        raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
+    return model.train()
+
+
+def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tensor]:
+    """The global batch, the same on every rank: `input_ids` and `labels`, int64 [B, S].
+
+    Labels are masked (-100) unevenly: the first 40 % of a sequence, as a prompt, a little less in each further one,
+    and a tenth of the rest at random. So ranks have different numbers of tokens that count, some none, and a mean of
+    means is not the mean.
+
+    Raises:
+        LongspanError: for text that is missing or too short, or a tokenizer that does not belong to the model.
+    """
+    draw = torch.Generator().manual_seed(config.seed)
+    rows, tokens = config.batch * config.data_degree, config.tokens
+    vocabulary = model_config.get_text_config().vocab_size
+    if config.data is None:
+        input_ids_BS = torch.randint(vocabulary, (rows, tokens), generator=draw)
+    else:
+        input_ids_BS = _read_text(config, rows, vocabulary)
+    labels_BS = input_ids_BS.clone()
+    labels_BS[torch.rand(rows, tokens, generator=draw) < 0.1] = -100
+    for row in range(rows):
+        labels_BS[row, : int(0.4 * tokens * (rows - row) / rows)] = -100
+    labels_BS[:, -1] = input_ids_BS[:, -1]  # at least one counts
+    return {"input_ids": input_ids_BS, "labels": labels_BS}
+
+
+def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> torch.Tensor:
+    assert config.data is not None
+    name = config.tokenizer or config.model or BYTES
+    source = DocumentSource(config.data, text_field=config.text_field, shuffle=0)
+    stream = SequenceStream(source, TextTokenizer(load_tokenizer(name)), config.tokens)
+    ids_BS = np.stack([sequence.ids for sequence in islice(stream, rows)])
+    if ids_BS.max() >= vocabulary:
+        raise LongspanError(
+            f"tokenizer {name} gives the id {ids_BS.max()}, the model's vocabulary has {vocabulary} entries; "
+            "give the model's own with --tokenizer"
+        )
+    return torch.from_numpy(ids_BS)

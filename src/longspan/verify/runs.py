@@ -1,0 +1,279 @@
+"""The runs, without and with sharding, and how far the one is from the other.
+
+Rank 0 alone runs unsharded, and sends its results tensor by tensor, a piece at a time, so that no other rank ever holds
+more of them. Shape suffixes: B rows of the batch, S tokens, L my tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import longspan
+from longspan.errors import LongspanError
+from longspan.launch import threads_per_rank
+from longspan.mesh import SequenceSharding
+from longspan.parallelize import parallelize
+from longspan.verify.compare import Criterion, Part, Sums, compare_rows, judge, row_pieces
+from longspan.verify.config import VerifyConfig
+from longspan.verify.report import Report, equality
+
+Tensors = dict[str, Tensor]
+"""`"loss"` [1], `"logits"` [B * S, V], and under each parameter's name its gradient."""
+
+
+# How long ranks may wait for rank 0's runs: fp64 on a CPU takes a real model hours, not a group's usual minutes.
+_PATIENCE = timedelta(days=2)
+
+
+@dataclass(frozen=True)
+class Link:
+    """This rank's tie to the others, over data x sequence; on a single process all of it is trivial.
+
+    Attributes:
+        rank: my place among all ranks.
+        size: number of ranks.
+        group: for tensors on the device.
+        patient: for Python values, through the CPU; waits longer than other groups do.
+        device: where this rank's tensors are.
+    """
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    patient: dist.ProcessGroup | None
+    device: torch.device
+
+    @classmethod
+    def of(cls, sp: SequenceSharding) -> Link:
+        """Collective: every rank makes it."""
+        group = sp.world_group
+        patient = None if group is None else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        return cls(sp.data_rank * sp.size + sp.rank, sp.world_size, group, patient, sp.device)
+
+    def from_first(self, x: Tensor) -> None:
+        """Overwrite `x` with what rank 0 has in it."""
+        if self.group is not None:
+            dist.broadcast(x, group_src=0, group=self.group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order."""
+        if self.patient is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.patient)
+        return values
+
+
+def check_same_weights(model: nn.Module, link: Link) -> None:
+    """Refuse to compare runs of different models.
+
+    Raises:
+        LongspanError: on every rank, naming those whose weights are not rank 0's.
+    """
+    checksums = link.gather([_checksum(tensor) for tensor in model.state_dict().values()])
+    differing = [rank for rank, other in enumerate(checksums) if other != checksums[0]]
+    if differing:
+        raise LongspanError(
+            f"ranks {differing} hold other weights than rank 0; check that every machine sees the same model files"
+        )
+
+
+def _checksum(x: Tensor) -> int:
+    return zlib.crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+# ---- The unsharded runs, on rank 0 alone.
+
+
+def unsharded_runs(
+    model: nn.Module, batch_BS: dict[str, Tensor], config: VerifyConfig, link: Link
+) -> tuple[Tensors, Tensors]:
+    """The reference run and the run in the dtype asked for, one after the other; on rank 0, elsewhere empty.
+
+    `model` is left as it was.
+    """
+    error = ""
+    reference: Tensors = {}
+    unsharded: Tensors = {}
+    if link.rank == 0:
+        try:
+            with _all_cores():
+                wide = torch.float64 if config.fp64 else torch.float32
+                same = wide == next(model.parameters()).dtype
+                unsharded = run_unsharded(model, batch_BS)
+                reference = unsharded if same else run_unsharded(_widened(model, wide), batch_BS)
+        except torch.OutOfMemoryError as failure:
+            way_out = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
+            error = f"the unsharded run does not fit on {link.device}: {failure}; try {way_out}"
+    error = link.gather(error)[0]
+    if error:
+        raise LongspanError(error)
+    return reference, unsharded
+
+
+def _widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    wide = copy.deepcopy(model).to(dtype)
+    if dtype == torch.float64 and isinstance(wide, transformers.PreTrainedModel):
+        wide.set_experts_implementation("eager")  # the grouped product of a mixture of experts has no fp64
+    return wide
+
+
+def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
+    """Forward and backward on one process.
+
+    transformers computes the loss in fp32 whatever the logits are, so in fp64 it is written out here. What else it
+    computes in fp32 by definition (the statistics of some norms, rotary angles) is so in every run.
+
+    Returns:
+        On the CPU, in the model's dtype: `"loss"` [1], `"logits"` [B * S, V], and under each parameter's name its
+        gradient (none for a parameter without one). The model's gradients are cleared.
+    """
+    out = model(**batch_BS)
+    loss = out.loss
+    if out.logits.dtype == torch.float64:
+        predictions_BSV, labels_BS = out.logits[:, :-1], batch_BS["labels"][:, 1:]
+        loss = torch.nn.functional.cross_entropy(predictions_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=-100)
+    loss.backward()
+    tensors = {"loss": loss.detach().reshape(1).cpu(), "logits": out.logits.detach().flatten(0, 1).cpu()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[name] = parameter.grad.cpu()
+    model.zero_grad(set_to_none=True)
+    return tensors
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """All of this process's cores for one rank, while the others wait for it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_per_rank(1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- What the sharded run has, and how far it is from the references.
+
+
+def shard_model(model: nn.Module, config: VerifyConfig, sp: SequenceSharding) -> nn.Module:
+    """Parallelize as `longspan train` does: in bf16, FSDP keeps weights and sums of gradients in fp32."""
+    policy = None
+    if config.dtype == "bf16" and config.fsdp and sp.world_size > 1:
+        model, policy = model.float(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return parallelize(model, sp, fsdp=config.fsdp, mp_policy=policy, kernel=config.kernel)
+
+
+def sharded_parts(
+    config: VerifyConfig, sp: SequenceSharding, model: nn.Module, out: Any
+) -> Iterator[tuple[str, tuple[Part, tuple[int, ...]]]]:
+    """Name, this rank's part, and whole shape of everything to compare; in the same order on every rank."""
+    first = torch.zeros(1, dtype=torch.int64, device=sp.device)
+    yield "loss", (Part(first, out.loss.detach().reshape(1)), (1,))
+    # From the layout, not from sp.positions(): what is under test must not choose what it is compared with.
+    start, stop = sp.layout.span(config.tokens, sp.rank)
+    rows_B = torch.arange(config.batch, device=sp.device) + sp.data_rank * config.batch
+    rows_BL = rows_B[:, None] * config.tokens + torch.arange(start, stop, device=sp.device)
+    logits_BLV = out.logits.detach()[:, : stop - start]
+    shape = (config.batch * config.data_degree * config.tokens, logits_BLV.shape[-1])
+    yield "logits", (Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, (gradient_part(parameter), tuple(parameter.shape))
+
+
+def gradient_part(parameter: nn.Parameter) -> Part:
+    """What this rank holds of a parameter's gradient: all rows, or under FSDP2 its shard's. No gradient is zeros.
+
+    Raises:
+        LongspanError: if the parameter is sharded along another dim than its first.
+    """
+    values = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    rows = torch.arange(parameter.shape[0], device=parameter.device)
+    if isinstance(values, DTensor):
+        if any(placement.is_shard() and not placement.is_shard(0) for placement in values.placements):
+            raise LongspanError(f"verify compares parameters sharded along dim 0, not {values.placements}")
+        # Sharding the row numbers as the parameter is sharded tells which rows are here, whatever the mesh.
+        rows = distribute_tensor(rows, values.device_mesh, values.placements, src_data_rank=None).to_local()
+        values = values.to_local()
+    return Part(rows, values.detach())
+
+
+def make_report(
+    config: VerifyConfig,
+    sp: SequenceSharding,
+    link: Link,
+    references: tuple[Tensors, Tensors],
+    parts: dict[str, tuple[Part, tuple[int, ...]]],
+) -> Report:
+    """Compare my `parts` with rank 0's `references` (reference, unsharded run), and hear what the other ranks found."""
+    mine = {name: _measure(name, part, shape, references, link) for name, (part, shape) in parts.items()}
+    everyone = link.gather(mine)
+    criterion = Criterion.of(config.dtype, config.reference)
+    losses = link.gather(float(parts["loss"][0].values))
+    equalities = [equality("loss", losses, [f"{loss:.9g}" for loss in losses])]
+    if not config.fsdp:
+        checksums = link.gather([_checksum(part.values) for part, _ in list(parts.values())[2:]])
+        equalities.append(equality("gradients", checksums))
+    return Report(
+        setup=_setup(config, sp),
+        criterion=criterion,
+        checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
+        equalities=tuple(equalities),
+        spans=tuple(link.gather((sp.data_rank, *sp.layout.span(config.tokens, sp.rank)))),
+    )
+
+
+def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(sp.device) if sp.device.type == "cuda" else sp.device.type
+    return {
+        "model": str(config.model or config.config),
+        "weights": "random" if config.model is None else "given",
+        "context": config.context,
+        "tokens": config.tokens,
+        "batch": config.batch,
+        "data_degree": config.data_degree,
+        "ulysses": config.ulysses,
+        "dtype": config.dtype,
+        "reference": config.reference,
+        "fsdp": config.fsdp,
+        "kernel": config.kernel,
+        "data": config.data,
+        "seed": config.seed,
+        "device": device,
+        "longspan": longspan.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _measure(
+    name: str,
+    part: Part,
+    shape: tuple[int, ...],
+    references: tuple[Tensors, Tensors],
+    link: Link,
+) -> Sums:
+    """Compare my part of one tensor with rank 0's references, a bounded piece at a time."""
+    total = Sums()
+    for start, stop in row_pieces(shape):
+        pieces = torch.zeros(2, stop - start, *shape[1:], dtype=torch.float64, device=link.device)
+        for piece, reference in zip(pieces, references, strict=True):
+            if name in reference:  # only on rank 0; a parameter without a gradient stays zero
+                piece.copy_(reference[name][start:stop])
+        link.from_first(pieces)
+        total += compare_rows(part, start, pieces[0], pieces[1])
+    return total
