@@ -1,0 +1,61 @@
+"""Fixtures and settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.pool import RankPool
+
+# Before anything imports a Hugging Face library, and inherited by the ranks: no test may depend on the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# No deadline (a collective's time depends on the machine), and the same examples in every run.
+settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def get_pool() -> Iterator[Callable[[int], RankPool]]:
+    """`get_pool(n)`: the session's pool of `n` ranks. Its processes start with its first task."""
+    pools: dict[int, RankPool] = {}
+
+    def get(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest, get_pool: Callable[[int], RankPool]) -> RankPool:
+    """A pool of as many ranks as the test asks for: `@pytest.mark.parametrize("pool", [2, 4], indirect=True)`."""
+    return get_pool(request.param)
+
+
+@pytest.fixture(scope="session")
+def pool2(get_pool: Callable[[int], RankPool]) -> RankPool:
+    return get_pool(2)
+
+
+@pytest.fixture(scope="session")
+def pool4(get_pool: Callable[[int], RankPool]) -> RankPool:
+    return get_pool(4)
+
+
+@pytest.fixture(scope="session")
+def pool8(get_pool: Callable[[int], RankPool]) -> RankPool:
+    return get_pool(8)

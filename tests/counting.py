@@ -1,0 +1,57 @@
+"""Counting what is sent: every collective of a piece of code, with the bytes that leave this rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective: its name and the bytes this rank sends to others."""
+
+    op: str
+    bytes: int
+
+
+@contextlib.contextmanager
+def count_sent() -> Iterator[list[Sent]]:
+    """Record the collectives that the calling rank starts through `torch.distributed`, and what they send.
+
+    Ring formulas for all_reduce (2 (P-1)/P of the tensor), all_gather and reduce_scatter ((P-1) parts); an
+    All-to-All sends what is not for itself.
+    """
+    log: list[Sent] = []
+    originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather")}
+
+    def all_to_all_single(out: Tensor, x: Tensor, recv: Any = None, send: Any = None, **kw: Any) -> Any:
+        group = kw.get("group")
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        splits = send or [x.shape[0] // size] * size
+        rest = x[:1].numel() if x.shape[0] else 0
+        log.append(Sent("all_to_all", (sum(splits) - splits[rank]) * rest * x.element_size()))
+        return originals["all_to_all_single"](out, x, recv, send, **kw)
+
+    def all_reduce(x: Tensor, *args: Any, **kw: Any) -> Any:
+        size = dist.get_world_size(kw.get("group"))
+        log.append(Sent("all_reduce", 2 * x.numel() * x.element_size() * (size - 1) // size))
+        return originals["all_reduce"](x, *args, **kw)
+
+    def all_gather(outs: list[Tensor], x: Tensor, *args: Any, **kw: Any) -> Any:
+        size = dist.get_world_size(kw.get("group"))
+        log.append(Sent("all_gather", x.numel() * x.element_size() * (size - 1)))
+        return originals["all_gather"](outs, x, *args, **kw)
+
+    replacements = {"all_to_all_single": all_to_all_single, "all_reduce": all_reduce, "all_gather": all_gather}
+    try:
+        for name, function in replacements.items():
+            setattr(dist, name, function)
+        yield log
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)

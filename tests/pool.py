@@ -1,0 +1,307 @@
+"""A persistent pool of gloo ranks, so that a distributed test costs milliseconds instead of a process start.
+
+A task is a module-level function. It runs on every rank with `torch.distributed` initialised, and its results come
+back as a list in rank order:
+
+    def _sum_of_ranks() -> float:
+        x = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(x)
+        return x.item()
+
+    def test_sum(pool4):
+        assert pool4.run(_sum_of_ranks) == [6.0] * 4
+
+Every task starts with a fresh default process group (groups and meshes of the task before are gone), seed 0 and one
+thread. A rank that raises is re-raised as `RankError`; a task that outlives its limit becomes `RankHang` with the
+stack of every rank that did not answer. In both cases the pool is usable afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+START_LIMIT_S = 240.0
+"""How long the ranks may take to import torch and to find one another; 8 of them share 2 cores on a small machine."""
+
+GRACE_S = 5.0
+"""How long the other ranks may go on after one has failed; they most likely wait for it in a collective."""
+
+DUMP_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank died of: `kind` is the exception's qualified name, or "exit" for a process that ended."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+
+
+class RankError(AssertionError):
+    """At least one rank raised or died. `failures` maps each failed rank to its `Failure`, dead ranks first."""
+
+    def __init__(self, world_size: int, failures: dict[int, Failure], stacks: dict[int, str]) -> None:
+        self.failures = dict(sorted(failures.items(), key=lambda item: (item[1].kind != "exit", item[0])))
+        self.stacks = stacks
+        parts = [f"{len(failures)} of {world_size} ranks failed: {', '.join(map(str, self.failures))}"]
+        parts += [f"--- rank {f.rank}: {f.kind}: {f.message}\n{f.traceback}" for f in self.failures.values()]
+        parts += [f"--- rank {rank}, still running {GRACE_S:g} s later\n{text}" for rank, text in stacks.items()]
+        super().__init__("\n".join(parts))
+
+
+class RankHang(AssertionError):
+    """A task outlived its limit. `stacks` maps each rank that did not answer to the stacks of its threads."""
+
+    def __init__(self, world_size: int, limit_s: float, stacks: dict[int, str]) -> None:
+        self.stacks = stacks
+        names = ", ".join(map(str, stacks))
+        parts = [f"{len(stacks)} of {world_size} ranks did not answer within {limit_s:g} s: {names}"]
+        parts += [f"--- rank {rank}\n{text}" for rank, text in stacks.items()]
+        super().__init__("\n".join(parts))
+
+
+@dataclass
+class _Worker:
+    """The parent's end of one rank."""
+
+    rank: int
+    process: BaseProcess
+    conn: Connection
+    dump: Path
+
+    def stacks(self) -> str:
+        """Ask the rank for the stacks of all its threads; works while it is blocked inside a collective."""
+        before = self.dump.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, DUMP_SIGNAL)
+        size = before
+        deadline = time.monotonic() + 3.0
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            last, size = size, self.dump.stat().st_size
+            if size > before and size == last:
+                break
+        text = self.dump.read_bytes()[before:].decode(errors="replace")
+        return text or "(no stack: the process did not react to the signal)"
+
+
+class RankPool:
+    """`world_size` processes that stay alive from task to task; they start with the first task.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds a task may take unless `run` is told otherwise.
+        warm: modules that every rank imports at its start, so that no task's limit pays for them.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0, warm: Sequence[str] = ("torch",)) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self.warm = tuple(warm)
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._store: Any = None
+        self._tasks = 0
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks; empty while the pool is not running."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
+        """Run `fn(*args)` on every rank and return the results in rank order.
+
+        Args:
+            fn: a function that the ranks can import, so one at the top of a module.
+            args: picklable; each rank gets a copy of its own. Tensors travel by value.
+            timeout: seconds until the ranks that have not answered count as hung.
+
+        Raises:
+            RankError: a rank raised or died.
+            RankHang: no rank failed, and some did not answer in time.
+            TypeError: `fn` or `args` cannot be sent.
+        """
+        self._tasks += 1
+        try:
+            task = pickle.dumps((self._tasks, fn, args))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"a task is a function at the top of a module with picklable arguments: {error}") from None
+        limit_s = self.timeout if timeout is None else timeout
+        try:
+            if not self._workers:
+                self._start()
+            for worker in self._workers:
+                # A rank that died since the last task is noticed when its answer is collected.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    worker.conn.send_bytes(task)
+            return self._collect(limit_s)
+        except RankError as error:
+            if error.stacks or any(failure.kind == "exit" for failure in error.failures.values()):
+                self.close()
+            raise
+        except BaseException:  # a hang, or an interrupt that leaves tasks running: nothing can be known about the ranks
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the ranks. The next task starts new ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.conn.close()
+        self._workers = []
+        self._store = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore
+
+        # The store lives here, on a port that the system picks: nobody can take it in between, and it outlives a rank.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            conn, child_conn = context.Pipe()
+            dump = Path(self._folder.name, f"rank{rank}.stacks")
+            dump.touch()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.world_size, self._store.port, child_conn, str(dump), self.warm),
+                name=f"rank{rank}/{self.world_size}",
+                daemon=True,
+            )
+            process.start()
+            child_conn.close()  # the rank has the only copy now, so its death reads as the end of the pipe
+            self._workers.append(_Worker(rank, process, conn, dump))
+        try:
+            self._collect(START_LIMIT_S)
+        except RankError:  # ranks that could not import what they need are of no use to the next task
+            self.close()
+            raise
+
+    def _collect(self, limit_s: float) -> list[Any]:
+        """One answer per rank, within the limit; after a failure within the grace."""
+        deadline = time.monotonic() + limit_s
+        results: dict[int, Any] = {}
+        failures: dict[int, Failure] = {}
+        waiting = {worker.conn: worker for worker in self._workers}
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for conn in wait(list(waiting), timeout=left_s):
+                worker = waiting.pop(conn)  # type: ignore[index]
+                try:
+                    answer = pickle.loads(worker.conn.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answer = _death(worker)
+                if isinstance(answer, Failure):
+                    if not failures:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                    failures[worker.rank] = answer
+                else:
+                    results[worker.rank] = answer[0]
+        stacks = {worker.rank: worker.stacks() for worker in waiting.values()}
+        if failures:
+            raise RankError(self.world_size, failures, stacks)
+        if stacks:
+            raise RankHang(self.world_size, limit_s, stacks)
+        return [results[rank] for rank in range(self.world_size)]
+
+
+def _death(worker: _Worker) -> Failure:
+    worker.process.join(timeout=GRACE_S)
+    code = worker.process.exitcode
+    message = f"the process ended with exit code {code}"
+    if code is not None and code < 0:
+        message += f" ({signal.Signals(-code).name})"
+    return Failure(worker.rank, "exit", message, worker.dump.read_text(errors="replace"))
+
+
+def _serve(rank: int, world_size: int, port: int, conn: Connection, dump: str, warm: tuple[str, ...]) -> None:
+    """A rank's life: one task after the other until the parent is gone."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for interface in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface  # a machine's own name need not resolve to an address
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    with open(dump, "a") as file:
+        faulthandler.enable(file)
+        faulthandler.register(DUMP_SIGNAL, file, all_threads=True)
+        _answer(conn, rank, _warm_up, warm)
+        with contextlib.suppress(EOFError):
+            import torch.distributed as dist
+
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            while True:
+                _answer(conn, rank, _run, conn.recv_bytes(), store, rank, world_size)
+                gc.collect()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _warm_up(warm: tuple[str, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for name in warm:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what was imported stays, so the collection after each task need not walk through it
+
+
+def _answer(conn: Connection, rank: int, fn: Callable[..., Any], *args: Any) -> None:
+    """Send a pickled one-tuple of the result, or a pickled `Failure`.
+
+    Plain pickle bytes copy a tensor's values; multiprocessing's own pickler would share its memory by file descriptor.
+    """
+    try:
+        answer = pickle.dumps((fn(*args),))
+    except BaseException as error:  # also SystemExit and pytest's outcomes: the parent tells them apart by their name
+        kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+        answer = pickle.dumps(Failure(rank, kind, str(error), traceback.format_exc()))
+    conn.send_bytes(answer)
+
+
+def _run(task: bytes, store: Any, rank: int, world_size: int) -> Any:
+    """Run one task in a process group of its own.
+
+    Every rank has finished the task before, so its groups can go: a failed task may have left the ranks out of step,
+    and the groups that tests create would use up the file descriptors. The store's client stays, because a new one for
+    every task now and then makes gloo wait 5 s for a connection.
+    """
+    import torch
+    import torch.distributed as dist
+
+    number, fn, args = pickle.loads(task)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.PrefixStore(f"task{number}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    return fn(*args)

@@ -1,0 +1,251 @@
+"""The command line: flags, files of flags, help without torch, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from longspan import cli
+from longspan.errors import LongspanError
+from longspan.launch import RankFailed, Stopped
+from longspan.train import TrainConfig
+from longspan.verify import VerifyConfig
+
+ROOT = Path(__file__).parents[1]
+
+
+def _parse(*args: str) -> TrainConfig:
+    config = cli.parse(TrainConfig, list(args), prog="longspan train", summary="train")
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def _file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return str(path)
+
+
+# --- flags
+
+
+def test_flags_are_the_fields() -> None:
+    config = _parse(
+        *(
+            "--config",
+            "a.json",
+            "--data",
+            "pydoc",
+            "--context",
+            "128k",
+            "--ulysses",
+            "4",
+            "--no-fsdp",
+            "--betas",
+            "0.8",
+        ),
+        *("0.9", "--schedule", "linear", "--pack", "documents", "--nproc", "4", "--out", "here"),
+    )
+    assert config == TrainConfig(
+        config=Path("a.json"),
+        data="pydoc",
+        context=131072,
+        ulysses=4,
+        fsdp=False,
+        betas=(0.8, 0.9),
+        schedule="linear",
+        pack="documents",
+        nproc=4,
+        out=Path("here"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1M", 1 << 20), ("8_192", 8192), ("-1", -1)]
+)
+def test_integers_may_have_a_unit(text: str, number: int) -> None:
+    assert cli.parse_integer(text) == number
+    assert _parse(f"--context={text}").context == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "8.5k", "8kk", "eight"])
+def test_what_is_no_integer_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="is not an integer"):
+        cli.parse_integer(text)
+    with pytest.raises(SystemExit) as stop:
+        _parse("--context", text)
+    assert stop.value.code == 2
+    assert "--context" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_is_refused_with_its_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        _parse("--ulyses", "4")
+    assert stop.value.code == 2
+    assert "--ulysses" in capsys.readouterr().err
+
+
+# --- files of flags
+
+
+def test_a_file_gives_values_and_flags_win(tmp_path: Path) -> None:
+    path = _file(
+        tmp_path,
+        'data = "pydoc"\ncontext = "8k"\nulysses = 4\nfsdp = false\ngrad-checkpointing = true\nmicro_batch = 2\n'
+        "lr = 1e-3\nbetas = [0.8, 0.9]\nshuffle = 0\n",
+    )
+    config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--lr=0.5")
+    assert (config.data, config.context, config.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
+    assert (config.lr, config.betas, config.micro_batch) == (0.5, (0.8, 0.9), 2)
+    assert config.grad_checkpointing and config.shuffle == 0
+    assert _parse(f"--from={path}").fsdp is False
+
+
+def test_a_flag_with_underscores_wins_too(tmp_path: Path) -> None:
+    path = _file(tmp_path, "micro_batch = 2\ngrad_checkpointing = true")
+    config = _parse("--from", path, "--micro_batch", "3", "--no-grad-checkpointing")
+    assert (config.micro_batch, config.grad_checkpointing) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ulyses = 4", r"unknown key 'ulyses'; did you mean 'ulysses'\?"),
+        ("zzz = 4", r"unknown key 'zzz'; there are data, model, config, "),
+        ("[train]\nulysses = 4", r"unknown key 'train'; "),
+        ("lr = {a = 1}", r"lr is a dict; give text, a number, true, false or a list"),
+        ("ulysses = ", r"run\.toml is not TOML: "),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(LongspanError, match=message):
+        _parse("--from", _file(tmp_path, text))
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(LongspanError, match=r"--from no\.toml cannot be read: .*No such file"):
+        _parse("--from", "no.toml")
+    with pytest.raises(LongspanError, match=r"--from needs a file"):
+        _parse("--from")
+    with pytest.raises(LongspanError, match=r"--from is given twice"):
+        _parse("--from", "a.toml", "--from=b.toml")
+
+
+def test_the_demo_is_a_run_that_can_be_made() -> None:
+    values = tomllib.loads((ROOT / "examples" / "demo.toml").read_text())
+    config = _parse("--from", str(ROOT / "examples" / "demo.toml"))
+    config.check()
+    assert config.context >= 8192 and config.ulysses == config.ranks == 4
+    assert (ROOT / values["config"]).is_file()
+
+
+# --- help
+
+
+@pytest.mark.parametrize("args", [[], ["train"], ["verify"]])
+def test_help_is_there_without_torch(args: list[str]) -> None:
+    code = (
+        "import sys\nfrom longspan.cli import main\n"
+        f"try:\n    code = main({[*args, '--help']!r})\nexcept SystemExit as stop:\n    code = stop.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    if args:
+        config = {"train": TrainConfig, "verify": VerifyConfig}[args[0]]
+        for field in dataclasses.fields(config):
+            assert f"--{field.name.replace('_', '-')}" in done.stdout
+        assert "--from" in done.stdout
+        assert "{None}" not in done.stdout
+    else:
+        assert all(command in done.stdout for command in cli.COMMANDS)
+
+
+def test_no_command_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: longspan COMMAND" in capsys.readouterr().out
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("longspan 0.")
+
+
+# --- what a command comes to
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "said"),
+    [
+        (LongspanError("2 is not 3; say 3"), 2, "longspan: error: 2 is not 3; say 3\n"),
+        (RankFailed("rank 1 died", "Traceback ...\n"), 1, "Traceback ...\nlongspan: error: rank 1 died\n"),
+        (Stopped(15), 143, "longspan: stopped by SIGTERM\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: BaseException, code: int, said: str
+) -> None:
+    def run(config: TrainConfig) -> int:
+        raise outcome
+
+    monkeypatch.setattr("longspan.train.run", run)
+    assert cli.main(["train", "--steps", "3"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_the_code_of_a_command_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.verify.run", lambda config: 1)
+    assert cli.main(["verify"]) == 1
+
+
+def test_only_the_first_rank_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err == "longspan: error: there is no command 'trian'; did you mean 'train'?\n"
+
+
+def test_bad_input_is_one_line_on_stderr(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "longspan", "train", "--data", "pydoc", "--config", "examples/llama-tiny.json"]
+    done = subprocess.run(
+        [*command, "--context", "1M", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("longspan: error: --context 1048576 is longer than the 131072 positions of --config")
+
+
+@pytest.mark.launcher
+def test_torchrun_with_a_wrong_world_size_is_refused_once(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    flags = ["--data", "pydoc", "--config", str(ROOT / "examples" / "llama-tiny.json"), "--ulysses", "4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "longspan", "train", *flags, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.returncode != 0
+    message = "longspan: error: torchrun started 2 processes, but --data-degree 1 --ulysses 4 needs 4"
+    assert done.stderr.count(message) == 1, done.stderr

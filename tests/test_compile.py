@@ -1,0 +1,78 @@
+"""torch.compile: whole graphs, and gradients that equal the eager ones. A collective that a compiler inlines away
+gives zero gradients silently, so every parameter is compared."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import longspan
+from longspan import exchange
+from tests.pool import RankPool
+
+
+class _Block(nn.Module):
+    """An attention layer with its projections and a norm, over a sharded sequence."""
+
+    def __init__(self, sp: longspan.SequenceSharding, q_heads: int, kv_heads: int, length: int) -> None:
+        super().__init__()
+        self.sp, self.length = sp, length
+        self.norm = nn.LayerNorm(32)
+        self.q, self.k, self.v = (nn.Linear(32, 8 * heads) for heads in (q_heads, kv_heads, kv_heads))
+        self.o = nn.Linear(8 * q_heads, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))
+        return x + self.o(longspan.attention(q, k, v, self.sp, length=self.length).flatten(2))
+
+
+def _gradients(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    block.zero_grad()
+    x = x.clone().requires_grad_()
+    block(x).square().sum().backward()
+    assert x.grad is not None
+    return {"x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
+
+
+def _compare(q_heads: int, kv_heads: int, length: int, backend: str) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
+    block = _Block(sp, q_heads, kv_heads, length)
+    x = sp.shard(torch.randn(2, length, 32))
+    eager = _gradients(block, x)
+    torch._dynamo.reset()
+    compiled = _gradients(torch.compile(block, fullgraph=True, backend=backend), x)  # type: ignore[arg-type]
+    for name, grad in eager.items():
+        assert grad.abs().max() > 0, name
+        assert torch.allclose(compiled[f"_orig_mod.{name}" if name != "x" else name], grad, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads", "length"), [(4, 2, 16), (6, 3, 15), (4, 1, 16)])
+def test_compiled_gradients_equal_eager(pool2: RankPool, q_heads: int, kv_heads: int, length: int) -> None:
+    pool2.run(_compare, q_heads, kv_heads, length, "aot_eager", timeout=180)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler (g++) on CPU")
+def test_inductor_gradients_equal_eager(pool2: RankPool) -> None:
+    pool2.run(_compare, 4, 2, 15, "inductor", timeout=300)
+
+
+def _compare_exchange() -> None:
+    group: Any = dist.group.WORLD
+    for function in (exchange.seq_to_heads, exchange.heads_to_seq):
+        x = torch.randn(2, 4, 4, 3, requires_grad=True)
+        w = torch.randn_like(function(x, group).detach())
+        (eager,) = torch.autograd.grad((function(x, group) * w).sum(), x)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, f=function: f(x, group), fullgraph=True, backend="aot_eager")
+        (ours,) = torch.autograd.grad((compiled(x) * w).sum(), x)
+        assert torch.equal(ours, eager) and ours.abs().max() > 0
+
+
+def test_compiled_exchange(pool2: RankPool) -> None:
+    pool2.run(_compare_exchange, timeout=120)

@@ -1,0 +1,337 @@
+"""Reading, tokenising, packing and dealing out text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.data import (
+    BYTES,
+    PYDOC,
+    DocumentSource,
+    Sequence,
+    SequenceStream,
+    TextTokenizer,
+    deal,
+    load_tokenizer,
+    prefetch,
+)
+from longspan.data.tokens import split_text
+from longspan.errors import LongspanError
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def by_bytes() -> TextTokenizer:
+    return TextTokenizer(load_tokenizer(BYTES))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """13 documents of different lengths in files of all three kinds."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    root = tmp_path_factory.mktemp("data")
+    for name in "ab":
+        (root / f"{name}.txt").write_text(f"text file {name}\n\nwith lines\n")
+    (root / "deeper").mkdir()
+    lines = [json.dumps({"text": f"json {i} " + "x" * i, "n": i}) for i in range(6)]
+    (root / "deeper" / "c.jsonl").write_text("\n".join(lines))
+    pq.write_table(pa.table({"text": [f"parquet {i}" for i in range(5)], "n": list(range(5))}), root / "d.parquet")
+    (root / "notes.md").write_text("not read")
+    (root / ".hidden.txt").write_text("not read")
+    return root
+
+
+def _documents(source: DocumentSource, count: int, start: Any = None) -> list[str]:
+    return [text for _, text in itertools.islice(source.documents(start), count)]
+
+
+def _text(sequence: Sequence) -> str:
+    return bytes(int(i) - 3 for i in sequence.ids if i > 2).decode()
+
+
+def _take(
+    source: DocumentSource, tokenizer: TextTokenizer, context: int, count: int, state: Any = None
+) -> list[Sequence]:
+    return list(itertools.islice(SequenceStream(source, tokenizer, context, state), count))
+
+
+# --- documents
+
+
+def test_all_kinds_of_files_are_read_in_order(folder: Path) -> None:
+    documents = _documents(DocumentSource(str(folder), shuffle=0), 13)
+    assert documents[:2] == ["text file a\n\nwith lines\n", "text file b\n\nwith lines\n"]
+    assert documents[2:8] == [f"json {i} " + "x" * i for i in range(6)]
+    assert documents[8:] == [f"parquet {i}" for i in range(5)]
+
+
+def test_one_file_of_each_kind(folder: Path) -> None:
+    assert _documents(DocumentSource(str(folder / "a.txt")), 1) == ["text file a\n\nwith lines\n"]
+    assert len(set(_documents(DocumentSource(str(folder / "deeper" / "c.jsonl")), 6))) == 6
+    assert len(set(_documents(DocumentSource(str(folder / "d.parquet")), 5))) == 5
+
+
+@pytest.mark.parametrize("shuffle", [1, 4, 1024])
+def test_an_epoch_is_a_permutation_and_epochs_differ(folder: Path, shuffle: int) -> None:
+    plain = _documents(DocumentSource(str(folder), shuffle=0), 13)
+    shuffled = _documents(DocumentSource(str(folder), shuffle=shuffle, seed=5), 39)
+    epochs = [shuffled[i : i + 13] for i in (0, 13, 26)]
+    assert all(sorted(epoch) == sorted(plain) for epoch in epochs)
+    assert shuffled == _documents(DocumentSource(str(folder), shuffle=shuffle, seed=5), 39)
+    if shuffle > 1:
+        assert epochs[0] != plain and epochs[0] != epochs[1]
+        assert epochs[0] != _documents(DocumentSource(str(folder), shuffle=shuffle, seed=6), 13)
+
+
+@pytest.mark.parametrize("shuffle", [0, 4, 1024])
+def test_documents_go_on_from_any_place(folder: Path, shuffle: int) -> None:
+    whole = list(itertools.islice(DocumentSource(str(folder), shuffle=shuffle).documents(), 30))
+    for index in (0, 1, 3, 4, 12, 13, 17):
+        place = json.loads(json.dumps(whole[index][0].__dict__))  # through a checkpoint's JSON
+        again = _documents(DocumentSource(str(folder), shuffle=shuffle), 12, type(whole[0][0])(**place))
+        assert again == [text for _, text in whole[index : index + 12]]
+
+
+def test_pydoc_is_english_text() -> None:
+    source = DocumentSource(PYDOC, text_field="ignored by design", shuffle=0)
+    assert "assert" in _documents(source, 1)[0]
+
+
+def test_a_hub_dataset_is_opened_by_name_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(*args: Any, **options: Any) -> Any:
+        asked.append((args, options))
+        return datasets.Dataset.from_dict({"body": ["a", "b"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = DocumentSource("someone/corpus:en", text_field="body", split="validation", shuffle=0)
+    assert _documents(source, 3) == ["a", "b", "a"]
+    DocumentSource("someone/corpus")
+    streamed = {"streaming": True}
+    assert asked[0] == (("someone/corpus", "en"), {"split": "validation", **streamed})
+    assert asked[1] == (("someone/corpus", None), {"split": "train", **streamed})
+
+
+def test_identity_names_what_the_order_depends_on(folder: Path) -> None:
+    same = DocumentSource(str(folder), seed=1).identity
+    assert same == DocumentSource(str(folder), seed=1).identity
+    assert same != DocumentSource(str(folder), seed=2).identity
+    assert same != DocumentSource(str(folder / "a.txt"), seed=1).identity
+    assert json.loads(json.dumps(same)) == same
+
+
+# --- tokens
+
+
+@given(st.text(alphabet="ab \n", max_size=60), st.integers(1, 9))
+def test_split_text_loses_nothing(text: str, limit: int) -> None:
+    parts = split_text(text, limit)
+    assert "".join(parts) == text
+    assert all(len(part) <= limit for part in parts)
+
+
+def test_split_text_cuts_after_a_line_or_a_word() -> None:
+    assert split_text("one\ntwo three", 6) == ["one\n", "two ", "three"]
+
+
+def test_a_document_ends_with_the_end_token(by_bytes: TextTokenizer) -> None:
+    ((number, ids),) = by_bytes.pieces("hé")
+    assert number == 0
+    assert ids.tolist() == [3 + b for b in "hé".encode()] + [EOS]
+
+
+def test_a_tokenizer_that_begins_texts_begins_documents() -> None:
+    class Begins:
+        bos_token_id, eos_token_id = 7, 8
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [7] * add_special_tokens + [ord(c) for c in text]}
+
+    ((_, ids),) = TextTokenizer(Begins()).pieces("ab")
+    assert ids.tolist() == [7, 97, 98, 8]
+
+
+def test_the_byte_tokenizer_survives_a_folder(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    load_tokenizer(BYTES).save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again("hé").input_ids == load_tokenizer(BYTES)("hé").input_ids
+    assert load_tokenizer(str(tmp_path)).eos_token_id == EOS
+
+
+# --- sequences
+
+
+def test_sequences_concatenate_to_the_documents(folder: Path, by_bytes: TextTokenizer) -> None:
+    source = DocumentSource(str(folder))
+    text = "".join(_documents(source, 13))
+    total = len(text.encode()) + 13  # and an end token each
+    context = 7
+    sequences = _take(DocumentSource(str(folder)), by_bytes, context, total // context)
+    ids = np.concatenate([sequence.ids for sequence in sequences])
+    assert all(len(sequence.ids) == context for sequence in sequences)
+    assert bytes(int(i) - 3 for i in ids if i > 2).decode() == text[: sum(ids > 2)]
+    starts = [n * context + start for n, sequence in enumerate(sequences) for start in sequence.starts]
+    assert starts == [0, *(np.flatnonzero(ids == EOS) + 1)][: len(starts)]
+    assert len(starts) in (13, 14)
+
+
+@pytest.mark.parametrize("context", [5, 64, 150])
+def test_a_stream_goes_on_from_any_state(folder: Path, by_bytes: TextTokenizer, context: int) -> None:
+    whole = _take(DocumentSource(str(folder), shuffle=4), by_bytes, context, 12)  # passes the end of the data at 150
+    for index in (0, 3, 8):
+        state = json.loads(json.dumps(whole[index].state))
+        assert state["sequences"] == index + 1
+        rest = _take(DocumentSource(str(folder), shuffle=4), by_bytes, context, 3, state)
+        for expected, got in zip(whole[index + 1 :], rest, strict=False):
+            assert got.ids.tolist() == expected.ids.tolist()
+            assert got.starts == expected.starts
+            # The reader may spell the same place in another way.
+            assert got.state | {"reader": None} == expected.state | {"reader": None}
+
+
+def test_pieces_of_a_long_document_make_no_difference(
+    tmp_path: Path, by_bytes: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long.txt").write_text("many words in one line " * 40)
+    whole = _take(DocumentSource(str(tmp_path)), by_bytes, 50, 30)
+    monkeypatch.setattr("longspan.data.tokens.split_text", lambda text: split_text(text, 37))
+    pieces = _take(DocumentSource(str(tmp_path)), by_bytes, 50, 30)
+    assert [s.ids.tolist() for s in pieces] == [s.ids.tolist() for s in whole]
+    assert [s.starts for s in pieces] == [s.starts for s in whole]
+    resumed = _take(DocumentSource(str(tmp_path)), by_bytes, 50, 25, pieces[4].state)
+    assert [s.ids.tolist() for s in resumed] == [s.ids.tolist() for s in whole[5:]]
+
+
+def test_another_context_goes_on_at_the_same_token(folder: Path, by_bytes: TextTokenizer) -> None:
+    state = _take(DocumentSource(str(folder)), by_bytes, 20, 3)[-1].state
+    short = _take(DocumentSource(str(folder)), by_bytes, 20, 7)[3:]
+    long = _take(DocumentSource(str(folder)), by_bytes, 40, 2, state)
+    assert np.concatenate([s.ids for s in short]).tolist() == np.concatenate([s.ids for s in long]).tolist()
+
+
+# --- steps
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 4])
+def test_the_data_ranks_share_one_order(folder: Path, by_bytes: TextTokenizer, data_size: int) -> None:
+    sequences = _take(DocumentSource(str(folder)), by_bytes, 16, 16)
+    ranks = []
+    for rank in range(data_size):
+        stream = iter(SequenceStream(DocumentSource(str(folder)), by_bytes, 16))
+        steps = deal(stream, batch=8, micro_batch=2, data_size=data_size, data_rank=rank, pack="stream")
+        ranks.append([next(steps), next(steps)])
+    for number in range(2):
+        expected = [s.ids.tolist() for s in sequences[number * 8 : number * 8 + 8]]
+        micros = [ranks[i % data_size][number].micro_batches[i // data_size] for i in range(4)]
+        assert [row for micro in micros for row in micro["input_ids"].tolist()] == expected
+        assert {rank[number].label_tokens for rank in ranks} == {8 * 15}
+        assert {rank[number].attention_pairs for rank in ranks} == {8 * (16 * 17 // 2)}
+        assert len({rank[number].checksum for rank in ranks}) == 1
+        assert all(rank[number].state == sequences[number * 8 + 7].state for rank in ranks)
+
+
+def test_documents_restart_positions_and_predict_nothing_across() -> None:
+    sequences = iter([Sequence(np.arange(8) + 10, (3, 6), {}), Sequence(np.arange(8) + 20, (0,), {})])
+    step = next(deal(sequences, batch=2, micro_batch=2, data_size=1, data_rank=0, pack="documents"))
+    (micro,) = step.micro_batches
+    assert micro["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1], list(range(8))]
+    assert micro["labels"].tolist() == [[-100, 11, 12, -100, 14, 15, -100, 17], [-100, *range(21, 28)]]
+    assert step.label_tokens == 5 + 7 == int((micro["labels"][:, 1:] != -100).sum())
+    assert step.attention_pairs == (6 + 6 + 3) + 36
+
+
+def test_prefetch_hands_on_items_and_errors_and_ends() -> None:
+    def items() -> Any:
+        yield 1
+        yield 2
+        raise LongspanError("three is refused")
+
+    with prefetch(items()) as ahead:
+        assert [next(ahead), next(ahead)] == [1, 2]
+        with pytest.raises(LongspanError, match="three is refused"):
+            next(ahead)
+    with prefetch(itertools.count(), depth=1) as endless:
+        assert next(endless) == 0
+    assert not any(thread.name == "longspan-data" for thread in threading.enumerate())
+    with prefetch(iter([5])) as short:
+        assert list(short) == [5]
+
+
+# --- bad input
+
+
+def _refused(match: str, data: str | Path, context: int = 10, **options: Any) -> None:
+    with pytest.raises(LongspanError, match=match):
+        source = DocumentSource(str(data), **options)
+        _take(source, TextTokenizer(load_tokenizer(BYTES)), context, 1)
+
+
+def test_missing_data_is_refused() -> None:
+    _refused(r"--data no/such/thing is neither a file nor a directory, and as the name of a dataset", "no/such/thing")
+
+
+def test_an_unknown_kind_of_file_is_refused(folder: Path) -> None:
+    _refused(r"notes\.md: a \.md is not read; give \.txt, \.jsonl, \.parquet", folder / "notes.md")
+
+
+def test_empty_data_is_refused(tmp_path: Path) -> None:
+    _refused(r"the directory holds no \.txt, \.jsonl, \.parquet file", tmp_path)
+    (tmp_path / "a.txt").touch()
+    _refused(r"is empty \(1 file of 0 bytes\)", tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n')
+    _refused(r"holds no text: every document is empty", tmp_path)
+
+
+def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("twelve bytes")
+    _refused(r"not enough text for one sequence: --data .* gives 13 tokens, --context needs 14", tmp_path, context=14)
+    assert _take(DocumentSource(str(tmp_path)), TextTokenizer(load_tokenizer(BYTES)), 13, 1)
+
+
+def test_a_missing_field_is_refused_with_those_there_are(folder: Path) -> None:
+    _refused(
+        r"has no field 'body'; it has 'text', 'n': choose one .*--text-field", folder / "d.parquet", text_field="body"
+    )
+    _refused(r"the field 'n' .* holds int, not text", folder / "d.parquet", text_field="n")
+
+
+def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("this is no parquet")
+    _refused(r"--data .*a\.parquet.* cannot be read: ArrowInvalid", tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"text": "ok"}\nnot json\n')
+    _refused(r"--data .*b\.jsonl cannot be read", tmp_path / "b.jsonl")
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe latin")
+    _refused(r"--data .*c\.txt cannot be read: UnicodeDecodeError", tmp_path / "c.txt")
+
+
+def test_a_negative_shuffle_is_refused() -> None:
+    _refused(r"--shuffle -1 must be 0", PYDOC, shuffle=-1)
+
+
+def test_an_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LongspanError, match=r"--tokenizer no/such cannot be loaded: .* \(or use --tokenizer bytes\)"):
+        load_tokenizer("no/such")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    with pytest.raises(LongspanError, match=r"has no end-of-text token to separate documents; set its eos_token"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,142 @@
+"""The exchange: what arrives where, inverse and adjoint, for any order of dimensions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longspan
+from longspan import exchange
+from longspan.errors import LongspanError
+from longspan.layout import split_heads
+from tests.counting import count_sent
+from tests.pool import RankPool
+
+ORDERS = {"BSHD": (1, 2), "BHSD": (2, 1), "SHD": (0, 1), "HSD": (1, 0), "BSDH": (1, 3), "HBSD": (2, 0)}
+
+
+def _whole(order: str, n: int, heads: int) -> torch.Tensor:
+    sizes = {"B": 2, "S": n, "H": heads, "D": 3}
+    shape = [sizes[c] for c in order]
+    count = torch.tensor(shape).prod()
+    return torch.arange(int(count), dtype=torch.float64).view(shape)
+
+
+def _round_trip(order: str, local: int, heads: int) -> None:
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    seq_dim, head_dim = ORDERS[order]
+    whole = _whole(order, local * size, heads)
+    mine = whole.narrow(seq_dim, rank * local, local).clone().requires_grad_()
+    y = exchange.seq_to_heads(mine, group, seq_dim, head_dim)
+    share = split_heads(heads, heads, size)[rank]
+    assert torch.equal(y, whole.narrow(head_dim, share.q_start, share.q_heads))
+    back = exchange.heads_to_seq(y, group, seq_dim, head_dim, heads=heads)
+    assert torch.equal(back, mine)
+    # The adjoint: <f(x), u> summed over ranks is <x, grad f(u)> summed over ranks; a permutation gives it exactly.
+    u = torch.sin(torch.arange(y.numel(), dtype=torch.float64).view(y.shape) + rank)
+    (grad,) = torch.autograd.grad(y, mine, u, retain_graph=True)
+    assert torch.equal(grad, exchange.heads_to_seq(u, group, seq_dim, head_dim, heads=heads))
+    w = torch.cos(torch.arange(mine.numel(), dtype=torch.float64).view(mine.shape) + rank)
+    (through_both,) = torch.autograd.grad(back, mine, w)
+    assert torch.equal(through_both, w)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_round_trip(get_pool, world: int, order: str) -> None:  # type: ignore[no-untyped-def]
+    for local, heads in [(3, 4), (1, 5), (2, 1)]:  # even, uneven, fewer heads than ranks
+        get_pool(world).run(_round_trip, order, local, heads)
+
+
+def _reshard(shape: tuple[int, ...], gather_dim: int, shard_dim: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(int(torch.tensor(shape).prod())).view(shape).double()
+    local = shape[gather_dim] // size
+    x = whole.narrow(gather_dim, rank * local, local)
+    y = exchange.reshard(x, dist.group.WORLD, gather_dim, shard_dim)
+    share = split_heads(shape[shard_dim], shape[shard_dim], size)[rank]
+    assert torch.equal(y, whole.narrow(shard_dim, share.q_start, share.q_heads))
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_reshard_between_any_two_dims(pool2: RankPool, data: st.DataObject) -> None:
+    ndim = data.draw(st.integers(2, 5))
+    gather_dim, shard_dim = data.draw(st.permutations(range(ndim)))[:2]
+    shape = [data.draw(st.integers(1, 4)) for _ in range(ndim)]
+    shape[gather_dim] *= 2
+    pool2.run(_reshard, tuple(shape), gather_dim, shard_dim)
+
+
+def _double_backward() -> None:
+    x = torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True)
+    y = exchange.seq_to_heads(x, dist.group.WORLD)
+    (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (gg,) = torch.autograd.grad(g.sum(), x)
+    assert torch.allclose(gg, 6 * x)  # d/dx sum(3 x^2): the exchange is linear, its gradient differentiable
+
+
+def test_gradients_have_gradients(pool2: RankPool) -> None:
+    pool2.run(_double_backward)
+
+
+def _one_collective_each() -> list[str]:
+    x = torch.randn(1, 2, 4, 3, requires_grad=True)
+    with count_sent() as log:
+        y = exchange.seq_to_heads(x, dist.group.WORLD)
+        forward = len(log)
+        y.sum().backward()
+    assert forward == 1
+    return [entry.op for entry in log]
+
+
+def test_one_all_to_all_each_way(pool2: RankPool) -> None:
+    assert pool2.run(_one_collective_each) == [["all_to_all"] * 2] * 2
+
+
+def _opcheck() -> None:
+    group = dist.group.WORLD
+    shares = split_heads(6, 3, dist.get_world_size())
+    xs = [torch.randn(1, 2, h, 3, requires_grad=True) for h in (6, 3, 3)]
+    ranges = exchange._ranges([shares] * 3, ["q", "kv", "kv"])
+    plan = (group.size(), group.rank(), group.group_name)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, ranges, *plan), test_utils=checks)
+    y = exchange._scatter_heads(xs, ranges, group).detach().requires_grad_()
+    torch.library.opcheck(
+        torch.ops.longspan.gather_heads.default, (y, [6, 3, 3], [3, 3, 3], ranges, *plan), test_utils=checks
+    )
+
+
+def test_operators_are_registered_soundly(pool2: RankPool) -> None:
+    pool2.run(_opcheck)
+
+
+def test_without_a_group_nothing_happens() -> None:
+    x = torch.randn(1, 4, 2, 3)
+    assert exchange.seq_to_heads(x, None) is x
+    assert exchange.heads_to_seq(x, None) is x
+    assert exchange.reshard(x, None, 1, 3) is x
+
+
+def _bad_input() -> None:
+    group = dist.group.WORLD
+    with pytest.raises(LongspanError, match=r"shape \(2, 3\) has no two different dimensions 1 and 1"):
+        exchange.seq_to_heads(torch.zeros(2, 3), group, 1, 1)
+    with pytest.raises(LongspanError, match=r"no two different dimensions 0 and 5"):
+        exchange.reshard(torch.zeros(2, 3), group, 0, 5)
+    with pytest.raises(LongspanError, match="5 tokens do not divide over 2 ranks"):
+        exchange.heads_to_seq(torch.zeros(1, 5, 2, 3), group)
+    with pytest.raises(LongspanError, match="holds 3 heads, its share of 8 is 4"):
+        exchange.heads_to_seq(torch.zeros(1, 4, 3, 3), group, heads=8)
+
+
+def test_bad_input(pool2: RankPool) -> None:
+    pool2.run(_bad_input)
+
+
+def test_public_names() -> None:
+    assert longspan.exchange is exchange

@@ -1,0 +1,116 @@
+"""Importing longspan costs nothing and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspan
+
+MODULES = sorted({"longspan", *(m.name for m in pkgutil.walk_packages(longspan.__path__, "longspan."))})
+
+# Anything of these takes seconds to import or touches a device.
+HEAVY = ("torch", "transformers", "numpy", "datasets", "pyarrow", "tensorboard", "peft")
+
+REPORT_HEAVY = f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+
+# What the libraries underneath do at their import is not longspan's doing, so they come first.
+IMPORT_ALL = """
+import contextlib, importlib, json, os, sys
+modules, libraries, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+for name in libraries:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+import torch, torch.distributed
+state = {}
+for name in modules:
+    before = dict(os.environ)
+    with open(os.path.join(folder, "output"), "w+") as output:
+        saved = [os.dup(1), os.dup(2)]
+        for fd in (1, 2):
+            os.dup2(output.fileno(), fd)
+        importlib.import_module(name)
+        sys.stdout.flush(), sys.stderr.flush()
+        for fd, old in zip((1, 2), saved):
+            os.dup2(old, fd)
+        output.seek(0)
+        printed = output.read()
+    state[name] = {
+        "printed": printed,
+        "environment": sorted({k for k, v in before.items() ^ os.environ.items()}),
+        "touched": torch.cuda.is_initialized() or torch.distributed.is_initialized(),
+    }
+json.dump(state, open(os.path.join(folder, "state.json"), "w"))
+"""
+
+
+def _python(*args: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_import_loads_nothing_heavy() -> None:
+    done = _python("-c", f"import sys, longspan; {REPORT_HEAVY}")
+    assert (done.stdout, done.stderr.strip()) == ("", "[]")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["verify", "--help"], ["--version"]], ids=" ".join)
+def test_help_loads_nothing_heavy(args: list[str]) -> None:
+    code = f"""
+import sys
+from longspan.cli import main
+sys.argv = ["longspan", *{args!r}]
+try:
+    code = main()
+except SystemExit as end:
+    code = end.code
+{REPORT_HEAVY}
+sys.exit(code)
+"""
+    done = _python("-c", code)
+    assert "longspan" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_public_names_exist() -> None:
+    for name in longspan.__all__:
+        assert getattr(longspan, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = longspan.no_such_name
+
+
+def test_import_prints_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    modules = [name for name in MODULES if not name.endswith("__main__")]
+    _python("-c", IMPORT_ALL, json.dumps(modules), json.dumps(HEAVY), str(tmp_path))
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state == {name: {"printed": "", "environment": [], "touched": False} for name in modules}
+
+
+def test_the_modules_are_found() -> None:
+    assert {"longspan.layout", "longspan.mesh", "longspan.exchange"} <= set(MODULES)
+    sources = Path(longspan.__file__).parent
+    on_disk = {
+        ".".join(("longspan", *p.relative_to(sources).with_suffix("").parts)).removesuffix(".__init__")
+        for p in sources.rglob("*.py")
+    }
+    assert on_disk == set(MODULES), os.linesep.join(sorted(on_disk ^ set(MODULES)))
+
+
+def test_public_names_are_functions_whatever_was_imported_before() -> None:
+    """`longspan.attention` and `longspan.parallelize` share their names with the modules that hold them."""
+    for first in ("longspan.attention.ulysses", "longspan.parallelize", "longspan"):
+        code = (
+            f"import {first}, longspan, inspect\n"
+            "for name in ('attention', 'parallelize', 'shard_batch', 'init_mesh', 'causal_lm_loss'):\n"
+            "    assert inspect.isfunction(getattr(longspan, name)), name\n"
+            "import longspan.parallelize, longspan.attention\n"
+            "assert inspect.isfunction(longspan.parallelize) and inspect.isfunction(longspan.attention)\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,71 @@
+"""Which rank holds which tokens and heads: plain arithmetic, over all small shapes and drawn large ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.errors import LongspanError
+from longspan.layout import Layout, split_heads
+
+
+@given(n=st.integers(1, 10**7), size=st.integers(1, 512))
+def test_every_token_has_one_rank(n: int, size: int) -> None:
+    layout = Layout(size)
+    spans = [layout.span(n, rank) for rank in range(size)]
+    assert spans[0][0] == 0 and spans[-1][1] == n
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    assert layout.padded_length(n) - n < size
+    assert max(stop - start for start, stop in spans) == layout.local_length(n)
+
+
+def test_no_token() -> None:
+    with pytest.raises(LongspanError, match="at least 1 token, this one has 0"):
+        Layout(2).local_length(0)
+
+
+@given(kv=st.integers(1, 24), group=st.integers(1, 16), ranks=st.integers(1, 64))
+def test_heads_are_dealt_once_evenly_with_the_kv_heads_they_need(kv: int, group: int, ranks: int) -> None:
+    shares = split_heads(kv * group, kv, ranks)
+    dealt = [head for share in shares for head in range(share.q_start, share.q_stop)]
+    assert dealt == list(range(kv * group))
+    assert max(share.q_heads for share in shares) == -(-kv * group // ranks)  # the best that any cut can do
+    for share in shares:
+        needed = {head // group for head in range(share.q_start, share.q_stop)}
+        assert needed == set(range(share.kv_start, share.kv_stop))
+        assert sum(share.group_sizes) == share.q_heads and len(share.group_sizes) == share.kv_heads
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "ranks", "sent"),
+    [
+        (64, 8, 8, [1] * 8),  # Llama-2-70B on 8 GPUs: one KV head each
+        (64, 8, 4, [2] * 4),
+        (64, 8, 16, [1] * 16),  # more ranks than KV heads: each gets the one that its queries need
+        (14, 2, 4, [1] * 4),  # Qwen2.5-0.5B: 7 queries to a KV head, cut 4 + 3
+        (6, 3, 2, [2, 2]),  # 3 + 3 queries rather than 4 + 2: the middle KV head goes to both
+        (8, 8, 3, [3, 3, 2]),
+        (2, 1, 4, [1, 1, 0, 0]),  # more ranks than query heads: some compute nothing
+    ],
+)
+def test_kv_heads_sent(q: int, kv: int, ranks: int, sent: list[int]) -> None:
+    assert [share.kv_heads for share in split_heads(q, kv, ranks)] == sent
+
+
+@given(kv=st.integers(1, 16), group=st.integers(1, 8), ranks=st.integers(1, 16))
+def test_without_replication_no_kv_head_goes_twice(kv: int, group: int, ranks: int) -> None:
+    if ranks > kv:
+        with pytest.raises(LongspanError, match=f"needs at least {ranks} KV heads .* the model has {kv}; try"):
+            split_heads(kv * group, kv, ranks, kv_replication=False)
+    else:
+        shares = split_heads(kv * group, kv, ranks, kv_replication=False)
+        assert sum(share.kv_heads for share in shares) == kv
+
+
+@pytest.mark.parametrize(("q", "kv"), [(0, 1), (4, 0), (6, 4)])
+def test_impossible_heads(q: int, kv: int) -> None:
+    with pytest.raises(LongspanError, match=f"{q}.*{kv}"):
+        split_heads(q, kv, 2)

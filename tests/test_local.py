@@ -1,0 +1,128 @@
+"""Local kernels on one device against the oracle, and what each can take."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.errors import LongspanError
+from longspan.mesh import OneDeviceMesh
+from tests.oracle import Case, make, oracle, relative_error
+from tests.test_ulysses import CASES, run
+
+
+def _one() -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_kernels_agree_with_the_oracle(kernel: str, name: str) -> None:
+    case = CASES[name]
+    ours, truth = run(case, _one(), kernel), oracle(case, make(case))
+    assert max(relative_error(ours[part], truth[part]) for part in ours) <= 2e-6
+
+
+@pytest.mark.parametrize("case", [Case(n=24), Case(n=24, window=5), Case(n=24, softcap=3.0), CASES["documents"]])
+def test_flex_forward(case: Case) -> None:
+    x = make(case)
+    with torch.no_grad():
+        out = longspan.attention(
+            x["q"], x["k"], x["v"], _one(), window=case.window, documents=x.get("documents"), softcap=case.softcap,
+            kernel="flex",
+        )  # fmt: skip
+    assert relative_error(out, oracle(case, x)["out"]) < 1e-6
+
+
+def test_flex_says_that_it_has_no_backward_on_cpu() -> None:
+    x = make(Case())
+    with pytest.raises(LongspanError, match="no backward on CPU; use kernel='sdpa'"):
+        longspan.attention(x["q"].requires_grad_(), x["k"], x["v"], _one(), kernel="flex")
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    assert causal
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or q.shape[3] ** -0.5)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+
+
+def test_any_callable_is_a_kernel() -> None:
+    case = Case(n=12)
+    ours, truth = run(case, _one(), _plain), oracle(case, make(case))
+    assert max(relative_error(ours[part], truth[part]) for part in ours) <= 2e-6
+    x = make(Case(n=12))
+    with pytest.raises(LongspanError, match="the kernel _plain has no keyword window, which this attention needs"):
+        longspan.attention(x["q"], x["k"], x["v"], _one(), window=3, kernel=_plain)
+    with pytest.raises(LongspanError, match="has no keyword causal, scale"):
+        longspan.attention(x["q"], x["k"], x["v"], _one(), kernel=lambda q, k, v: q)
+    with pytest.raises(LongspanError, match=r"the kernel returned the shape \(1, 4, 12, 8\), .* = \(1, 12, 4, 8\)"):
+        longspan.attention(
+            x["q"], x["k"], x["v"], _one(), kernel=lambda q, k, v, *, causal, scale: q.transpose(1, 2).contiguous()
+        )
+
+
+class _FlashAttn(types.ModuleType):
+    """Stands in for flash_attn where it is not installed: the same arguments, the formula inside."""
+
+    @staticmethod
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
+        softcap: float,
+    ) -> Tensor:  # fmt: skip
+        left, right = window_size
+        assert right in (-1, 0) and (left == -1 or causal)
+        options: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap or None}
+        window = None if left < 0 else left + 1
+        return longspan.attention(q, k, v, _one(), causal=causal, window=window, kernel="eager", **options)
+
+    @classmethod
+    def flash_attn_varlen_func(
+        cls, q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, longest_q: int, longest_k: int, **options:
+    Any ) -> Tensor:  # fmt: skip
+        assert ends_q.dtype == torch.int32 and torch.equal(ends_q, ends_k)
+        assert longest_q == longest_k == int(ends_q.diff().max())
+        sizes = ends_q.diff().tolist()
+        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([cls.flash_attn_func(a[None], b[None], c[None], **options)[0] for a, b, c in parts])
+
+
+@pytest.mark.parametrize("name", ["gqa", "bidirectional", "window", "documents", "documents and padding"])
+def test_flash_attn_is_called_with_the_right_arguments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
+    case = CASES[name]
+    ours, truth = run(case, _one(), "flash_attn"), oracle(case, make(case))
+    assert max(relative_error(ours[part], truth[part]) for part in ours) <= 2e-6
+
+
+def test_flash_attn_cannot_do_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
+    x = make(Case(sinks=True))
+    with pytest.raises(LongspanError, match="cannot do sinks; use kernel='eager'"):
+        longspan.attention(x["q"], x["k"], x["v"], _one(), sinks=x["sinks"], kernel="flash_attn")
+
+
+def test_a_window_never_makes_a_square_tensor() -> None:
+    case = Case(n=4096, window=64, q_heads=1, kv_heads=1)
+    x = make(case)
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    with Largest() as largest:
+        longspan.attention(x["q"], x["k"], x["v"], _one(), window=case.window)
+    assert largest.numel <= 4 * case.n * 128  # n^2 would be 32 times as much

@@ -1,0 +1,80 @@
+"""The loss: the exact mean of the global batch, tile by tile, against torch's own cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import longspan
+from longspan import loss as loss_module
+from longspan.errors import LongspanError
+from longspan.mesh import OneDeviceMesh
+from longspan.shard import IGNORE
+from tests.pool import RankPool
+
+
+def _data(dtype: torch.dtype, batch: int = 4, n: int = 12, vocab: int = 33) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(3)
+    logits = (4 * torch.randn(batch, n, vocab, generator=g)).to(dtype)
+    labels = torch.randint(0, vocab, (batch, n), generator=g)
+    labels[0] = IGNORE  # a row without any valid token
+    labels[1, : n // 2] = IGNORE  # and one whose first rank has none
+    return logits, labels
+
+
+def _sharded(data: int, dtype: torch.dtype, items: int | None) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(data=data, ulysses=dist.get_world_size() // data))
+    whole, labels = _data(dtype)
+    truth_leaf = whole.double().requires_grad_()
+    truth = F.cross_entropy(truth_leaf.flatten(0, 1), labels.flatten(), reduction="sum")
+    truth = truth / (items or int((labels != IGNORE).sum()))
+    truth.backward()
+    assert truth_leaf.grad is not None
+    rows = slice(sp.data_rank * 4 // data, (sp.data_rank + 1) * 4 // data)
+    leaf = whole.clone().requires_grad_()
+    loss = longspan.causal_lm_loss(sp.shard(leaf[rows]), sp.shard(labels[rows], pad_value=IGNORE), sp, items)
+    loss.backward()
+    assert leaf.grad is not None
+    assert abs(float(loss.detach()) - float(truth.detach())) < 1e-6 * float(truth.detach())
+    grad = leaf.grad.double()
+    dist.all_reduce(grad)  # every rank's part
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    assert float((grad - truth_leaf.grad).norm() / truth_leaf.grad.norm()) < tolerance
+
+
+@pytest.mark.parametrize("data", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("items", [None, 100])
+def test_mean_of_the_global_batch(pool4: RankPool, data: int, dtype: torch.dtype, items: int | None) -> None:
+    pool4.run(_sharded, data, dtype, items)
+
+
+@pytest.mark.parametrize("tile", [1, 100, 1 << 24])
+def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    monkeypatch.setattr(loss_module, "TILE_ELEMENTS", (tile, tile))
+    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    logits, labels = _data(torch.float64)
+    logits.requires_grad_()
+    truth = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (expected,) = torch.autograd.grad(truth, logits)
+    loss = longspan.causal_lm_loss(logits, labels, sp)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert torch.allclose(loss, truth, rtol=1e-14) and torch.allclose(grad, expected, rtol=1e-12, atol=1e-16)
+
+
+def test_no_valid_token_anywhere_is_zero_not_nan() -> None:
+    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    logits = torch.randn(1, 3, 5, requires_grad=True)
+    loss = longspan.causal_lm_loss(logits, torch.full((1, 3), IGNORE), sp)
+    loss.backward()
+    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
+
+
+def test_shapes_must_fit() -> None:
+    sp: Any = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    with pytest.raises(LongspanError, match=r"logits of shape \(1, 3, 5\) do not belong to labels of shape \(1, 4\)"):
+        longspan.causal_lm_loss(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.int64), sp)

@@ -1,0 +1,181 @@
+"""The figures of a step, and where they are written."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan.metrics import (
+    CommunicationSampler,
+    Display,
+    MetricsLog,
+    Quiet,
+    StepMetrics,
+    covered,
+    model_flops,
+    peak_flops,
+    peak_memory_gib,
+)
+from tests.pool import RankPool
+
+
+def _metrics(step: int, **changes: object) -> StepMetrics:
+    values = dict(loss=2.5, grad_norm=0.5, lr=1e-3, tokens=100 * step, tokens_per_s=1234.5, step_s=2.0)
+    values |= dict(communication=0.25, peak_memory_gib=1.5, mfu=None)
+    return StepMetrics(step=step, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def _share_with_a_late_rank() -> float | None:
+    """Rank 1 comes 0.4 s late to a collective in a stretch of about 0.6 s."""
+    sampler = CommunicationSampler(torch.device("cpu"))
+    x = torch.ones(1)
+    torch.distributed.all_reduce(x)
+    with sampler.measure():
+        time.sleep(0.1 + 0.4 * torch.distributed.get_rank())
+        torch.distributed.all_reduce(x)
+        time.sleep(0.1)
+    return sampler.share
+
+
+def test_communication_is_the_time_in_flight(pool2: RankPool) -> None:
+    waiting, late = pool2.run(_share_with_a_late_rank)
+    assert 0.3 < waiting < 0.9  # 0.4 of 0.6 s, on a machine that may be busy
+    assert late < waiting / 2
+
+
+def test_without_collectives_the_share_is_zero() -> None:
+    sampler = CommunicationSampler(torch.device("cpu"))
+    assert sampler.share is None
+    with sampler.measure():
+        torch.ones(10).sum()
+    assert sampler.share == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10))))
+def test_covered_is_the_length_of_the_union(spans: list[tuple[int, int]]) -> None:
+    cells = {cell for start, length in spans for cell in range(start, start + length)}
+    assert covered((start, start + length) for start, length in spans) == len(cells)
+
+
+def _llama(**changes: object) -> tuple[torch.nn.Module, object]:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    shape = dict(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(**{**shape, "num_key_value_heads": 2, **changes})  # type: ignore[arg-type]
+    return AutoModelForCausalLM.from_config(config), config
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_of_the_matrices_and_the_pairs(tied: bool) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, config = _llama(tie_word_embeddings=tied, attn_implementation="eager")
+    ids = torch.zeros(1, 32, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # The counter sees every pair of the eager attention, also those that the mask hides; and no rotary embedding.
+    rotary = 2 * (16 // 4 // 2) * 32
+    assert model_flops(model, config, tokens=32, attention_pairs=32 * 32) == pytest.approx(
+        counter.get_total_flops() - rotary, rel=0.02
+    )
+
+
+def test_flops_of_a_mixture_of_experts_are_not_claimed() -> None:
+    model, config = _llama()
+    config.num_local_experts = 8  # type: ignore[attr-defined]
+    assert model_flops(model, config, 10, 10) is None
+
+
+def test_the_peak_is_given_only_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_flops(torch.device("cpu"), "bf16") is None
+    for name, peak in {"NVIDIA H200": 989e12, "NVIDIA H20": 148e12, "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda"), "bf16") == peak
+        assert peak_flops(torch.device("cuda"), "fp32") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some other one")
+    assert peak_flops(torch.device("cuda"), "bf16") is None
+
+
+def test_peak_memory_is_that_of_the_process() -> None:
+    before = peak_memory_gib(torch.device("cpu"))
+    assert 0.05 < before < 64
+    block = torch.ones(1 << 28)  # 1 GiB
+    assert peak_memory_gib(torch.device("cpu")) >= max(before, 1.0)
+    del block
+
+
+def test_the_log_is_jsonl_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path)
+    log.write(_metrics(1, loss=2 / 3))
+    log.write(_metrics(2, communication=None))
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    assert records[0]["loss"] == 2 / 3
+    assert records[1]["communication"] is None
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2]
+    assert [event.step for event in board.Scalars("train/communication")] == [1]
+
+
+def test_a_resumed_log_drops_what_came_after(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for step in (1, 2, 3):
+        log.write(_metrics(step))
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "cut sh')  # a line that a killed run did not finish
+    log = MetricsLog(tmp_path, resumed_step=2)
+    log.write(_metrics(3, loss=9.0))
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 2.5), (2, 2.5), (3, 9.0)]
+
+
+def test_a_line_says_what_is_known() -> None:
+    line = _metrics(10).line(steps=100)
+    for part in ("step 10/100", "loss 2.5000", "1,234 tokens/s", "comm 25%", "mem 1.50 GiB", "ETA 0:03:00"):
+        assert part in line
+    assert "MFU" not in line
+    assert "MFU 41.2%" in _metrics(10, mfu=0.412).line(100)
+    assert "comm" not in _metrics(10, communication=None).line(100)
+
+
+def test_the_display_without_a_terminal_is_lines() -> None:
+    out = io.StringIO()
+    with redirect_stdout(out), Display(steps=2) as display:
+        display.step(1, None)
+        display.step(2, _metrics(2))
+        display.say("done")
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and lines[0].startswith("step 2/2") and lines[1] == "done"
+
+
+def test_the_display_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    with redirect_stdout(out), Display(steps=4, started=1) as display:
+        display.step(2, _metrics(2))
+    text = out.getvalue()
+    assert "step 2/4" in text and "2/4" in text and "loss 2.5000" in text
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Quiet(steps=2) as display:
+        display.say("x")
+        display.step(1, _metrics(1))
+    assert capsys.readouterr().out == ""
+    assert SimpleNamespace(**vars(_metrics(1))).step == 1

@@ -1,0 +1,550 @@
+"""A parallelized Hugging Face model against the same model in one process: loss, logits and every gradient."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.errors import LongspanError
+from tests.counting import count_sent
+from tests.models import FAMILIES, batch, build, gradients, rows_of
+from tests.oracle import relative_error
+from tests.pool import RankPool
+
+
+def _sharding(data: int = 1) -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(longspan.init_mesh(data=data, ulysses=dist.get_world_size() // data))
+
+
+def _compare(reference: Any, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding, limit: float) -> None:
+    """Both models on one global batch: equal loss, logits and gradients."""
+    truth = reference(**whole, use_cache=False)  # with a cache, transformers does not look for packed documents
+    truth.loss.backward()
+    mine = rows_of(whole, sp.data_rank, sp.data_size)
+    out = model(**mine)
+    out.loss.backward()
+    assert abs(float(out.loss.detach()) - float(truth.loss.detach())) < 1e-6 * abs(float(truth.loss.detach()))
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, float(out.loss.detach()))
+    assert len(set(losses)) == 1
+    n = mine["input_ids"].shape[1]
+    logits = sp.gather(out.logits.detach(), dim=1, length=n)
+    real = mine.get("attention_mask", torch.ones(mine["input_ids"].shape)).bool()
+    expected = truth.logits.detach().chunk(sp.data_size)[sp.data_rank]
+    assert relative_error(logits[real], expected[real]) < limit
+    ours, theirs = gradients(model), gradients(reference)
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert relative_error(ours[name], grad) < limit, (name, relative_error(ours[name], grad))
+
+
+def _family(family: str, data: int, fsdp: bool, changes: dict[str, Any], whole: dict[str, Any], limit: float) -> None:
+    sp = _sharding(data)
+    model = longspan.parallelize(build(family, **changes), sp, fsdp=fsdp)
+    _compare(build(family, **changes), model, whole, sp, limit)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("data", [1, 2, 4])
+def test_every_family_on_every_mesh_of_4_ranks(pool4: RankPool, family: str, data: int) -> None:
+    for fsdp in (True, False):
+        pool4.run(_family, family, data, fsdp, {}, batch(), 2e-6)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_2_ranks(pool2: RankPool, fsdp: bool) -> None:
+    pool2.run(_family, "Llama", 1, fsdp, {}, batch(rows=1, n=16), 2e-6)
+
+
+def test_8_ranks_with_one_kv_head_for_two(pool8: RankPool) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
+    pool8.run(_family, "Llama", 1, True, heads, batch(rows=2, n=30), 2e-6, timeout=120)
+
+
+def test_uneven_heads_and_a_rank_without_any(pool4: RankPool) -> None:
+    pool4.run(_family, "Llama", 1, True, {"num_attention_heads": 6, "hidden_size": 48}, batch(), 2e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
+        pool4.run(_family, "Llama", 1, False, heads, batch(), 2e-6)
+
+
+def _padded(side: str) -> dict[str, Any]:
+    whole = batch()
+    n = whole["input_ids"].shape[1]
+    mask = torch.ones_like(whole["input_ids"])
+    for row, missing in enumerate((0, 3, 9, 1)):
+        mask[row, n - missing :] = 0
+    mask = mask if side == "right" else mask.flip(1)
+    whole["input_ids"] = whole["input_ids"] * mask
+    whole["labels"] = torch.where(mask == 1, whole["labels"], -100)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {**whole, "attention_mask": mask, "position_ids": positions}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_padding(pool4: RankPool, side: str, family: str) -> None:
+    pool4.run(_family, family, 2, True, {}, _padded(side), 2e-6)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_packed_documents(pool4: RankPool, family: str) -> None:
+    whole = batch(rows=2)
+    positions = torch.cat([torch.arange(k) for k in (5, 9, 7)])
+    whole["position_ids"] = torch.stack([positions, torch.arange(21)])
+    pool4.run(_family, family, 1, True, {}, whole, 2e-6)
+
+
+def _beyond(rope: dict[str, Any], range_: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **rope}, "max_position_embeddings": range_}
+
+
+ROPES = {
+    "dynamic": _beyond({"rope_type": "dynamic", "factor": 2.0}, 16),
+    "longrope": {
+        **_beyond(
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 12,
+                "factor": 8.0,
+            },
+            96,
+        ),
+    },
+    "yarn": _beyond({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+    "linear": _beyond({"rope_type": "linear", "factor": 2.0}, 64),
+    "llama3": _beyond(
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        128,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_types_see_the_global_length(pool4: RankPool, kind: str) -> None:
+    """21 tokens over 4 ranks: only the last rank's own positions are beyond the original 12 or 16."""
+    pool4.run(_family, "Llama", 1, True, ROPES[kind], batch(), 2e-6)
+
+
+def _accumulated(fsdp: bool) -> None:
+    sp = _sharding(data=2)
+    reference, model = build("Llama"), longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
+    batches = [batch(seed=s) for s in (1, 2, 3)]
+    items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+    total = 0.0
+    for whole in batches:
+        reference(**whole, num_items_in_batch=items).loss.backward()
+        out = model(**rows_of(whole, sp.data_rank, 2), num_items_in_batch=torch.tensor(items))
+        out.loss.backward()
+        total += float(out.loss.detach())
+    assert total > 0
+    for name, grad in gradients(reference).items():
+        assert relative_error(gradients(model)[name], grad) < 2e-6, name
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_gradient_accumulation(pool4: RankPool, fsdp: bool) -> None:
+    pool4.run(_accumulated, fsdp)
+
+
+def _checkpointed(reentrant: bool, fsdp: bool) -> None:
+    sp = _sharding()
+    model = longspan.parallelize(build("Qwen3"), sp, fsdp=fsdp)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    whole, other = batch(), batch(seed=5, n=17)
+    # Two forwards before the first backward: what a layer needs when it runs again is that of its own batch.
+    first, second = model(**whole), model(**other)
+    (first.loss + second.loss).backward()
+    reference = build("Qwen3")
+    (reference(**whole).loss + reference(**other).loss).backward()
+    for name, grad in gradients(reference).items():
+        assert relative_error(gradients(model)[name], grad) < 2e-6, name
+
+
+@pytest.mark.parametrize(("reentrant", "fsdp"), [(False, True), (False, False), (True, False)])
+def test_gradient_checkpointing(pool2: RankPool, reentrant: bool, fsdp: bool) -> None:
+    pool2.run(_checkpointed, reentrant, fsdp)
+
+
+def _lora(fsdp: bool) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def wrapped() -> Any:
+        model = build("Llama")
+        torch.manual_seed(7)
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return peft.float()
+
+    sp = _sharding(data=2)
+    model = longspan.parallelize(wrapped(), sp, fsdp=fsdp)
+    _compare(wrapped(), model, batch(), sp, 2e-6)
+    assert all("lora" in name for name in gradients(model))
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_peft_lora(pool4: RankPool, fsdp: bool) -> None:
+    pool4.run(_lora, fsdp)
+
+
+def _two_models() -> None:
+    sp = _sharding()
+    base = build("Llama")
+    config = base.config
+    import transformers
+
+    teacher = transformers.LlamaForCausalLM(config).float().eval()  # shares the config object with the student
+    assert teacher.config is base.config
+    whole = batch()
+    before = teacher(**whole).logits.detach()
+    student = longspan.parallelize(base, sp)
+    student(**whole).loss.backward()
+    assert torch.equal(teacher(**whole).logits, before)  # the whole sequence, unsharded, to the bit
+    assert teacher.config._attn_implementation == "sdpa" and student.config._attn_implementation == "longspan"
+    other = longspan.parallelize(build("Qwen3", seed=3), sp, fsdp=False)
+    _compare(build("Qwen3", seed=3), other, whole, sp, 2e-6)
+    student.zero_grad()
+    _compare(build("Llama"), student, whole, sp, 2e-6)
+
+
+def test_models_in_one_process_do_not_meet(pool2: RankPool) -> None:
+    pool2.run(_two_models)
+
+
+def _evaluate() -> None:
+    sp = _sharding()
+    model = longspan.parallelize(build("Llama"), sp).eval()
+    whole = batch()
+    with torch.no_grad():
+        out = model(input_ids=whole["input_ids"])
+        positional = model(whole["input_ids"])
+        cut = model(**longspan.shard_batch(whole, sp))
+    assert out.loss is None and out.past_key_values is None
+    truth = build("Llama").eval()(**whole)
+    assert torch.equal(positional.logits, out.logits) and torch.equal(cut.logits, out.logits)
+    assert relative_error(sp.gather(out.logits, length=21), truth.logits.detach()) < 1e-6
+    assert abs(float(cut.loss) - float(truth.loss)) < 1e-6
+    embedded = model(inputs_embeds=build("Llama").get_input_embeddings()(whole["input_ids"]))
+    assert relative_error(embedded.logits.detach(), out.logits) < 1e-6
+
+
+def test_eval_batches_cut_beforehand_and_embeddings(pool4: RankPool) -> None:
+    pool4.run(_evaluate)
+
+
+def _logits_stay() -> None:
+    sp = _sharding()
+    model = longspan.parallelize(build("Llama"), sp, fsdp=False, check_batches=0)
+    whole = batch(rows=1, n=64)
+    with count_sent() as log:
+        model(**whole)
+    reduced = [entry for entry in log if entry.op != "all_to_all"]
+    assert [entry.op for entry in reduced] == ["all_reduce"] and reduced[0].bytes <= 32  # the sum and the count
+    layers = 2
+    assert len(log) == 2 * layers + 1
+
+
+def test_logits_are_not_gathered(pool4: RankPool) -> None:
+    pool4.run(_logits_stay)
+
+
+def _mixed_precision() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    sp = _sharding()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = longspan.parallelize(build("Llama"), sp, mp_policy=policy)
+    whole = batch()
+    out = model(**whole)
+    out.loss.backward()
+    truth = build("Llama").double()
+    truth(**whole).loss.backward()
+    single = build("Llama").bfloat16()
+    single(**whole).loss.backward()
+    assert out.logits.dtype == torch.bfloat16 and out.loss.dtype == torch.float32
+    ours, expected, theirs = gradients(model), gradients(truth), gradients(single)
+    for name in expected:
+        assert ours[name].dtype == torch.float32
+        assert relative_error(ours[name], expected[name]) < 1.5 * relative_error(theirs[name], expected[name]) + 1e-3
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = longspan.parallelize(build("Llama"), sp, fsdp=False)(**whole)
+    assert abs(float(cast.loss.detach()) - float(out.loss.detach())) < 0.05
+
+
+def test_bf16_and_autocast(pool2: RankPool) -> None:
+    pool2.run(_mixed_precision)
+
+
+def _one_device() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    model = longspan.parallelize(build("Llama"), sp)
+    whole = batch()
+    model(**whole).loss.backward()
+    reference = build("Llama")
+    reference(**whole).loss.backward()
+    for name, grad in gradients(reference).items():
+        assert relative_error(gradients(model)[name], grad) < 2e-6
+
+
+def test_the_same_lines_run_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    _one_device()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def _different_batches() -> tuple[str, bool]:
+    sp = _sharding(data=1)
+    model = longspan.parallelize(build("Llama"), sp)
+    whole = batch(seed=2 if dist.get_rank() == 3 else 1)
+    with pytest.raises(LongspanError) as error:
+        model(**whole)
+    return str(error.value), True
+
+
+def test_ranks_that_were_given_another_batch_are_named(pool4: RankPool) -> None:
+    messages = {message for message, _ in pool4.run(_different_batches)}
+    assert len(messages) == 1
+    assert "ranks 3 were given another one than ranks 0, 1, 2" in messages.pop()
+
+
+def _one_bad_batch() -> str:
+    model = longspan.parallelize(build("Llama"), _sharding())
+    whole = batch()
+    if dist.get_rank() == 1:
+        whole["labels"] = whole["labels"][:, :-1]
+    with pytest.raises(LongspanError) as error:
+        model(**whole)
+    return str(error.value)
+
+
+def test_a_rank_with_bad_input_does_not_leave_the_others_waiting(pool4: RankPool) -> None:
+    messages = pool4.run(_one_bad_batch, timeout=30)
+    assert all("ranks 1 were given another one than ranks 0, 2, 3" in message for message in messages)
+
+
+def _refusal(family: str, changes: dict[str, Any], call: dict[str, Any], options: dict[str, Any]) -> str:
+    with pytest.raises(LongspanError) as error:
+        sharding = options.pop("sharding", {})
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()), **sharding)
+        model = longspan.parallelize(build(family, **changes), sp, **options)
+        model(**{**batch(), **call})
+    return str(error.value)
+
+
+GEMMA2 = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
+OSS = {
+    "head_dim": 8, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+FALCON: dict[str, Any] = {"num_key_value_heads": None, "intermediate_size": None}
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ("Gemma2", GEMMA2, {}, {}, "layer model.layers.0.self_attn: kernel='auto' cannot do softcap; use kernel='eager'"),
+    ("GptOss", OSS, {}, {}, "layer model.layers.0.self_attn: kernel='auto' cannot do sinks; use kernel='eager'"),
+    ("Mamba", {}, {}, {}, "layer backbone.layers.0 (MambaBlock) of MambaForCausalLM mixes tokens without going"),
+    ("Qwen3Next", {**MOE, "num_hidden_layers": 4}, {}, {}, "mixes tokens without going through attention"),
+    ("Llama4Text", {"intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}, {}, {},
+     "layer 0 of Llama4ForCausalLM is of the type chunked_attention"),
+    ("Bloom", {}, {}, {}, "every attention layer of BloomForCausalLM adds ALiBi biases to its scores"),
+    ("Falcon", FALCON, {}, {}, "layer transformer.h.0.self_attention of FalconForCausalLM does not go through"),
+    ("Qwen3Moe", {**MOE, "output_router_logits": True}, {}, {}, "set output_router_logits=False"),
+    ("Llama", {"attention_dropout": 0.1}, {}, {}, "layer model.layers.0.self_attn has attention dropout 0.1"),
+    ("Llama", {"max_position_embeddings": 16}, {}, {}, "positions up to 20, the model's range is 16"),
+    ("Llama", {}, {"labels": torch.full((4, 21), 61)}, {}, "`labels` holds 61, the vocabulary has 61 ids: 0 to 60, or"),
+    ("Llama", {}, {"labels": torch.full((4, 21), -1)}, {}, "`labels` holds -1"),
+    ("Llama", {}, {"input_ids": torch.full((4, 21), 99)}, {}, "`input_ids` holds 99, the vocabulary has 61 ids"),
+    ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, {}, {}, "has output_attentions=True"),
+    ("OPT", {"word_embed_proj_dim": 32, "ffn_dim": 48}, {}, {}, "makes positions of its own from tokens or mask"),
+    ("Roberta", {"is_decoder": True}, {}, {}, "makes positions of its own from tokens or mask"),
+    ("Llama", {}, {"use_cache": True}, {}, "keeps no KV cache"),
+    ("Llama", {}, {"output_attentions": True}, {}, "output_attentions=True is not supported"),
+    ("Llama", {}, {"logits_to_keep": 1}, {}, "logits_to_keep counts from the end"),
+    ("Llama", {}, {"cu_seqlens": 3.0}, {}, "layer model.layers.0.self_attn passes cu_seqlens to its attention, not"),
+    ("Llama", {}, {}, {"kernel": "flash_attn"}, "pip install flash-attn"),
+    ("Llama", {}, {}, {"fsdp": False, "mp_policy": object()}, "mp_policy is FSDP's"),
+    ("Llama", {"num_key_value_heads": 1}, {}, {"sharding": {"kv_replication": False}}, "has 1; try `ulysses=1`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "changes", "call", "options", "text"), REFUSED)
+def test_refused_by_name(
+    pool2: RankPool, family: str, changes: dict[str, Any], call: dict[str, Any], options: dict[str, Any], text: str
+) -> None:
+    messages = pool2.run(_refusal, family, changes, call, options)
+    assert len(set(messages)) == 1
+    assert text in messages[0], messages[0]
+
+
+def _kernel_makes_it_right(family: str, changes: dict[str, Any], data: int, fsdp: bool) -> None:
+    sp = _sharding(data)
+    model = longspan.parallelize(build(family, **changes), sp, kernel="eager", fsdp=fsdp)
+    _compare(build(family, attn_implementation="eager", **changes), model, batch(), sp, 5e-6)
+
+
+@pytest.mark.parametrize(("family", "changes"), [("Gemma2", GEMMA2), ("GptOss", OSS)])
+def test_softcap_and_sinks_with_the_eager_kernel(pool4: RankPool, family: str, changes: dict[str, Any]) -> None:
+    for data, fsdp in ((1, True), (2, False), (4, True)):
+        pool4.run(_kernel_makes_it_right, family, changes, data, fsdp)
+
+
+def _late_parameter() -> str:
+    model = longspan.parallelize(build("Llama"), _sharding(), fsdp=False)
+    model.register_parameter("late", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(LongspanError) as error:
+        model(**batch())
+    with pytest.raises(LongspanError, match="is parallelized already"):
+        longspan.parallelize(model, _sharding())
+    return str(error.value)
+
+
+def test_parameters_that_come_later(pool2: RankPool) -> None:
+    assert "parameter late was added or unfrozen after parallelize" in pool2.run(_late_parameter)[0]
+
+
+def test_what_is_no_hugging_face_model() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    with pytest.raises(LongspanError, match="needs a transformers model .* got Linear"):
+        longspan.parallelize(torch.nn.Linear(2, 2), sp)
+    import transformers
+
+    t5 = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=11)
+    with pytest.raises(LongspanError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        longspan.parallelize(transformers.T5ForConditionalGeneration(t5), sp)
+
+
+def _unused_parameters() -> None:
+    """Without FSDP: a parameter that only some ranks use is summed, one that none uses keeps no gradient."""
+    from longspan.gradients import GradientSum
+
+    sp = _sharding()
+    a, b, c = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    GradientSum([a, b, c], sp)
+    for _ in range(2):  # twice: what was accumulated is not summed again
+        loss: Tensor = a.sum() + (b.sum() if dist.get_rank() == 0 else 0)
+        loss.backward()
+    assert a.grad is not None and torch.equal(a.grad, torch.full((3,), 2.0 * sp.size))
+    assert b.grad is not None and torch.equal(b.grad, torch.full((3,), 2.0))
+    assert c.grad is None
+
+
+def test_gradients_that_only_some_ranks_have(pool4: RankPool) -> None:
+    pool4.run(_unused_parameters)
+
+
+def _fsdp_structure() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    sp = _sharding(data=2)
+    model = longspan.parallelize(build("Llama", num_hidden_layers=3), sp)
+    layers = list(model.model.layers)
+    assert all(isinstance(module, FSDPModule) for module in (model, *layers))
+    states = [layer._get_fsdp_state() for layer in layers]
+    assert [s._states_to_forward_prefetch for s in states] == [[states[1]], [states[2]], []]
+    assert [s._states_to_backward_prefetch for s in states] == [[], [states[0]], [states[1]]]
+    for p in model.parameters():  # a quarter of every weight: sharded over data x sequence
+        assert p.device_mesh.size() == 4 and p.to_local().numel() <= -(-p.shape[0] // 4) * p[0].numel()
+    model(**rows_of(batch(), sp.data_rank, 2)).loss.backward()
+    local = sum(p.to_local().numel() for p in layers[0].parameters())
+    assert local < sum(p.numel() for p in layers[0].parameters())  # sharded again after forward and backward
+
+
+def test_fsdp_shards_each_layer_and_prefetches_the_next(pool4: RankPool) -> None:
+    pool4.run(_fsdp_structure)
+
+
+def _bad_replica(fault: str) -> str:
+    """One of two replicas gets a batch that is refused: both must hear of it, or the other waits for ever."""
+    sp = _sharding(data=2)
+    model = longspan.parallelize(build("Llama"), sp)
+    whole = rows_of(batch(), sp.data_rank, 2)
+    if sp.data_rank == 1 and fault == "labels":
+        whole["labels"] = whole["labels"][:, :-1]
+    if sp.data_rank == 1 and fault == "positions":
+        whole["position_ids"] = torch.arange(120, 141)[None]
+    with pytest.raises(LongspanError) as error:
+        model(**whole)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("labels", "`labels` has the shape (2, 20), the batch has 2 rows of 21 tokens"),
+        ("positions", "the batch has positions up to 140, the model's range is 128 (max_position_embeddings)"),
+    ],
+)
+def test_a_replica_with_bad_input_does_not_leave_the_others_waiting(pool4: RankPool, fault: str, text: str) -> None:
+    messages = set(pool4.run(_bad_replica, fault, timeout=30))
+    assert len(messages) == 1 and messages.pop().startswith(f"rank 2 refused its batch: {text}")
+
+
+def _different_batches_cut_beforehand() -> None:
+    sp = _sharding()
+    model = longspan.parallelize(build("Llama"), sp)
+    with pytest.raises(LongspanError, match="ranks 1 were given another one than ranks 0, 2, 3"):
+        model(**longspan.shard_batch(batch(seed=2 if dist.get_rank() == 1 else 1), sp))
+
+
+def test_batches_cut_beforehand_are_compared_too(pool4: RankPool) -> None:
+    pool4.run(_different_batches_cut_beforehand)
+
+
+def _own_loss() -> None:
+    model = longspan.parallelize(build("Llama"), _sharding())
+    original = type(model).forward
+
+    def forward(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    type(model).forward = forward
+    try:
+        with pytest.raises(LongspanError, match="computed a loss of its own instead of calling its loss_function"):
+            model(**batch())
+    finally:
+        type(model).forward = original
+
+
+def test_a_loss_that_is_not_ours_is_refused(pool2: RankPool) -> None:
+    pool2.run(_own_loss)
+
+
+def _backward_that_raises() -> None:
+    sp = _sharding()
+    model = longspan.parallelize(build("Llama"), sp, fsdp=False)
+    whole = batch()
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("planted")
+
+    loss = model(**whole).loss
+    handle = model.model.layers[0].self_attn.q_proj.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.backward()
+    handle.remove()
+    model.zero_grad()
+    _compare(build("Llama"), model, whole, sp, 2e-6)
+    with pytest.raises(LongspanError, match=r"call loss.backward\(\), which sums them"):
+        torch.autograd.grad(model(**whole).loss, list(model.parameters()))
+
+
+def test_after_a_backward_that_raised(pool2: RankPool) -> None:
+    pool2.run(_backward_that_raises)

@@ -1,0 +1,182 @@
+"""What README.md and docs/ tell the reader to type works: commands parse, make targets exist, Python blocks run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")] if p.is_file())
+
+NO_RUN = "<!-- no-run -->"
+"""Before a Python block: it is compiled, not run, because it needs several ranks, a GPU, or the network."""
+
+RUN_BLOCKS = """
+import json, sys
+namespace = {"__name__": "__main__"}
+for where, source, runs in json.load(sys.stdin):
+    code = compile(source, where, "exec")
+    if runs:
+        exec(code, namespace)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `line` is the page's line that its code begins on."""
+
+    page: Path
+    line: int
+    language: str
+    source: str
+    runs: bool
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    previous = ""
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type == "fence" and token.map:
+            language = (token.info.split() or [""])[0]
+            yield Block(page, token.map[0] + 2, language, token.content, NO_RUN not in previous)
+        if token.type in ("fence", "html_block", "inline"):
+            previous = token.content if token.type == "html_block" else ""
+
+
+def commands_of(block: Block) -> Iterator[list[str]]:
+    """The commands of a shell block, split into words, without prompts and variable assignments."""
+    text = re.sub(r"\\\n\s*", " ", block.source)
+    for line in text.splitlines():
+        words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+        command: list[str] = []
+        for word in [*words, "&&"]:
+            if word not in ("&&", "||", ";", "|"):
+                command.append(word)
+                continue
+            while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+                command.pop(0)
+            if command:
+                yield command
+            command = []
+
+
+def _all_commands() -> list[tuple[str, list[str]]]:
+    shells = ("bash", "sh", "shell", "console")
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.language in shells]
+    return [(f"{b.page.relative_to(ROOT)}:{b.line}", command) for b in blocks for command in commands_of(b)]
+
+
+COMMANDS = _all_commands()
+
+
+def check_longspan(args: list[str]) -> None:
+    """Everything but the job itself: the command is known, its flags parse, and its `--from` file too."""
+    from longspan.cli import COMMANDS, main
+
+    with contextlib.ExitStack() as stack, contextlib.chdir(ROOT):
+        for module, _, _ in COMMANDS.values():
+            stack.enter_context(mock.patch(f"{module}.run", return_value=0))
+        try:
+            code = main(args)
+        except SystemExit as end:  # after --help, or tyro's word on a wrong flag
+            code = int(end.code or 0)
+    assert code == 0, f"longspan {shlex.join(args)} ended with {code}"
+
+
+def check_make(args: list[str]) -> None:
+    """A dry run: fails for a target that is not there."""
+    done = subprocess.run(["make", "-n", *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def check_python(args: list[str]) -> None:
+    if args[:2] == ["-m", "longspan"]:
+        check_longspan(args[2:])
+    elif args and args[0].endswith(".py"):
+        assert (ROOT / args[0]).is_file(), f"{args[0]} does not exist"
+
+
+def check_torchrun(args: list[str]) -> None:
+    if "longspan" in args:
+        check_longspan(args[args.index("longspan") + 1 :])
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "longspan": check_longspan,
+    "make": check_make,
+    "python": check_python,
+    "python3": check_python,
+    "torchrun": check_torchrun,
+}
+
+
+@pytest.mark.parametrize(("where", "command"), COMMANDS, ids=[f"{where} {' '.join(c)[:60]}" for where, c in COMMANDS])
+def test_command(where: str, command: list[str]) -> None:
+    check = CHECKS.get(Path(command[0]).name)
+    if check is not None:
+        check(command[1:])
+
+
+def test_the_readme_shows_the_main_commands() -> None:
+    shown = [" ".join(command[:2]) for where, command in COMMANDS if where.startswith("README.md")]
+    assert {"make demo", "make test", "longspan train", "longspan verify"} <= set(shown)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """The blocks of one page run in order in one namespace, in a process of their own."""
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    if not blocks:
+        return
+    # Blank lines before the code give a traceback the page's own line numbers.
+    sources = [(str(page), "\n" * (block.line - 1) + block.source, block.runs) for block in blocks]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_BLOCKS],
+        input=json.dumps(sources),
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("target", [["no-such-target"], ["demo", "tset"]])
+def test_a_make_target_that_is_missing_is_noticed(target: list[str]) -> None:
+    with pytest.raises(AssertionError, match="No rule to make target"):
+        check_make(target)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["trian"], ["train", "--contxt", "8192"], ["verify", "--ulysses", "many"], ["train", "--from", "no/such.toml"]],
+    ids=" ".join,
+)
+def test_a_command_line_that_does_not_parse_is_noticed(args: list[str]) -> None:
+    with pytest.raises(AssertionError, match="ended with 2"):
+        check_longspan(args)
+
+
+def test_blocks_and_commands_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text\n\n```bash\n# a comment\nA=1 longspan train --context 8 \\\n    --ulysses 2 && make demo  # both\n```\n\n"
+        "<!-- no-run -->\n```python\nx = 1\n```\n\n```python\ny = 2\n```\n"
+    )
+    shell, compiled, executed = blocks_of(page)
+    assert list(commands_of(shell)) == [["longspan", "train", "--context", "8", "--ulysses", "2"], ["make", "demo"]]
+    assert (compiled.runs, compiled.line, compiled.source) == (False, 11, "x = 1\n")
+    assert (executed.runs, executed.line, executed.source) == (True, 15, "y = 2\n")

@@ -1,0 +1,429 @@
+"""`longspan train`: the same losses as a plain loop, on every mesh, and across every interruption."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan import launch
+from longspan.errors import LongspanError
+from longspan.launch import RankFailed
+from longspan.train import TrainConfig, run
+from tests.pool import RankError, RankPool
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+@pytest.fixture
+def config(llama: Path, tmp_path: Path) -> TrainConfig:
+    """6 steps of 4 sequences of 60 tokens (which 4 ranks do not divide evenly into pairs of heads or blocks of 16)."""
+    return TrainConfig(
+        data="pydoc",
+        config=llama,
+        context=61,
+        batch=4,
+        steps=6,
+        lr=1e-2,
+        warmup=1,
+        clip=0.5,
+        dtype="fp32",
+        log_every=1,
+        save_every=2,
+        keep=0,
+        out=tmp_path / "run",
+    )
+
+
+def _train(config: TrainConfig) -> None:
+    from longspan.train.loop import Trainer
+
+    Trainer(config).run()
+
+
+def _on(pool: RankPool, config: TrainConfig) -> None:
+    pool.run(_train, config, timeout=240)  # the first run imports transformers and datasets on every rank
+
+
+def _losses(out: Path) -> dict[int, float]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+def _weights(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(out / "hf" / "model.safetensors")
+
+
+def _close(a: dict[int, float], b: dict[int, float]) -> None:
+    assert a.keys() == b.keys()
+    assert all(abs(a[step] - b[step]) <= 2e-5 * abs(b[step]) for step in b), (a, b)
+
+
+def _plain_losses(config: TrainConfig) -> dict[int, float]:
+    """The same training as a plain loop over the unsharded model: one batch of all sequences, torch's own parts."""
+    from torch.nn.utils import clip_grad_norm_
+    from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+
+    from longspan.data import deal
+    from longspan.train.inputs import open_inputs
+
+    sequences = iter(open_inputs(config).sequences(config.context))
+    batch = config.sequences
+    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=config.pack)
+    torch.manual_seed(config.seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.config), dtype=torch.float32).train()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+    scheduler = get_scheduler(config.schedule, optimizer, config.warmup, config.steps)
+    losses = {}
+    for number, step in enumerate(islice(steps, config.steps), 1):
+        out = model(**step.micro_batches[0], use_cache=False)
+        out.loss.backward()
+        clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses[number] = out.loss.item()
+    return losses
+
+
+# --- the same numbers
+
+
+@pytest.mark.parametrize("pack", ["stream", "documents"])
+def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, pack: Any) -> None:
+    config = dataclasses.replace(config, pack=pack)
+    plain = _plain_losses(config)
+    assert plain[6] < plain[1] - 0.5
+    meshes = {
+        "alone": {},
+        "ulysses": {"ulysses": 4},
+        "data x ulysses, accumulating": {"ulysses": 2, "data_degree": 2},
+        "data, unsharded weights": {"data_degree": 4, "fsdp": False},
+        "more sequences at once": {"ulysses": 4, "fsdp": False, "micro_batch": 2},
+    }
+    for name, changes in meshes.items():
+        other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **changes)
+        _train(other) if other.ranks == 1 else _on(pool4, other)
+        _close(_losses(other.out), plain)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) -> None:
+    short = dataclasses.replace(config, steps=3, save_every=0)
+    plain = _plain_losses(short)
+    _on(pool2, dataclasses.replace(short, ulysses=2, dtype="bf16", fsdp=fsdp))
+    losses = _losses(short.out)
+    assert all(abs(losses[step] - plain[step]) < 0.02 * plain[step] for step in plain)
+    assert losses != plain
+    assert {x.dtype for x in _weights(short.out).values()} == {torch.bfloat16}
+
+
+def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: RankPool) -> None:
+    short = dataclasses.replace(config, steps=2, save_every=0, ulysses=2, export="never")
+    _on(pool2, short)
+    again = dataclasses.replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
+    _on(pool2, again)
+    assert _losses(again.out) == _losses(short.out)
+
+
+# --- going on
+
+
+@pytest.fixture
+def uninterrupted(config: TrainConfig, pool2: RankPool) -> TrainConfig:
+    whole = dataclasses.replace(config, ulysses=2)
+    _on(pool2, whole)
+    return whole
+
+
+def _cut_after(config: TrainConfig, step: int, out: Path) -> TrainConfig:
+    """A run that ended after `step`: that checkpoint, and a log that goes further than it."""
+    shutil.copytree(config.checkpoints / f"step-{step:08d}", out / "checkpoints" / f"step-{step:08d}")
+    shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
+    return dataclasses.replace(config, out=out)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    uninterrupted: TrainConfig, pool2: RankPool, tmp_path: Path
+) -> None:
+    resumed = _cut_after(uninterrupted, 2, tmp_path / "resumed")
+    _on(pool2, resumed)
+    assert _losses(resumed.out) == _losses(uninterrupted.out)
+    log = (resumed.out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log] == [1, 2, 3, 4, 5, 6]
+    assert json.loads(log[-1])["tokens"] == 6 * 4 * 61
+    expected = _weights(uninterrupted.out)
+    assert all(torch.equal(x, expected[name]) for name, x in _weights(resumed.out).items())
+
+
+def test_a_run_goes_on_on_another_mesh_in_the_same_order(
+    uninterrupted: TrainConfig, pool4: RankPool, tmp_path: Path
+) -> None:
+    for name, changes in {
+        "alone": {"ulysses": 1},
+        "four": {"ulysses": 2, "data_degree": 2},
+        "unsharded": {"ulysses": 4, "fsdp": False},
+    }.items():
+        other = dataclasses.replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)
+        _train(other) if other.ranks == 1 else _on(pool4, other)
+        _close(_losses(other.out), _losses(uninterrupted.out))
+        states = [
+            json.loads((c.checkpoints / "step-00000006" / "complete.json").read_text())["state"]
+            for c in (other, uninterrupted)
+        ]
+        assert states[0]["data"]["sequences"] == states[1]["data"]["sequences"] == 24
+        assert states[0]["tokens"] == states[1]["tokens"]
+
+
+def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: TrainConfig, pool2: RankPool) -> None:
+    from longspan.checkpoint import complete_steps
+
+    back = dataclasses.replace(uninterrupted, resume=str(uninterrupted.checkpoints / "step-00000002"), steps=5, keep=1)
+    _on(pool2, back)
+    assert complete_steps(back.checkpoints) == [5]
+    assert sorted(_losses(back.out)) == [1, 2, 3, 4, 5]
+
+
+def test_a_finished_run_is_only_exported_again(uninterrupted: TrainConfig, pool2: RankPool) -> None:
+    before = _losses(uninterrupted.out)
+    shutil.rmtree(uninterrupted.out / "hf")
+    _on(pool2, uninterrupted)
+    assert _losses(uninterrupted.out) == before
+    assert _weights(uninterrupted.out)
+
+
+# --- what comes out
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig, pool2: RankPool, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
+    _on(pool2, dataclasses.replace(config, config=path, ulysses=2, steps=2))
+    folder = config.out / "hf"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert "longspan" not in (folder / "config.json").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("the", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=2).shape[1] <= ids.shape[1] + 2
+    # What was trained is what was exported: the next step's loss follows from it.
+    more = dataclasses.replace(config, config=path, ulysses=2, steps=3)
+    _on(pool2, more)
+    from longspan.train.inputs import open_inputs
+
+    third = list(islice(iter(open_inputs(dataclasses.replace(more, resume="never", out=tmp_path)).sequences(61)), 12))[
+        8:
+    ]
+    batch = torch.stack([torch.from_numpy(sequence.ids) for sequence in third])
+    expected = model(input_ids=batch, labels=batch).loss.item()
+    assert abs(_losses(config.out)[3] - expected) < 1e-5 * expected
+
+
+def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
+    first = dataclasses.replace(config, steps=2, ulysses=2)
+    _on(pool2, first)
+    second = dataclasses.replace(first, config=None, model=str(first.out / "hf"), out=tmp_path / "second")
+    assert second.tokenizer_name == second.model
+    _on(pool2, second)
+    assert _losses(second.out)[1] < _losses(first.out)[1]
+
+
+def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankPool) -> None:
+    _on(pool2, dataclasses.replace(config, ulysses=2, steps=5, log_every=2, save_every=0))
+    records = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 4, 5]
+    last = records[-1]
+    assert last["lr"] < records[1]["lr"] == 1e-2
+    assert last["tokens"] == 5 * 4 * 61
+    assert 0 < last["communication"] < 1
+    assert last["mfu"] is None  # no peak is known for a CPU
+    assert last["peak_memory_gib"] > 0.05
+    assert last["tokens_per_s"] == pytest.approx(4 * 61 / last["step_s"])
+    assert list((config.out / "tensorboard").glob("events.*"))
+
+
+# --- interruptions, through the launcher
+
+
+def _command(config: TrainConfig) -> list[str]:
+    flags = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags += [name if value else name.replace("--", "--no-", 1)]
+        elif isinstance(value, tuple):
+            flags += [name, *map(str, value)]
+        elif value is not None:
+            flags += [name, str(value)]
+    return [sys.executable, "-m", "longspan", "train", *flags]
+
+
+def _environment() -> dict[str, str]:
+    source = str(Path(launch.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _wait_for(condition: Callable[[], bool], limit_s: float = 120) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.launcher
+def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, ulysses=2, steps=40, save_every=0, schedule="constant")
+    whole = dataclasses.replace(config, out=tmp_path / "whole", export="never")
+    _on(pool2, whole)
+    log = config.out / "metrics.jsonl"
+    process = subprocess.Popen(
+        _command(config), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    _wait_for(lambda: (log.exists() and len(log.read_text().splitlines()) >= 3) or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == 143, stderr
+    stopped = max(_losses(config.out))
+    assert f"stopped by a signal after step {stopped}" in stdout
+    assert (config.checkpoints / f"step-{stopped:08d}" / "complete.json").exists()
+    assert 3 <= stopped < 40
+    _on(pool2, config)
+    assert _losses(config.out) == _losses(whole.out)
+
+
+def _train_until_rank_1_is_killed(config: TrainConfig) -> None:
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(config)
+    plain = trainer._update
+
+    def update(batch: Any) -> Any:
+        if trainer.step == 2 and trainer.sp.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(batch)
+
+    trainer._update = update  # type: ignore[method-assign]
+    trainer.run()
+
+
+@pytest.mark.launcher
+def test_a_rank_killed_in_mid_training_ends_the_job_and_is_named(config: TrainConfig) -> None:
+    config = dataclasses.replace(config, ulysses=3, batch=2)
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=r"^rank 1 of 3 was killed by SIGKILL; .*; the other ranks were ended$"):
+        launch.launch(_train_until_rank_1_is_killed, config, nproc=3)
+    assert time.monotonic() - start < 90
+    assert max(_losses(config.out)) == 2
+
+
+# --- refused
+
+
+def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
+    with pytest.raises(LongspanError, match=match):
+        run(dataclasses.replace(base, **changes))
+
+
+def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config: TrainConfig) -> None:
+    _refused(config, r"needs either --model NAME_OR_PATH or --config FILE, got neither", config=None)
+    _refused(config, r"got both", model="x")
+    _refused(config, r"needs --data", data="")
+    _refused(config, r"--steps must be at least 1, got 0", steps=0)
+    _refused(config, r"--keep must be at least 0, got -1", keep=-1)
+    _refused(config, r"--context 2 is too short: .* for each of the 4 ranks", context=2, ulysses=4, batch=1)
+    _refused(config, r"--lr 0 must be above 0", lr=0)
+    _refused(config, r"--warmup 7 is longer than the run of --steps 6", warmup=7)
+    _refused(
+        config,
+        r"--batch 4 is not a multiple of --micro-batch 1 x --data-degree 3 = 3; give --batch 3 or 6",
+        data_degree=3,
+    )
+    _refused(config, r"--nproc 3 does not match the mesh: --data-degree 1 --ulysses 2 needs 2", nproc=3, ulysses=2)
+
+
+def test_models_and_tokenizers_that_do_not_fit_are_refused(config: TrainConfig, tmp_path: Path) -> None:
+    _refused(config, r"--context 513 is longer than the 512 positions .*give --context 512 or less, or", context=513)
+    _refused(config, r"--model no/such: no model config can be read there", config=None, model="no/such")
+    _refused(config, r"--config .*no\.json: no model config can be read", config=tmp_path / "no.json")
+    small = tmp_path / "config.json"
+    small.write_text(json.dumps(LLAMA | {"vocab_size": 300}))
+    _refused(config, r"--tokenizer bytes has 384 ids, the model's vocabulary only 300", config=small)
+
+
+def test_data_is_checked_before_any_rank_starts(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    short = str(tmp_path / "short.txt")
+    _refused(config, r"not enough text for one sequence: .* gives 10 tokens, --context needs 61", data=short)
+    _refused(config, r"neither a file nor a directory", data=str(tmp_path / "none.txt"))
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _refused(config, r"--out .* cannot be written", out=tmp_path / "file")
+
+
+def test_a_rank_that_reads_other_data_is_caught(config: TrainConfig, pool2: RankPool) -> None:
+    with pytest.raises(RankError, match=r"the ranks read different data in step 1; every machine needs the same files"):
+        pool2.run(_train_on_own_data, dataclasses.replace(config, ulysses=2), timeout=240)
+
+
+def _train_on_own_data(config: TrainConfig) -> None:
+    _train(dataclasses.replace(config, seed=torch.distributed.get_rank()))
+
+
+def test_a_diverged_run_says_so(config: TrainConfig) -> None:
+    with pytest.raises(LongspanError, match=r"gradient norm nan at step 2: the run has diverged; .* smaller --lr"):
+        _train(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0))
+
+
+def test_resuming_what_does_not_fit_is_refused(uninterrupted: TrainConfig) -> None:
+    _refused(uninterrupted, r"--resume never, but .* holds a run at step 6; give another --out", resume="never")
+    _refused(uninterrupted, r"is at step 6, after --steps 5; give more steps", steps=5)
+    _refused(uninterrupted, r"made with other data, so its order cannot be kept: seed was 0, is 1", seed=1)
+    _refused(uninterrupted, r"checkpoint no/such does not exist", resume="no/such")
+    (uninterrupted.checkpoints / "step-00000006" / "__0_0.distcp").write_bytes(b"cut")
+    _refused(
+        uninterrupted,
+        r"checkpoint file .*__0_0\.distcp has 3 bytes instead of \d+; resume from an older one: .*step-00000004",
+    )

@@ -1,0 +1,252 @@
+"""Attention over a sharded sequence against one device: to the bit in fp32, and against the fp64 oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longspan
+from longspan.errors import LongspanError
+from longspan.mesh import OneDeviceMesh
+from tests.counting import count_sent
+from tests.oracle import Case, make, oracle, relative_error
+from tests.pool import RankPool
+
+
+def _sharding(ulysses: int, **more: Any) -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(longspan.init_mesh(ulysses=ulysses), **more)
+
+
+def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, torch.Tensor]:
+    """Output and gradients of the whole attention, gathered and summed over the ranks of `sp`."""
+    x = make(case)
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
+    out = longspan.attention(
+        *(sp.shard(leaves[name]) for name in "qkv"),
+        sp,
+        causal=case.causal,
+        length=case.n,
+        window=case.window,
+        documents=x.get("documents"),
+        sinks=leaves.get("sinks"),
+        softcap=case.softcap,
+        scale=case.scale,
+        kernel=kernel,
+    )
+    out.backward(sp.shard(x["grad"]))
+    result = {"out": sp.gather(out.detach(), length=case.n)}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        if sp.size > 1:
+            dist.all_reduce(leaf.grad, group=sp.group)
+        result[f"d{name}"] = leaf.grad
+    return result
+
+
+def _errors(case: Case, kernel: Any) -> dict[str, Any]:
+    """This rank's comparison: to the bit with one device, and relative errors."""
+    ours = run(case, _sharding(dist.get_world_size()), kernel)
+    single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), kernel)
+    truth = oracle(case, make(case))
+    return {
+        "equal": torch.equal(ours["out"], single["out"]),
+        "single": {name: relative_error(ours[name], single[name]) for name in ours},
+        "truth": {name: relative_error(ours[name], truth[name]) for name in ours},
+    }
+
+
+def check(pool: RankPool, case: Case, kernel: Any = "auto") -> None:
+    """fp32: output to the bit, gradients to 1e-6 of one device. fp64: everything to 1e-12 of the oracle."""
+    limit = 1e-12 if case.dtype == torch.float64 else 2e-6
+    for errors in pool.run(_errors, case, kernel):
+        assert errors["equal"], case
+        assert max(errors["single"].values()) <= 1e-6, (case, errors)
+        assert max(errors["truth"].values()) <= limit, (case, errors)
+
+
+CASES = {
+    "mha": Case(q_heads=4, kv_heads=4),
+    "gqa": Case(q_heads=8, kv_heads=4),
+    "fewer KV heads than ranks": Case(q_heads=8, kv_heads=2),
+    "mqa": Case(q_heads=4, kv_heads=1),
+    "length does not divide": Case(n=17),
+    "batch, length does not divide": Case(n=13, batch=3),
+    "shorter than the ranks": Case(n=3),
+    "heads do not divide": Case(q_heads=10, kv_heads=5),
+    "a KV group cut unevenly": Case(q_heads=6, kv_heads=3, n=9),
+    "7 queries to a KV head": Case(q_heads=14, kv_heads=2),
+    "a rank without heads": Case(q_heads=3, kv_heads=3, batch=2),
+    "one head": Case(q_heads=1, kv_heads=1),
+    "another head_dim for v": Case(v_dim=4),
+    "scale": Case(scale=0.3),
+    "bidirectional": Case(causal=False, n=11),
+    "window": Case(window=5, n=31, batch=2),
+    "window of one": Case(window=1, n=9),
+    "window over all": Case(window=99, n=9),
+    "long window": Case(window=140, n=301),
+    "documents": Case(documents=(0,) * 5 + (1,) * 7 + (2,), n=13, batch=2),
+    "documents and padding": Case(documents=(-1,) * 2 + (7,) * 5 + (3,) * 4 + (-1,) * 3, n=14),
+    "documents and window": Case(documents=(0,) * 9 + (1,) * 12, n=21, window=4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_exact(get_pool: Any, world: int, name: str) -> None:
+    check(get_pool(world), CASES[name])
+
+
+def test_exact_over_8_ranks(pool8: RankPool) -> None:
+    check(pool8, Case(n=37, q_heads=16, kv_heads=2, batch=2))
+
+
+@pytest.mark.parametrize("extra", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 5.0, "sinks": True, "window": 4}])
+def test_eager_takes_softcap_and_sinks(pool4: RankPool, extra: dict[str, Any]) -> None:
+    check(pool4, Case(n=18, q_heads=6, kv_heads=2, **extra), "eager")
+
+
+shapes = st.builds(
+    lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
+    kv=st.integers(1, 6),
+    group=st.integers(1, 5),
+    n=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    dim=st.sampled_from([4, 8, 24]),
+    v_dim=st.sampled_from([4, 8]),
+    causal=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 3),
+)
+
+
+@settings(max_examples=30)
+@given(case=shapes, world=st.sampled_from([2, 4]), window=st.none() | st.integers(1, 12), docs=st.data())
+def test_exact_for_drawn_shapes(get_pool: Any, case: Case, world: int, window: int | None, docs: Any) -> None:
+    cuts = docs.draw(st.none() | st.lists(st.integers(0, case.n), max_size=3))
+    ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
+    case = dataclasses.replace(case, window=window if case.causal else None, documents=ids)
+    check(get_pool(world), case)
+
+
+def _bf16(case: Case) -> tuple[float, float]:
+    truth = oracle(case, make(case))["out"]
+    ours = run(case, _sharding(dist.get_world_size()))["out"]
+    single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")))["out"]
+    return relative_error(ours, truth), relative_error(single, truth)
+
+
+def test_bf16_is_as_near_to_fp64_as_one_device(pool4: RankPool) -> None:
+    for ours, single in pool4.run(_bf16, Case(n=64, q_heads=8, dtype=torch.bfloat16)):
+        assert ours == single > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent.
+
+
+def _sent(case: Case) -> list[tuple[str, int]]:
+    sp = _sharding(dist.get_world_size())
+    x = make(case)
+    q, k, v = (sp.shard(x[name]).clone().requires_grad_() for name in "qkv")
+    with count_sent() as log:
+        out = longspan.attention(q, k, v, sp, length=case.n)
+        forward = len(log)
+        out.backward(torch.ones_like(out))
+    assert forward == 2
+    return [(entry.op, entry.bytes) for entry in log]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_exchanges_each_way_of_exactly_the_formulas_bytes(get_pool: Any, world: int, dtype: torch.dtype) -> None:
+    case = Case(n=32, batch=2, q_heads=8, kv_heads=4, dtype=dtype)
+    width = dtype.itemsize * case.batch * case.n * case.dim
+    part = (world - 1) / world / world  # of what all ranks hold: my P-th of it, less the P-th of that which I keep
+    qkv, o = width * (case.q_heads + 2 * case.kv_heads) * part, width * case.q_heads * part
+    assert qkv + o == dtype.itemsize * case.batch * case.n * case.dim * (2 * case.q_heads + 2 * case.kv_heads) * part
+    for log in get_pool(world).run(_sent, case):
+        assert log == [("all_to_all", qkv), ("all_to_all", o), ("all_to_all", o), ("all_to_all", qkv)]
+
+
+def test_few_kv_heads_are_sent_only_where_needed(pool4: RankPool) -> None:
+    case = Case(n=8, q_heads=8, kv_heads=2)  # 4 ranks: each needs 2 query heads and 1 KV head, for k and for v
+    bytes_to_each = 4 * (case.n // 4) * case.dim * (2 + 1 + 1)
+    for log in pool4.run(_sent, case):
+        assert log[0] == ("all_to_all", 3 * bytes_to_each)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: numbers and a way out, before anything is sent.
+
+
+def _refused(shapes: dict[str, tuple[int, ...]], options: dict[str, Any], dtypes: dict[str, torch.dtype]) -> str:
+    sp = _sharding(dist.get_world_size(), **options.pop("sharding", {}))
+    x = {name: torch.zeros(shape, dtype=dtypes.get(name, torch.float32)) for name, shape in shapes.items()}
+    with count_sent() as log:
+        try:
+            longspan.attention(x["q"], x["k"], x["v"], sp, **options)
+        except LongspanError as error:
+            assert not log
+            return str(error)
+    return "no error"
+
+
+def _shapes(q: tuple[int, ...] = (1, 4, 4, 8), k: tuple[int, ...] = (1, 4, 2, 8), v: Any = None) -> dict[str, Any]:
+    return {"q": q, "k": k, "v": v or k}
+
+
+BAD = [
+    (_shapes(q=(4, 4, 8)), {}, r"four dimensions each, got q \(4, 4, 8\)"),
+    (_shapes(k=(1, 4, 3, 8)), {}, "4 query heads do not divide into groups over 3 KV heads"),
+    (_shapes(k=(1, 4, 2, 16)), {}, "q and k need the same head_dim"),
+    (_shapes(v=(1, 4, 4, 8)), {}, "k and v the same number of heads"),
+    (_shapes(k=(1, 5, 2, 8)), {}, "must have the same batch and tokens"),
+    (_shapes(q=(1, 0, 4, 8), k=(1, 0, 2, 8)), {}, "attention over no tokens"),
+    (_shapes(), {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
+    (_shapes(), {"window": 0}, "window=0 must be at least 1"),
+    (_shapes(), {"window": 2, "causal": False}, "window=2 without `causal=True`"),
+    (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
+    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, sdpa, flash_attn, flex, eager"),
+    (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
+    (_shapes(), {"softcap": 2.0}, "kernel='auto' cannot do softcap; use kernel='eager'"),
+    (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),
+    (_shapes(), {"documents": torch.zeros(1, 7, dtype=torch.int64)}, r"`documents` has the shape \(1, 7\), .*\(1, 8\)"),
+    (
+        _shapes(),
+        {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]])},
+        "id 0 comes back after another document",
+    ),
+    (
+        _shapes(k=(1, 4, 1, 8)),
+        {"sharding": {"kv_replication": False}},
+        "`ulysses=2` needs at least 2 KV heads when KV replication is refused, the model has 1; try `ulysses=1`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("shapes", "options", "text"), BAD)
+def test_refused_alike_on_all_ranks(pool2: RankPool, shapes: Any, options: dict[str, Any], text: str) -> None:
+    import re
+
+    messages = pool2.run(_refused, shapes, options, {})
+    assert len(set(messages)) == 1
+    assert re.search(text, messages[0]), messages[0]
+
+
+def test_dtypes_must_agree(pool2: RankPool) -> None:
+    for message in pool2.run(_refused, _shapes(), {}, {"k": torch.bfloat16}):
+        assert "of one floating dtype, got q torch.float32, k torch.bfloat16, v torch.float32; cast them" in message
+
+
+def test_one_device_needs_no_process_group() -> None:
+    case = Case(n=9)
+    single = run(case, longspan.SequenceSharding(longspan.init_mesh()))
+    truth = oracle(case, make(case))
+    assert max(relative_error(single[name], truth[name]) for name in single) < 1e-6
+    assert not dist.is_initialized()

@@ -1,0 +1,560 @@
+"""`longspan verify` passes what is right, catches planted faults, and points at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from longspan.errors import LongspanError
+from longspan.verify import VerifyConfig, run, worker
+from longspan.verify.compare import Criterion, Sums, judge
+from longspan.verify.inputs import build_model, load_model_config, make_batch
+from longspan.verify.report import Report, diagnosis, equality, print_json, print_table
+from tests.pool import RankError, RankPool
+
+SMALL = {
+    "vocab_size": 67,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GQA = {"num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL, **GQA},
+    "qwen3": {"model_type": "qwen3", **SMALL, **GQA, "head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": {"model_type": "gemma2", **SMALL, **GQA, "head_dim": 16, "sliding_window": 32, "pad_token_id": None},
+    "mixtral": {"model_type": "mixtral", **SMALL, **GQA, "num_local_experts": 4},
+    "gpt_neox": {"model_type": "gpt_neox", **SMALL, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A config file of every small model."""
+    folder = tmp_path_factory.mktemp("configs")
+    paths = {name: folder / f"{name}.json" for name in MODELS}
+    for name, path in paths.items():
+        path.write_text(json.dumps(MODELS[name]))
+    return paths
+
+
+def _config(path: Path, ranks: int, **changes: Any) -> VerifyConfig:
+    return dataclasses.replace(VerifyConfig(config=path, context=60, ulysses=ranks), **changes)
+
+
+def _table(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    print_table(report)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    return text
+
+
+def _failing(report: Report) -> set[str]:
+    """The lines of the table that fail."""
+    lines = {line for line, checks in report.groups() if not all(check.passed for check in checks)}
+    return lines | {f"{equal.name} on all ranks" for equal in report.equalities if not equal.passed}
+
+
+# ---- What is right passes.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
+@pytest.mark.parametrize("ulysses", [2, 4])
+def test_llama_passes(
+    models: dict[str, Path], get_pool: Callable[[int], RankPool], ulysses: int, fsdp: bool, dtype: str
+) -> None:
+    config = _config(models["llama"], ulysses, fsdp=fsdp, dtype=dtype)
+    assert config.tokens % ulysses
+    reports = get_pool(ulysses).run(worker, config)
+    assert all(report == reports[0] for report in reports)
+    report = reports[0]
+    assert report.passed and report.exit_code == 0, _failing(report)
+    names = {check.name for check in report.checks}
+    shapes = dict(build_model(config, load_model_config(config)).named_parameters())
+    assert names == {"loss", "logits", "logits, worst token", *shapes}
+    assert all(len(check.sharded) == ulysses for check in report.checks)
+    # The comparison is of two runs that round differently, not of one with itself.
+    assert any(check.sharded != check.unsharded and max(check.sharded) > 0 for check in report.checks)
+    assert [equal.name for equal in report.equalities] == ["loss"] + ["gradients"] * (not fsdp)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_neox"])
+def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, dtype: str) -> None:
+    report = pool4.run(worker, _config(models[name], 4, dtype=dtype, batch=2))[0]
+    assert report.passed, _failing(report)
+
+
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
+def test_replicas_with_batches_of_their_own_pass(models: dict[str, Path], pool4: RankPool, fsdp: bool) -> None:
+    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp))[0]
+    assert report.passed, _failing(report)
+    assert report.spans == ((0, 0, 30), (0, 30, 59), (1, 0, 30), (1, 30, 59))
+
+
+def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
+    """The plain gemma2 runs on transformers' eager attention, the experts of the fp64 run without a grouped product."""
+    gemma2 = _config(models["gemma2"], 2, kernel="eager")
+    assert build_model(gemma2, load_model_config(gemma2)).config._attn_implementation == "eager"
+    for config in (gemma2, _config(models["mixtral"], 2)):
+        report = pool2.run(worker, config)[0]
+        assert report.passed, _failing(report)
+
+
+def test_a_model_that_cannot_be_sharded_is_refused_before_the_long_runs(
+    models: dict[str, Path], pool2: RankPool
+) -> None:
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as caught:
+        pool2.run(_worker_with, _no_unsharded_run, _config(models["gemma2"], 2, kernel="sdpa"))
+    assert all("cannot do softcap" in failure.message for failure in caught.value.failures.values())
+
+
+def _no_unsharded_run(patch: pytest.MonkeyPatch) -> None:
+    from longspan.verify import runs
+
+    patch.delattr(runs, "run_unsharded")
+
+
+def test_one_process_without_a_group_passes(models: dict[str, Path]) -> None:
+    assert worker(_config(models["llama"], 1)).passed
+
+
+def test_without_fp64_the_reference_is_fp32(
+    models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dtype, says in [("fp32", "3.1e-05 (no wider run"), ("bf16", "3.9e-03 + 4 x unsharded bf16")]:
+        report = pool2.run(worker, _config(models["llama"], 2, fp64=False, dtype=dtype))[0]
+        text = _table(report, capsys)
+        assert report.passed and "error = |run - fp32| / |fp32|" in text and says in text
+        # fp32 in place of fp64: the unsharded fp32 run IS the reference.
+        noise = max(max(check.unsharded) for check in report.checks)
+        assert noise == 0 if dtype == "fp32" else noise > 1e-3
+
+
+def test_real_weights_and_real_text(models: dict[str, Path], pool2: RankPool, tmp_path: Path) -> None:
+    random = _config(models["llama"], 2, seed=3)
+    model_config = load_model_config(random)
+    model_config.vocab_size = 384
+    model = build_model(random, model_config)
+    model.save_pretrained(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 4)
+    config = VerifyConfig(
+        model=str(tmp_path / "model"), context=60, ulysses=2, data=str(text), tokenizer="bytes", batch=2
+    )
+    batch = make_batch(config, load_model_config(config))
+    assert bytes((batch["input_ids"][0] - 3).tolist()).startswith(b"All happy families")
+    report = pool2.run(worker, config)[0]
+    assert report.passed, _failing(report)
+    assert report.setup["weights"] == "given"
+
+
+def test_labels_are_masked_unevenly(models: dict[str, Path]) -> None:
+    config = _config(models["llama"], 4, context=64, batch=2)
+    labels = make_batch(config, load_model_config(config))["labels"]
+    assert labels.shape == (2, 63)
+    counts = [[int((row[start : start + 16] != -100).sum()) for start in range(0, 63, 16)] for row in labels]
+    assert counts[0][0] == 0 and len(set(counts[0])) >= 3 and counts[0] != counts[1]
+
+
+# ---- What is wrong is caught. A fault is planted in every rank's own process, then verify runs as always.
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
+def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
+    from longspan import exchange
+
+    original = exchange._all_to_all
+
+    def swapped(send: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: str) -> torch.Tensor:
+        recv = original(send, send_splits, recv_splits, group)
+        if _rank() != 1:
+            return recv
+        first, second, *rest = recv.split(recv_splits)
+        return torch.cat([second, first, *rest])
+
+    patch.setattr(exchange, "_all_to_all", swapped)
+
+
+def _drop_kv_gradient(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention import ulysses
+
+    original = ulysses.scatter_qkv
+
+    def dropped(q: Any, k: Any, v: Any, *args: Any) -> Any:
+        if _rank() == 1:  # zero, not absent: with fewer gradients than the others, FSDP would wait for them for ever
+            k.register_hook(torch.zeros_like)
+            v.register_hook(torch.zeros_like)
+        return original(q, k, v, *args)
+
+    patch.setattr(ulysses, "scatter_qkv", dropped)
+
+
+def _shift_positions(patch: pytest.MonkeyPatch) -> None:
+    from longspan.mesh import SequenceSharding
+
+    original = SequenceSharding.positions
+    patch.setattr(SequenceSharding, "positions", lambda sp, n: original(sp, n) + (_rank() == 1))
+
+
+def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
+    from longspan import entrance, shard
+
+    original = entrance.cut_batch
+
+    def late(batch: Any, sp: Any) -> dict[str, Any]:
+        mine = shard.shard(batch["labels"], sp, pad_value=-100)
+        return {**original(batch, sp), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
+
+    patch.setattr(entrance, "cut_batch", late)
+
+
+def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention import ulysses
+
+    original = ulysses.local_attention
+    patch.setattr(ulysses, "local_attention", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
+
+
+def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
+    from longspan import entrance
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, sp: Any, items: Any = None) -> torch.Tensor:
+        total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+        mine = total / (labels != -100).sum().clamp_min(1) / sp.world_size
+        every = mine.detach().clone()
+        dist.all_reduce(every, group=sp.world_group)
+        return mine + (every - mine).detach()
+
+    patch.setattr(entrance, "causal_lm_loss", loss)
+
+
+def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
+    from longspan.gradients import GradientSum
+
+    patch.setattr(GradientSum, "_sum", lambda self, bucket: None)
+
+
+def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    original = FSDPModule.set_gradient_divide_factor
+    patch.setattr(
+        FSDPModule, "set_gradient_divide_factor", lambda self, _: original(self, float(dist.get_world_size()))
+    )
+
+
+def _report_a_loss_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    from longspan import entrance
+
+    original = entrance.causal_lm_loss
+    patch.setattr(entrance, "causal_lm_loss", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
+
+
+def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention import ulysses
+
+    original = ulysses.gather_heads
+
+    def poisoned(out: torch.Tensor, *args: Any) -> torch.Tensor:
+        if _rank() == 1:
+            out.register_hook(lambda grad: grad * float("nan"))
+        return original(out, *args)
+
+    patch.setattr(ulysses, "gather_heads", poisoned)
+
+
+def _worker_with(plant: Callable[[pytest.MonkeyPatch], None], config: VerifyConfig) -> Report:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        return worker(config)
+
+
+def _verify_with(
+    pool: RankPool,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    config: VerifyConfig,
+    capsys: pytest.CaptureFixture[str],
+) -> tuple[Report, set[str]]:
+    """`run(config)`, but for the launcher, with a fault planted; returns the report and the failing lines."""
+    reports = pool.run(_worker_with, plant, config)
+    assert all(report.exit_code == 1 for report in reports)
+    text = _table(reports[0], capsys)
+    failing = _failing(reports[0])
+    marked = [line for line in text.splitlines() if line.rstrip().endswith("FAIL")]
+    for line in failing:
+        assert any(row.startswith(line) for row in marked), (line, text)
+    assert "\nFAIL  " in text and " ".join(diagnosis(reports[0]).split()) in " ".join(text.split())
+    return reports[0], failing
+
+
+def _logits_pass_on(report: Report) -> list[bool]:
+    (logits,) = (check for check in report.checks if check.name == "logits")
+    return [logits.passed_on(rank) for rank in range(len(report.spans))]
+
+
+DTYPES = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+FORWARD = {"loss", "logits", "logits, worst token"}
+
+
+@DTYPES
+def test_catches_a_swapped_rank(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    report, failing = _verify_with(pool4, _swap_two_ranks, _config(models["llama"], 4, dtype=dtype), capsys)
+    assert {"logits", "logits, worst token"} <= failing
+    assert not any(_logits_pass_on(report)[:2])
+    assert "The forward pass is wrong" in diagnosis(report)
+
+
+@DTYPES
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
+def test_catches_a_dropped_kv_gradient(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], fsdp: bool, dtype: str
+) -> None:
+    config = _config(models["llama"], 4, fsdp=fsdp, dtype=dtype)
+    report, failing = _verify_with(pool4, _drop_kv_gradient, config, capsys)
+    assert {"attention k", "attention v"} <= failing
+    assert not failing & {*FORWARD, "lm head"}
+    last = {check.name: check.passed for check in report.checks if check.layer == 1 and check.group.startswith("att")}
+    assert last == {
+        f"model.layers.1.self_attn.{x}_proj.weight": x in "qo" for x in "qkvo"
+    }  # what is before it inherits
+    assert "look at the backward pass of" in diagnosis(report) and "attention k" in diagnosis(report)
+
+
+def test_catches_shifted_positions(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, failing = _verify_with(pool4, _shift_positions, _config(models["llama"], 4), capsys)
+    assert {"logits", "logits, worst token"} <= failing
+    assert _logits_pass_on(report)[:2] == [True, False]  # causal: what comes before rank 1 cannot notice
+    assert "logits differ on ranks 1-" in diagnosis(report)
+
+
+@DTYPES
+def test_catches_labels_shifted_after_the_cut(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    config = _config(models["llama"], 4, dtype=dtype)
+    report, failing = _verify_with(pool4, _shift_labels_after_the_cut, config, capsys)
+    assert "lm head" in failing and not failing & {"logits", "logits, worst token"}
+    assert "labels" in diagnosis(report)
+    assert (
+        dtype == "bf16" or "loss" in failing
+    )  # the few labels lost hardly move the mean: bf16 hides it, not the gradients
+
+
+def test_catches_one_ranks_heads_scaled_by_one_percent(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, failing = _verify_with(pool4, _scale_one_ranks_heads, _config(models["llama"], 4), capsys)
+    assert {"logits", "logits, worst token", "attention o"} <= failing
+    assert not any(_logits_pass_on(report))
+
+
+@DTYPES
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
+def test_catches_a_loss_averaged_per_rank(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], fsdp: bool, dtype: str
+) -> None:
+    config = _config(models["llama"], 4, fsdp=fsdp, dtype=dtype)
+    report, failing = _verify_with(pool4, _average_the_loss_per_rank, config, capsys)
+    assert "loss" in failing and not failing & {"logits", "logits, worst token"}
+    assert "how the tokens of all ranks are counted" in diagnosis(report)
+
+
+@DTYPES
+def test_catches_gradients_that_are_not_summed(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    config = _config(models["llama"], 4, fsdp=False, dtype=dtype)
+    report, failing = _verify_with(pool4, _do_not_sum_gradients, config, capsys)
+    assert failing == {line for line, _ in report.groups()} - FORWARD | {"gradients on all ranks"}
+    assert "how gradients are summed" in diagnosis(report)
+    (equal,) = (equal for equal in report.equalities if equal.name == "gradients")
+    assert equal.differing == (1, 2, 3)
+
+
+@DTYPES
+def test_catches_gradients_averaged_instead_of_summed(
+    models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    config = _config(models["llama"], 2, dtype=dtype)
+    report, failing = _verify_with(pool2, _average_gradients_over_ranks, config, capsys)
+    assert failing == {line for line, _ in report.groups()} - FORWARD
+    assert all(check.sharded[0] == pytest.approx(0.5, rel=0.02) for check in report.checks if not check.passed)
+
+
+def test_catches_a_loss_that_is_not_the_same_number_on_all_ranks(
+    models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, failing = _verify_with(pool2, _report_a_loss_of_its_own, _config(models["llama"], 2), capsys)
+    assert failing == {"loss on all ranks"}
+
+
+def test_catches_a_gradient_that_is_not_a_number(
+    models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, failing = _verify_with(pool2, _nan_in_one_gradient, _config(models["llama"], 2), capsys)
+    assert {"attention q", "attention k", "attention v"} <= failing and not failing & FORWARD
+    print_json(report)
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    bad = checks["model.layers.0.self_attn.v_proj.weight"]
+    assert not bad["passed"] and None in bad["sharded"]
+
+
+def _other_weights_on_rank_1(patch: pytest.MonkeyPatch) -> None:
+    from longspan.verify import inputs
+
+    original = inputs.build_model
+
+    def other(config: VerifyConfig, model_config: Any) -> Any:
+        return original(dataclasses.replace(config, seed=config.seed + (_rank() == 1)), model_config)
+
+    patch.setattr(inputs, "build_model", other)
+
+
+def test_other_weights_on_a_rank_are_refused_on_every_rank(models: dict[str, Path], pool2: RankPool) -> None:
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as caught:
+        pool2.run(_worker_with, _other_weights_on_rank_1, _config(models["llama"], 2))
+    assert all("ranks [1] hold other weights than rank 0" in f.message for f in caught.value.failures.values())
+
+
+def _out_of_memory(patch: pytest.MonkeyPatch) -> None:
+    from longspan.verify import runs
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    patch.setattr(runs, "run_unsharded", fail)
+
+
+def test_no_memory_for_the_reference_is_said_on_every_rank_with_the_way_out(
+    models: dict[str, Path], pool2: RankPool
+) -> None:
+    for fp64, way_out in [(True, "80 GiB; try --no-fp64 or a smaller"), (False, "80 GiB; try a smaller --context")]:
+        with pytest.raises(RankError, match="2 of 2 ranks failed") as caught:
+            pool2.run(_worker_with, _out_of_memory, _config(models["llama"], 2, fp64=fp64))
+        assert all(way_out in failure.message for failure in caught.value.failures.values())
+
+
+# ---- What cannot be verified is refused.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": None}, "either --model NAME_OR_PATH or --config FILE, got neither"),
+        ({"model": "x"}, "either --model NAME_OR_PATH or --config FILE, got both"),
+        ({"ulysses": 0}, "--ulysses must be at least 1, got 0"),
+        ({"data_degree": -1}, "--data-degree must be at least 1, got -1"),
+        ({"batch": 0}, "--batch must be at least 1, got 0"),
+        ({"context": 7, "ulysses": 4}, "--context 7 is too short for 4 ranks: .* --context 8 or more"),
+        ({"context": 257}, "--context 257 is longer than the 256 positions of --config .*give --context 256 or less"),
+        ({"nproc": 3}, "--nproc 3 does not match the mesh: --data-degree 1 --ulysses 2 needs 2 processes"),
+        ({"tokenizer": "bytes"}, "--tokenizer bytes is for the text of --data"),
+        ({"config": "mixtral", "dtype": "bf16"}, r"mixtral.json has 4 experts: .* --dtype fp32"),
+        ({"data": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
+        ({"data": "/no/such/text.txt"}, "/no/such/text.txt"),
+        ({"config": Path("/no/such/config.json")}, "--config /no/such/config.json: no model config can be read there"),
+    ],
+)
+def test_bad_input_is_refused_before_any_rank_starts(
+    models: dict[str, Path], changes: dict[str, Any], message: str
+) -> None:
+    if isinstance(changes.get("config"), str):
+        changes = {**changes, "config": models[changes["config"]]}
+    with pytest.raises(LongspanError, match=message):
+        run(_config(models["llama"], 2, **changes))
+
+
+# ---- The command as a whole.
+
+
+def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
+    """A report of many ranks and layers, where `wrong` ranks have one wrong gradient."""
+    good = Sums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, max_abs=1e-6, worst_row=0)
+    bad = dataclasses.replace(good, sharded=1e6)
+    names = [f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(layers) for x in "qkvo"]
+    sums = {name: [good] * ranks for name in ["loss", "logits", *names]}
+    sums[names[-1]] = [bad if rank in wrong else good for rank in range(ranks)]
+    setup = {**dataclasses.asdict(VerifyConfig()), "model": "m", "weights": "given", "device": "cpu"}
+    setup |= {"tokens": 64 * ranks, "ulysses": ranks, "reference": "fp64"}
+    spans = tuple((0, 64 * rank, 64 * (rank + 1)) for rank in range(ranks))
+    criterion = Criterion.of("fp32", "fp64")
+    return Report(setup, criterion, judge(sums, criterion), (equality("loss", [1.0] * ranks),), spans)
+
+
+def test_many_layers_and_ranks_fit_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _table(_made_up(64, 80, (40, 63)), capsys)
+    assert len(text.splitlines()) <= 40
+    rows = [line.split() for line in text.splitlines()]
+    assert next(row for row in rows if row[:2] == ["attention", "o"])[:3] == ["attention", "o", "(80)"]
+    assert {row[0] for row in rows if row and row[-1] == "FAIL"} >= {"40", "63"}
+    assert next(row for row in rows if row[:2] == ["...", "48"])[-1] == "ok"
+
+
+def test_exit_code_follows_the_report(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for wrong, code, verdict in [((), 0, "PASS"), ((1,), 1, "FAIL")]:
+        monkeypatch.setattr("longspan.launch.launch", lambda *_, wrong=wrong, **__: _made_up(2, 2, wrong))
+        assert run(_config(models["llama"], 2)) == code
+        assert f"\n{verdict}  " in capsys.readouterr().out
+
+
+def test_equality_names_the_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [2.5, 2.5, 2.25, 2.25, 2.25, 2.5, 2.0]
+    unequal = equality("loss", losses, [str(loss) for loss in losses])
+    report = dataclasses.replace(_made_up(7, 1, ()), equalities=(unequal,))
+    assert "differs on ranks 2-4, 6" in _table(report, capsys)
+    print_json(report)
+    assert json.loads(capsys.readouterr().out)["equal"][0]["values"] == [
+        "2.5",
+        "2.5",
+        "2.25",
+        "2.25",
+        "2.25",
+        "2.5",
+        "2.0",
+    ]
+    assert equality("loss", [float("nan")] * 2).differing == (0, 1)
+
+
+@pytest.mark.launcher
+def test_json_is_all_that_is_on_stdout(models: dict[str, Path]) -> None:
+    command = [sys.executable, "-m", "longspan", "verify", "--config", str(models["llama"]), "--context", "32"]
+    done = subprocess.run([*command, "--ulysses", "2", "--json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["schema"] == 1 and report["passed"] is True and report["diagnosis"] is None
+    assert set(report) == {"schema", "passed", "diagnosis", "setup", "criterion", "ranks", "equal", "checks"}
+    assert [rank["stop"] for rank in report["ranks"]] == [16, 31]
+    loss = report["checks"][0]
+    assert set(loss) == {"name", "group", "layer", "passed", "sharded", "unsharded", "limit", "max_abs"}
+    assert loss["name"] == "loss" and len(loss["sharded"]) == 2
+
+
+def test_importing_does_not_import_torch() -> None:
+    code = "import sys, longspan.verify; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,152 @@
+"""Errors, limits and groups of `longspan verify`, on plain tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from longspan.verify.compare import Criterion, Part, Sums, compare_rows, group_of, judge, layer_of, relative, row_pieces
+
+FP32 = Criterion.of("fp32", "fp64")
+
+
+def _whole(x: torch.Tensor) -> Part:
+    return Part(torch.arange(len(x)), x)
+
+
+def _sums(sharded: torch.Tensor, reference: torch.Tensor, unsharded: torch.Tensor | None = None) -> Sums:
+    return compare_rows(_whole(sharded), 0, reference, reference if unsharded is None else unsharded)
+
+
+def test_error_is_the_relative_2_norm_in_fp64() -> None:
+    reference = torch.randn(6, 5, dtype=torch.float64)
+    sharded, unsharded = reference.float() + 1e-3, reference.float()
+    sums = _sums(sharded, reference, unsharded)
+    assert sums.sharded_error == pytest.approx(float((sharded.double() - reference).norm() / reference.norm()))
+    assert sums.unsharded_error == pytest.approx(float((unsharded.double() - reference).norm() / reference.norm()))
+    assert sums.max_abs == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_pieces_add_up_to_the_whole_for_any_rows_held() -> None:
+    reference = torch.randn(11, 3, 2, dtype=torch.float64)
+    unsharded = reference + 1e-4 * torch.randn_like(reference)
+    rows = torch.tensor([1, 2, 6, 7, 10])
+    part = Part(rows, (reference[rows] + 1e-3 * torch.randn(5, 3, 2)).float())
+    whole = compare_rows(part, 0, reference, unsharded)
+    total = Sums()
+    for start, stop in row_pieces(reference.shape, elements=20):
+        total += compare_rows(part, start, reference[start:stop], unsharded[start:stop])
+    for field in ("sharded", "unsharded", "reference", "max_abs", "worst_row_sharded", "worst_row_unsharded"):
+        assert getattr(total, field) == pytest.approx(getattr(whole, field))
+    assert total.worst_row == whole.worst_row and whole.worst_row in rows
+
+
+def test_row_pieces_cover_every_row_once_and_are_bounded() -> None:
+    for shape, elements in [((10, 4), 12), ((3, 100), 7), ((5,), 2), ((0, 4), 8), ((4, 0), 8)]:
+        pieces = list(row_pieces(shape, elements))
+        assert [row for start, stop in pieces for row in range(start, stop)] == list(range(shape[0]))
+        assert all((stop - start) * math.prod(shape[1:]) <= elements or stop - start == 1 for start, stop in pieces)
+
+
+def test_worst_row_is_the_one_token_that_is_wrong() -> None:
+    reference = torch.randn(1000, 8, dtype=torch.float64)
+    sharded = reference.clone()
+    sharded[417] *= 1.01
+    sums = _sums(sharded, reference)
+    assert sums.worst_row == 417 and sums.worst_row_sharded == pytest.approx(0.01)
+    assert sums.sharded_error < 1e-3
+
+
+def test_zero_against_zero_is_right_and_against_anything_else_infinitely_wrong() -> None:
+    zero = torch.zeros(4, 2, dtype=torch.float64)
+    assert _sums(zero, zero).sharded_error == 0.0
+    assert _sums(zero, zero).worst_row_sharded == 0.0
+    assert _sums(zero + 1e-30, zero).sharded_error == math.inf
+    assert relative(0.0, 4.0) == 0.0 and relative(1.0, 4.0) == 0.5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_infinity_fail_in_whichever_piece_they_are(bad: float) -> None:
+    reference = torch.randn(9, 2, dtype=torch.float64)
+    for row in (0, 4, 8):
+        sharded = reference.clone()
+        sharded[row] = bad
+        total = Sums()
+        for start, stop in row_pieces(reference.shape, elements=6):
+            total += compare_rows(_whole(sharded), start, reference[start:stop], reference[start:stop])
+        logits, worst_token = judge({"logits": [total]}, FP32)
+        assert not logits.passed and not worst_token.passed
+        assert worst_token.worst_row == (row,)
+
+
+def test_an_infinite_limit_passes_nothing() -> None:
+    """Where the unsharded run itself is not finite there is nothing to compare with."""
+    reference = torch.ones(2, 2, dtype=torch.float64)
+    (check,) = judge({"w": [_sums(reference * math.inf, reference, reference * math.inf)]}, FP32)
+    assert not check.passed
+
+
+def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly() -> None:
+    loud = Sums(sharded=4.0, unsharded=4.0, reference=1e8, elements=30)
+    lucky = Sums(sharded=2.0, unsharded=0.0, reference=1e8, elements=10)
+    small = Sums(sharded=2.0, unsharded=0.0, reference=1e4, elements=10)
+    none = Sums()
+    criterion = Criterion(factor=4.0, floor=1e-5)
+    (check,) = judge({"w": [loud, lucky, small, none]}, criterion)
+    spread2, even2 = (
+        10 / 50 * 4.0,
+        10 / 50 * (2e8 + 1e4),
+    )  # a fifth of the noise, and of the gradient, of all 50 numbers
+    assert check.limit == pytest.approx(
+        (
+            4 * 2.0 / 1e4 + 1e-5 * math.sqrt(3 * even2 / 1e8),
+            4 * math.sqrt(spread2) / 1e4 + 1e-5,
+            (4 * math.sqrt(spread2) + 1e-5 * math.sqrt(even2)) / 1e2,
+            1e-5,
+        )
+    )
+    assert check.passed and check.sharded[3] == 0.0
+
+
+def test_check_names_the_rank_that_is_furthest_over_its_limit() -> None:
+    fine = Sums(sharded=1.0, unsharded=1.0, reference=1e12, elements=1)
+    wrong = Sums(sharded=1e6, unsharded=1.0, reference=1e12, elements=1)
+    (check,) = judge({"loss": [fine, wrong, fine]}, FP32)
+    assert (check.passed, check.worst_rank) == (False, 1)
+    assert [check.passed_on(rank) for rank in range(3)] == [True, False, True]
+
+
+def test_criteria() -> None:
+    assert Criterion(4.0, 8 * 2.0**-24) == FP32
+    assert Criterion.of("bf16", "fp64") == Criterion.of("bf16", "fp32") == Criterion(4.0, 2.0**-8)
+    assert Criterion.of("fp32", "fp32").floor == pytest.approx(3.05e-5, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "layer"),
+    [
+        ("model.embed_tokens.weight", "embeddings", None),
+        ("gpt_neox.embed_in.weight", "embeddings", None),
+        ("model.layers.11.self_attn.q_proj.bias", "attention q", 11),
+        ("model.layers.0.self_attn.k_proj.weight", "attention k", 0),
+        ("model.layers.0.self_attn.v_proj.weight", "attention v", 0),
+        ("model.layers.0.self_attn.qkv_proj.weight", "attention qkv", 0),
+        ("gpt_neox.layers.3.attention.query_key_value.bias", "attention qkv", 3),
+        ("gpt_neox.layers.3.attention.dense.weight", "attention o", 3),
+        ("model.layers.2.self_attn.o_proj.weight", "attention o", 2),
+        ("model.layers.2.self_attn.q_norm.weight", "norms", 2),
+        ("model.layers.2.post_attention_layernorm.weight", "norms", 2),
+        ("model.norm.weight", "norms", None),
+        ("gpt_neox.layers.1.mlp.dense_4h_to_h.weight", "mlp", 1),
+        ("model.layers.1.mlp.gate_up_proj.weight", "mlp", 1),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", "mlp", 1),
+        ("base_model.model.model.layers.1.self_attn.v_proj.lora_A.default.weight", "attention v", 1),
+        ("lm_head.weight", "lm head", None),
+        ("embed_out.weight", "lm head", None),
+        ("model.something_new", "other", None),
+    ],
+)
+def test_groups_and_layers(name: str, group: str, layer: int | None) -> None:
+    assert (group_of(name), layer_of(name)) == (group, layer)
