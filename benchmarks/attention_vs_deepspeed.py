@@ -1,0 +1,167 @@
+"""Attention forward and backward: longspan, DeepSpeed's DistributedAttention, and the local kernel alone.
+
+    python benchmarks/attention_vs_deepspeed.py [--quick]
+
+All run in the same processes, in alternation. The local kernel is torch's SDPA for everyone. DeepSpeed takes it as a
+callable and runs twice: with the plain call its user would write, and with longspan's own way of calling it
+("same kernel": only the exchanges differ). The floor is longspan's local kernel on one rank's share of the work (all
+tokens, heads / P) with no exchange at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import common
+import peers
+import torch
+import torch.distributed as dist
+
+HEAD_DIM = 64
+
+
+def main() -> None:
+    args = parse_args()
+    env = common.environment(["longspan", "torch", "deepspeed"])
+    rows: list[dict[str, Any]] = []
+    for ranks in args.ranks:
+        rows += common.run_ranks(measure, ranks, args.tokens, args.heads, args.dtypes, args.repeats)
+    text = render(rows, env["cores"])
+    print(text)
+    common.write_report(args.name, "Attention, forward and backward: longspan against DeepSpeed", env, text, rows)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sequence-parallel ranks (Ulysses)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--heads", nargs="+", default=["8/8", "8/4", "8/2"], help="query heads / KV heads")
+    parser.add_argument("--dtypes", nargs="+", choices=list(common.DTYPES), default=["fp32", "bf16"])
+    parser.add_argument("--repeats", type=int, default=7, help="timed rounds at 8,192 tokens; more below")
+    parser.add_argument("--quick", action="store_true", help="2,048 tokens only, for a first look")
+    parser.add_argument("--name", default="attention-vs-deepspeed", help="name of the report")
+    args = parser.parse_args()
+    if args.quick:
+        args.tokens, args.repeats, args.name = [2048], 5, args.name + "-quick"
+    return args
+
+
+def measure(tokens: list[int], heads: list[str], dtypes: list[str], repeats: int) -> list[dict[str, Any]]:
+    """Every case on this rank; the same list on every rank."""
+    import longspan
+
+    peers.start_deepspeed()
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
+    rows = []
+    for n in tokens:
+        rounds = repeats * max(1, min(4, 8192 // n))
+        for pair in heads:
+            for dtype in dtypes:
+                q_heads, kv_heads = map(int, pair.split("/"))
+                row = case(sp, n, q_heads, kv_heads, common.DTYPES[dtype], rounds)
+                rows.append({"ranks": sp.size, "tokens": n, "heads": pair, "dtype": dtype, **row})
+                if sp.rank == 0:
+                    print(render_row(rows[-1]), flush=True)
+    return rows
+
+
+def case(sp: Any, n: int, q_heads: int, kv_heads: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Check that all agree, then time them."""
+    import longspan
+
+    torch.manual_seed(sp.rank)
+    local, whole = n // sp.size, n
+    mine = leaves(local, q_heads, kv_heads, dtype)
+    grad = torch.randn(1, local, q_heads * HEAD_DIM).to(dtype)
+    floor_kv = max(1, kv_heads // sp.size)
+    floor = leaves(whole, q_heads // sp.size, floor_kv, dtype)
+    floor_grad = torch.randn(1, whole, q_heads // sp.size * HEAD_DIM).to(dtype)
+
+    ours = step(lambda q, k, v: longspan.attention(q, k, v, sp, causal=True), mine, grad)
+    theirs = step(peers.distributed_attention(sp.group, q_heads, kv_heads), mine, grad)
+    same = step(peers.distributed_attention(sp.group, q_heads, kv_heads, peers.longspan_kernel), mine, grad)
+    alone = step(peers.longspan_kernel, floor, floor_grad)
+
+    pairs = zip(("out", "dq", "dk", "dv"), ours(), theirs(), strict=True)
+    errors = {name: common.relative_error(a, b) for name, a, b in pairs}
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    if max(errors.values()) > limit:
+        raise SystemExit(f"the two disagree, so their times cannot be compared: {errors}")
+    candidates = {"longspan": ours, "deepspeed": theirs, "deepspeed same kernel": same, "floor": alone}
+    wall, cpu = common.alternate(candidates, rounds)
+    return {
+        "errors": errors,
+        "seconds": wall,
+        "cpu_seconds": cpu,
+        "median": {name: common.median(t) for name, t in wall.items()},
+        "ours_over": {name: common.paired_ratio(wall["longspan"], wall[name]) for name in list(candidates)[1:]},
+        "cpu_ours_over": {name: common.paired_ratio(cpu["longspan"], cpu[name]) for name in list(candidates)[1:]},
+    }
+
+
+def leaves(n: int, q_heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(1, n, h, HEAD_DIM).to(dtype).requires_grad_() for h in (q_heads, kv_heads, kv_heads)]
+
+
+def step(attend: peers.Attention, inputs: list[torch.Tensor], grad: torch.Tensor) -> Any:
+    """Forward and backward as a layer sees them: the output flat for the output projection, the gradients whole.
+
+    Gradients land in `.grad` in the inputs' own layout, so a strided gradient pays for its copy here.
+    """
+
+    def run() -> list[torch.Tensor]:
+        for x in inputs:
+            x.grad = None
+        out = attend(*inputs).reshape(grad.shape).contiguous()
+        out.backward(grad)
+        return [out, *(x.grad for x in inputs if x.grad is not None)]
+
+    return run
+
+
+HEADER = ["P", "tokens", "heads", "dtype", "longspan ms", "DeepSpeed ms", "same kernel ms", "floor ms",
+          "ours/DeepSpeed", "ours/same kernel", "ours/floor", "CPU ours/DeepSpeed", "CPU ours/same kernel",
+          "CPU ours/floor", "max difference"]  # fmt: skip
+PEERS = ("deepspeed", "deepspeed same kernel", "floor")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    return [
+        str(row["ranks"]), f"{row['tokens']:,}", row["heads"], row["dtype"],
+        *(f"{1e3 * row['median'][name]:.1f}" for name in ("longspan", *PEERS)),
+        *(f"{row[key][name]:.3f}" for key in ("ours_over", "cpu_ours_over") for name in PEERS),
+        f"{max(row['errors'].values()):.1e}",
+    ]  # fmt: skip
+
+
+def render_row(row: dict[str, Any]) -> str:
+    return "  ".join(f"{name} {cell}" for name, cell in zip(HEADER, cells(row), strict=True))
+
+
+def render(rows: list[dict[str, Any]], cores: int) -> str:
+    lines = [common.table(HEADER, [cells(row) for row in rows]), ""]
+    for name in ("deepspeed", "deepspeed same kernel"):
+        for key, clock in (("ours_over", "time"), ("cpu_ours_over", "CPU time")):
+            ratios = [row[key][name] for row in rows]
+            met = sum(r <= 1.0 for r in ratios)
+            lines.append(
+                f"- ours over {name}, {clock}: median {common.median(ratios):.3f}, best {min(ratios):.3f}, worst"
+                f" {max(ratios):.3f}; at most 1.0 in {met} of {len(ratios)} cases."
+            )
+    lines += [
+        "",
+        "The goal is at most 1.0 of DeepSpeed's time. Times are medians over rounds of the slowest rank's forward +"
+        " backward, batch 1, causal, head_dim 64; ratios are medians of the ratios within a round. CPU time is summed"
+        " over ranks and feels other load on the machine less than the clock does. DeepSpeed runs with the plain SDPA"
+        " call, and (same kernel) with longspan's; the floor is longspan's local kernel alone. `max difference` is"
+        " between the two results (output, dq, dk, dv), relative to the largest value.",
+        "Where KV heads are fewer than ranks DeepSpeed gets them repeated to one per rank, since it refuses otherwise.",
+    ]
+    if any(row["ranks"] > cores for row in rows):
+        lines.append(f"P above {cores} shares {cores} cores, so compute and exchange of different ranks take turns.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""DeepSpeed's two Ulysses implementations, each in the best configuration it documents for CPU and gloo.
+
+Only this file knows DeepSpeed's calling conventions; the benchmarks see plain functions.
+Needs `DS_BUILD_OPS=0 pip install --no-deps deepspeed` and its small dependencies (see README.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def start_deepspeed() -> None:
+    """Import DeepSpeed quietly and let it adopt the process group that is already there."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    warnings.filterwarnings("ignore")
+    import deepspeed.comm
+    from deepspeed.utils.logging import logger
+
+    logger.setLevel(logging.ERROR)
+    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False, dist_init_required=False)
+
+
+def local_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The local kernel that a user of DeepSpeed would write: torch's SDPA, causal. `[B, S, H, D]` in and out."""
+    gqa = q.shape[2] != k.shape[2]
+    o = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=gqa
+    )
+    return o.transpose(1, 2)
+
+
+def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """longspan's own way of calling that SDPA on one device, for whoever wants it as a local kernel."""
+    from longspan.attention.local import Scores, local_attention
+    from longspan.attention.mask import Mask
+
+    return local_attention(q, k, v, Mask(causal=True), Scores())
+
+
+def distributed_attention(
+    group: dist.ProcessGroup, q_heads: int, kv_heads: int, local: Attention = local_sdpa
+) -> Attention:
+    """`deepspeed.sequence.layer.DistributedAttention` over `[B, n_local, H, D]`, batch first.
+
+    Batch first (`batch_dim_idx=0`) is what the model holds; at batch 1 DeepSpeed's sequence-first layout makes
+    the same copies, and at larger batches it would need a transpose more. No side stream: that needs CUDA.
+    With fewer KV heads than ranks DeepSpeed refuses, so its user's way out is taken: each KV head is
+    repeated just often enough for every rank to hold one.
+    """
+    from deepspeed.sequence.layer import DistributedAttention
+
+    ranks = dist.get_world_size(group)
+    repeats = -(-ranks // kv_heads)
+    module = DistributedAttention(local, group, scatter_idx=2, gather_idx=1, num_kv_heads=kv_heads * repeats)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        return module(q, k, v, 0)
+
+    return attend
+
+
+def alst_attention(
+    group: dist.ProcessGroup, q_heads: int, kv_heads: int, head_dim: int, batch: int, n_local: int
+) -> Attention:
+    """ALST's `UlyssesSPAttentionHF` alone, called as a Hugging Face layer calls it, over `[B, n_local, H, D]`."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    module = UlyssesSPAttentionHF(
+        attn=sdpa_attention_forward, batch_size=batch, attn_head_count=q_heads, attn_head_size=head_dim,
+        kv_head_count=kv_heads, num_hidden_layers=1, process_group=group,
+        local_seq_length=n_local, global_seq_length=n_local * ranks,
+    )  # fmt: skip
+    layer = SimpleNamespace(training=True, num_key_value_groups=q_heads // kv_heads, is_causal=True)
+    position_ids = torch.arange(rank * n_local, (rank + 1) * n_local).repeat(batch, 1)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        o, _ = module(layer, *heads_first, None, position_ids=position_ids)
+        return o.unflatten(-1, (q_heads, head_dim))
+
+    return attend
+
+
+def without_exchange() -> str:
+    """The name of a transformers attention that does one rank's share of the work and talks to nobody.
+
+    My tokens of all heads are read as all tokens of my share of the heads: the sizes are right, the values are not.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        ranks = dist.get_world_size()
+        q, k, v = (x.reshape(x.shape[0], max(1, x.shape[1] // ranks), -1, x.shape[3]) for x in (q, k, v))
+        k, v = (x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))  # once, unless KV heads < ranks
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return o.reshape(q.shape[0], module.config.num_attention_heads, -1, q.shape[3]).transpose(1, 2), None
+
+    AttentionInterface.register("without_exchange", attend)
+    AttentionMaskInterface.register("without_exchange", lambda *_, **__: None)
+    return "without_exchange"
+
+
+# --- a Hugging Face model under ALST ---------------------------------------------------------------
+
+
+class AlstStep:
+    """Forward and backward of a Hugging Face causal LM under ALST, as its tutorial writes it.
+
+    `register_with_transformers` replaces transformers' `sdpa` entry for the whole process; that is ALST's way.
+    The batch is cut as `UlyssesSPDataLoaderAdapter` cuts it (labels shifted first, contiguous parts), without the
+    all-gathers that adapter makes, which are left out of the measurement in ALST's favour. Transformers 5
+    needs no shim: it hands `position_ids` to the attention function and takes `shift_labels` in the loss.
+
+    Args:
+        model: the model, built with `attn_implementation="sdpa"`, replicated on every rank.
+        seq_length: tokens of the whole sequence.
+        batch_size: sequences in a batch.
+        tiled_loss_mib: None for the loss of ALST's tutorial (the model's own, weighted over ranks), else ALST's
+            `TiledFusedLogitsLoss` with tiles of about this many MiB of fp32 logits.
+    """
+
+    def __init__(self, model: Any, seq_length: int, batch_size: int, tiled_loss_mib: int | None = None) -> None:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        if mpu._SEQUENCE_PARALLEL_GROUP is None:
+            UlyssesSPAttentionHF.register_with_transformers(
+                model_name_or_path=model, core_attn_implementation="sdpa",
+                sequence_parallel_size=dist.get_world_size(), micro_batch_size=batch_size,
+                seq_length=seq_length, seq_length_is_variable=False,
+            )  # fmt: skip
+        self.model = model
+        self.group = mpu.get_sequence_parallel_group()
+        self.tiled_loss_mib = tiled_loss_mib
+
+    def shard(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """My part of the full batch: what `UlyssesSPDataLoaderAdapter` would yield."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        n = batch["input_ids"].shape[1]
+        full = {
+            "input_ids": batch["input_ids"],
+            "position_ids": torch.arange(n).expand_as(batch["input_ids"]),
+            "shift_labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:],
+        }
+        return {k: v[:, rank * n // ranks : (rank + 1) * n // ranks].contiguous() for k, v in full.items()}
+
+    def __call__(self, shard: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Forward, backward, and the sum of the gradients over ranks; the global mean loss.
+
+        The sum is what DeepSpeed's engine does without ZeRO (`allreduce_bucket`): one flat bucket, in fp32, its
+        default under sequence parallelism on CPU.
+        """
+        loss = self._tutorial_loss(shard) if self.tiled_loss_mib is None else self._tiled_loss(shard)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch._utils._flatten_dense_tensors(grads).float()
+        dist.all_reduce(flat, group=self.group)
+        if self.tiled_loss_mib is None:
+            flat.div_(dist.get_world_size(self.group))  # the differentiable all-gather's backward sums over ranks
+        for grad, new in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+            grad.copy_(new)
+        return loss.detach()
+
+    def _tutorial_loss(self, shard: dict[str, torch.Tensor]) -> torch.Tensor:
+        from torch.distributed.nn.functional import all_gather
+
+        out = self.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False)
+        labels = shard["shift_labels"]
+        vocab = self.model.config.vocab_size
+        mean = self.model.loss_function(logits=out.logits, labels=None, shift_labels=labels, vocab_size=vocab)
+        means = torch.stack(all_gather(mean, group=self.group))
+        tokens = torch.stack(all_gather((labels != -100).sum(), group=self.group))
+        loss = torch.where(tokens > 0, means * tokens, torch.zeros_like(means)).sum() / tokens.sum()
+        loss.backward()
+        return loss
+
+    def _tiled_loss(self, shard: dict[str, torch.Tensor]) -> torch.Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        hidden = self.model.model(
+            input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False
+        ).last_hidden_state
+        labels, vocab = shard["shift_labels"], self.model.config.vocab_size
+        tokens = (labels != -100).sum()
+        dist.all_reduce(tokens, group=self.group)
+
+        def loss_sum(head: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            logits = head(x).float().view(-1, vocab)
+            return F.cross_entropy(logits, y.view(-1), ignore_index=-100, reduction="sum") / tokens
+
+        assert self.tiled_loss_mib is not None
+        tiles = max(1, -(-labels.numel() * vocab * 4 // (self.tiled_loss_mib * 2**20)))
+        head = self.model.lm_head
+        mine = TiledFusedLogitsLoss.apply(loss_sum, head, hidden, labels, None, tiles, list(head.parameters()), "sum")
+        mine.backward()
+        loss = mine.detach().clone()
+        dist.all_reduce(loss, group=self.group)
+        return loss
