@@ -26,7 +26,7 @@ MOVERS = {"aten::copy_", "aten::cat", "aten::index_select", "aten::gather", "ate
           "aten::index_copy_", "aten::index_add_", "aten::add_", "aten::add", "aten::sum"}  # fmt: skip
 ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "bool": 1}
 STAGES = ("in", "arrival", "back", "after")
-IMPLEMENTATIONS = ("longspan", "DistributedAttention", "ALST")
+IMPLEMENTATIONS = ("longspan", "longspan, plain kernel", "DistributedAttention", "ALST")
 
 
 def main() -> None:
@@ -62,6 +62,7 @@ def measure(batch: int, tokens: int, heads: str) -> list[dict[str, Any]]:
     n = tokens // sp.size
     attends = {
         "longspan": lambda q, k, v: longspan.attention(q, k, v, sp, causal=True),
+        "longspan, plain kernel": lambda q, k, v: longspan.attention(q, k, v, sp, causal=True, kernel=plain_kernel),
         "DistributedAttention": peers.distributed_attention(sp.group, q_heads, kv_heads),
         "ALST": peers.alst_attention(sp.group, q_heads, kv_heads, HEAD_DIM, batch, n),
     }
@@ -80,6 +81,16 @@ def measure(batch: int, tokens: int, heads: str) -> list[dict[str, Any]]:
             "forward": forward, "backward": backward,
         })  # fmt: skip
     return rows
+
+
+def plain_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float | None
+) -> torch.Tensor:
+    """torch's SDPA on what the exchange brought, as it lies: the exchange copies nothing."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)
 
 
 def run(attend: peers.Attention, inputs: list[torch.Tensor], grad: torch.Tensor) -> None:
@@ -191,6 +202,8 @@ def render(rows: list[dict[str, Any]]) -> str:
         " packed Q, K and V are 3.00 of them for 8/8 and 2.00 for 8/4. The least is one copy of Q, K, V on the way in"
         " and one of O after; in backward one of the output's gradient in, and one of dQ, dK, dV after. Sending dQ, dK,"
         " dV in one All-to-All instead of three costs one copy more, on the way back.",
+        "On a CPU longspan's own kernel lays K and V heads-first before it starts (`kernel_strides.py` measures what"
+        " that saves); `plain kernel` is torch's attention on what arrives, as on a GPU: nothing is copied on arrival.",
         "`other` counts collectives that are not All-to-Alls (ALST gathers position ids in every layer).",
     ])  # fmt: skip
 

@@ -188,10 +188,11 @@ class Trainer:
                 k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in shard_batch(micro, self.sp).items()
             }
             with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
-                out = self.model(**inputs, num_items_in_batch=batch.label_tokens)
-            out.loss.backward()
+                # Only the loss is kept: the output would hold the logits all through the backward.
+                part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+            part.backward()
             # Each is a sum over its own tokens of this replica and the others, over the labels of the whole step.
-            loss += out.loss.detach()
+            loss += part.detach()
         norm = clip_gradients(self.model, self.config.clip)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
