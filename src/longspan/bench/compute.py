@@ -1,0 +1,125 @@
+"""The speed of one rank while all ranks are busy: matmul, causal attention, memory.
+
+Shapes: [S, d] x [d, 4d] for the matmul, [1, H, S, D] for attention.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longspan.bench.config import BenchConfig
+from longspan.bench.timing import median_seconds, smallest
+
+FORWARD_AND_BACKWARD = 3.5
+"""Attention's forward and backward in units of its forward: 2 matmuls there, 5 in a backward that recomputes the
+scores, as flash kernels do (Dao, "FlashAttention-2", 2023, section 4.1)."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Large enough for full speed, small enough for seconds in all."""
+
+    rows: int
+    widths: tuple[int, ...]
+    tokens: int
+    heads: int
+    head_dim: int
+    copy_bytes: int
+
+
+_SHAPES = {
+    "cuda": _Shapes(4096, (2048, 4096, 8192), tokens=16384, heads=16, head_dim=128, copy_bytes=1 << 30),
+    "cpu": _Shapes(512, (256, 512), tokens=1024, heads=8, head_dim=64, copy_bytes=128 << 20),
+}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What one rank does, and has; of the slowest, or smallest, rank.
+
+    Attributes:
+        flops: FLOP/s of the matmul, at the shape that was fastest.
+        attention_flops: FLOP/s of causal attention, forward and backward.
+        attention_forward_flops: FLOP/s of its forward alone.
+        memory_bandwidth: bytes/s read and written by a copy.
+        memory_bytes: of the GPU, or of the host divided by the ranks on it.
+    """
+
+    flops: float
+    attention_flops: float
+    attention_forward_flops: float
+    memory_bandwidth: float
+    memory_bytes: int
+
+
+def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
+    """Measure all of it; the same on every rank. Collective over all ranks."""
+    shapes, dtype = _SHAPES[device.type], _DTYPES[config.dtype]
+    forward, forward_and_backward = _attention_flops(config.rounds, shapes, dtype, device)
+    return Compute(
+        flops=_matmul_flops(config.rounds, shapes, dtype, device),
+        attention_flops=forward_and_backward,
+        attention_forward_flops=forward,
+        memory_bandwidth=_copy_bandwidth(config.rounds, shapes, device),
+        memory_bytes=smallest(_memory_bytes(device), device),
+    )
+
+
+def _matmul_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> float:
+    works, flops = [], []
+    for d in shapes.widths:
+        x_Sd = torch.randn(shapes.rows, d, dtype=dtype, device=device)
+        w_dF = torch.randn(d, 4 * d, dtype=dtype, device=device)
+        works.append(partial(torch.mm, x_Sd, w_dF))
+        flops.append(2 * shapes.rows * d * 4 * d)
+    seconds = median_seconds(works, rounds, device)
+    return max(f / s for f, s in zip(flops, seconds, strict=True))
+
+
+def causal_attention_flops(tokens: int, heads: int, head_dim: int) -> float:
+    """FLOPs of causal attention's forward: two matmuls of [S, S, D] a head, and half of the pairs."""
+    return 4 * tokens * tokens * head_dim * heads / 2
+
+
+def _attention_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of the forward, and of forward and backward."""
+    shape = (1, shapes.heads, shapes.tokens, shapes.head_dim)
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, dtype=dtype, device=device)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward_and_backward() -> object:
+        return torch.autograd.grad(scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
+
+    alone, both = median_seconds([forward, forward_and_backward], rounds, device)
+    flops = causal_attention_flops(shapes.tokens, shapes.heads, shapes.head_dim)
+    return flops / alone, FORWARD_AND_BACKWARD * flops / both
+
+
+def _copy_bandwidth(rounds: int, shapes: _Shapes, device: torch.device) -> float:
+    # Written, as pages never written cost a CPU nothing to read.
+    source = torch.empty(shapes.copy_bytes, dtype=torch.uint8, device=device).zero_()
+    (seconds,) = median_seconds([partial(torch.empty_like(source).copy_, source)], rounds, device)
+    return 2 * shapes.copy_bytes / seconds
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_node()
+
+
+def ranks_on_node() -> int:
+    """Ranks on this machine, from torchrun's environment; 1 for a single process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

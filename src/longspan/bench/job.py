@@ -1,0 +1,98 @@
+"""The job as a whole: check the input once, start the ranks, measure, write and print."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import TYPE_CHECKING
+
+from longspan import launch
+from longspan.bench.config import BenchConfig
+from longspan.errors import LongspanError
+
+if TYPE_CHECKING:
+    import torch
+
+    from longspan.bench.report import Measurement
+
+
+def run(config: BenchConfig) -> int:
+    """Measure on ranks that are started here or by torchrun; the first one writes the file and prints the table.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        LongspanError: on bad input.
+        longspan.launch.RankFailed: if a rank dies.
+    """
+    from longspan.bench.report import as_toml, print_table
+
+    config.check()
+    launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    if not launch.under_torchrun():  # there `worker` asks the first rank
+        config.check_out()
+    measurement: Measurement = launch.launch(worker, config, nproc=config.ranks)
+    if launch.is_first_rank():
+        print_table(measurement)  # first, so that a disk that is full by now does not take the figures with it
+        config.out.write_text(as_toml(measurement))
+        print(f"\nwritten to {config.out}")
+    return 0
+
+
+def worker(config: BenchConfig) -> Measurement:
+    """Measure on this rank; every rank of the job calls it and returns the same.
+
+    Raises:
+        LongspanError: on bad input, on every rank alike.
+    """
+    import torch
+
+    from longspan.bench.compute import measure_compute, ranks_on_node
+    from longspan.bench.links import measure_links
+    from longspan.bench.report import Measurement
+    from longspan.mesh import init_mesh
+
+    config.check()
+    mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    _check_out_together(config)
+    links = measure_links(config, mesh, device)
+    degrees = {**config.degrees, "fsdp": config.ranks // config.tensor}
+    return Measurement(
+        name=config.name,
+        dtype=config.dtype,
+        measured=_when_and_where(config, device),
+        ranks_per_node=ranks_on_node(),
+        compute=measure_compute(config, device),
+        degrees={axis: degrees[axis] for axis in links},
+        links=links,
+    )
+
+
+def _check_out_together(config: BenchConfig) -> None:
+    """The first rank writes the file, so it alone can tell whether that will do; all hear of it."""
+    import torch.distributed as dist
+
+    said: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            config.check_out()
+        except LongspanError as error:
+            said = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise LongspanError(said[0])
+
+
+def _when_and_where(config: BenchConfig, device: torch.device) -> str:
+    import torch
+    import torch.distributed as dist
+
+    backend = dist.get_backend() if dist.is_initialized() else "no collectives"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    ranks = f"{config.ranks} rank{'s' if config.ranks > 1 else ''}"
+    return f"{datetime.date.today()} on {socket.gethostname()}, {kind}, torch {torch.__version__}, {backend}, {ranks}"

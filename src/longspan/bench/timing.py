@@ -1,0 +1,52 @@
+"""Times of what all ranks do at once: the slowest rank's, because the others wait for it in a real step too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def median_seconds(works: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[float]:
+    """For each of `works`, the median over the rounds of the slowest rank's seconds; the same on every rank.
+
+    Collective over all ranks of the job. Every round goes through all of `works`, so that a disturbance of a few
+    seconds touches one round of each rather than all rounds of one. All have run once before the first round: what is
+    set up at the first use (connections, kernels' choices, pages) does not count.
+    """
+    for work in works:
+        work()
+    times = torch.zeros(rounds, len(works), dtype=torch.float64, device=device)
+    for row in range(rounds):
+        for column, work in enumerate(works):
+            _wait_for_all(device)
+            start = time.perf_counter()
+            work()
+            _synchronize(device)
+            times[row, column] = time.perf_counter() - start
+    if dist.is_initialized():
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+    medians: list[float] = times.quantile(0.5, dim=0).tolist()
+    return medians
+
+
+def smallest(value: int, device: torch.device) -> int:
+    """The smallest `value` of all ranks. Collective."""
+    x = torch.tensor(value, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(x, dist.ReduceOp.MIN)
+    return int(x)
+
+
+def _wait_for_all(device: torch.device) -> None:
+    # A sum over all ranks rather than `dist.barrier`, which asks NCCL's users for device ids.
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device=device))
+    _synchronize(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,379 @@
+"""`longspan bench link`: the fit, the file it writes, what is measured on which axis, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import random
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longspan import cli, launch
+from longspan.bench import BenchConfig, run, worker
+from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops
+from longspan.bench.fit import Fit, bytes_sent, fit
+from longspan.bench.report import Measurement, as_toml, print_table
+from longspan.errors import LongspanError
+from tests.pool import RankPool
+
+ROOT = Path(__file__).parents[1]
+SIZES = [2.0**n for n in range(12, 27, 2)]
+FOUR = {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
+
+
+def _config(**changes: Any) -> BenchConfig:
+    return dataclasses.replace(BenchConfig("link", sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
+
+
+def _made_up(links: dict[str, dict[str, Fit]], **changes: Any) -> Measurement:
+    compute = Compute(3.1e14, 1.2e14, 1.4e14, 2e12, 80_000_000_000)
+    degrees = dict.fromkeys(links, 2)
+    return dataclasses.replace(Measurement("mine", "bf16", "today on HOST", 8, compute, degrees, links), **changes)
+
+
+# --- from times to latency and bandwidth
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(15e-6, 3e11), (5e-4, 1e9), (0.0, 1e8), (1e-3, 2e10)])
+def test_a_fit_recovers_what_made_the_times(latency: float, bandwidth: float) -> None:
+    found = fit(SIZES, [latency + x / bandwidth for x in SIZES])
+    assert found.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
+    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-6)
+    assert found.residual < 1e-6
+
+
+def test_a_fit_recovers_it_from_noisy_times_too() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        found = fit(SIZES, [(2e-5 + x / 1e10) * math.exp(draw.gauss(0, 0.05)) for x in SIZES])
+        assert found.latency == pytest.approx(2e-5, rel=0.2)
+        assert found.bandwidth == pytest.approx(1e10, rel=0.2)
+        assert 0.001 < found.residual < 0.15
+
+
+def test_small_messages_count_as_much_as_large_ones() -> None:
+    """An absolute fit would take the latency from the 20 % that the largest message is off: here it would be 0."""
+    seconds = [1e-4 + x / 1e9 for x in SIZES]
+    seconds[-1] *= 1.2
+    assert fit(SIZES, seconds).latency == pytest.approx(1e-4, rel=0.1)
+
+
+_positive = st.floats(1e-7, 1e2)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e10), _positive), min_size=2, max_size=8, unique_by=lambda pair: pair[0]))
+def test_a_fit_is_never_negative_nor_infinite(times: list[tuple[float, float]]) -> None:
+    sent, seconds = zip(*times, strict=True)
+    found = fit(sent, seconds)
+    assert 0 <= found.latency < math.inf
+    assert 0 < found.bandwidth <= 10.001 * max(x / t for x, t in times)
+    assert 0 <= found.residual < math.inf
+
+
+def test_times_that_do_not_grow_give_no_infinite_bandwidth() -> None:
+    found = fit(SIZES, [1e-3] * len(SIZES))
+    assert found.bandwidth == pytest.approx(10 * SIZES[-1] / 1e-3)
+    assert found.latency == pytest.approx(1e-3, rel=0.05)
+
+
+def test_the_fit_is_the_least_of_all_nonnegative_lines() -> None:
+    """Where the free minimum has a negative latency, the one on the border must win over all its neighbours."""
+    seconds = [x**1.1 / 1e9 for x in SIZES]
+    found = fit(SIZES, seconds)
+
+    def cost(latency: float, per_byte: float) -> float:
+        return sum(((latency + per_byte * x) / t - 1) ** 2 for x, t in zip(SIZES, seconds, strict=True))
+
+    best = cost(found.latency, 1 / found.bandwidth)
+    assert found.latency == 0
+    for latency in (0.0, 1e-9, 1e-7):
+        for factor in (0.99, 1.0, 1.01):
+            assert cost(latency, factor / found.bandwidth) >= best
+
+
+def test_a_residual_says_how_bad_the_fit_is() -> None:
+    seconds = [1.0, 1.0, 1.0, 3.0]
+    found = fit([1.0, 2.0, 3.0, 4.0], seconds)
+    errors = sorted(abs(found.seconds(x) - t) / t for x, t in zip([1.0, 2.0, 3.0, 4.0], seconds, strict=True))
+    assert found.residual == pytest.approx((errors[1] + errors[2]) / 2) and found.residual > 0.1
+
+
+def test_bytes_that_a_rank_sends() -> None:
+    sent = {op: bytes_sent(op, 1000, 4) for op in [*sorted(FOUR), "p2p"]}
+    assert sent == {"all_gather": 750, "all_reduce": 1500, "all_to_all": 750, "reduce_scatter": 750, "p2p": 1000}
+
+
+def test_flops_of_attention() -> None:
+    # 3 queries see 1 + 2 + 3 keys, which counts as half of 9; two matmuls of 2 FLOPs per head, pair and element.
+    assert causal_attention_flops(tokens=3, heads=2, head_dim=5) == 2 * 2 * 5 * 2 * 4.5
+    assert FORWARD_AND_BACKWARD == 3.5
+
+
+# --- what is measured on which axis
+
+
+def _links(config: BenchConfig) -> dict[str, dict[str, Fit]]:
+    import torch
+
+    from longspan.bench.links import measure_links
+    from longspan.mesh import init_mesh
+
+    mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type="cpu")
+    return measure_links(config, mesh, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "axes"),
+    [
+        ({"data_degree": 2, "ulysses": 2}, ["data", "ulysses", "fsdp"]),
+        ({"ring": 2, "tensor": 2}, ["ring", "tensor", "fsdp"]),
+        ({"ring": 4}, ["ring", "fsdp"]),
+        ({"tensor": 4}, ["tensor"]),
+    ],
+    ids=str,
+)
+def test_every_axis_above_1_is_measured(pool4: RankPool, degrees: dict[str, int], axes: list[str]) -> None:
+    results = pool4.run(_links, _config(**degrees))
+    links = results[0]
+    assert results == [links] * 4  # the slowest rank's time, so the same everywhere
+    assert list(links) == axes
+    for axis, fits in links.items():
+        assert set(fits) == (FOUR | {"p2p"} if axis == "ring" else FOUR)
+        assert all(fit.latency >= 0 and fit.bandwidth > 0 and fit.residual >= 0 for fit in fits.values())
+    if axes == ["ring", "fsdp"]:  # the same ranks are not measured twice
+        assert links["fsdp"] == {name: links["ring"][name] for name in FOUR}
+
+
+def _what_is_computed() -> dict[str, list[float]]:
+    """What each collective leaves in the receive buffer of this rank, from 10 * rank + (0, 1, 2, 3)."""
+    import torch
+    import torch.distributed as dist
+
+    from longspan.bench.links import COLLECTIVES
+
+    assert dist.group.WORLD is not None
+    found = {}
+    for name, collective in COLLECTIVES.items():
+        x = torch.arange(4.0) + 10 * dist.get_rank()
+        y = x.clone() if name == "all_reduce" else torch.full((4,), -1.0)
+        collective(x, y, 4, dist.group.WORLD)
+        found[name] = y.tolist()
+    return found
+
+
+def test_the_collectives_are_what_they_are_called(pool2: RankPool) -> None:
+    first, second = pool2.run(_what_is_computed)
+    assert first == {
+        "all_to_all": [0, 1, 10, 11],
+        "all_gather": [0, 1, 10, 11],
+        "reduce_scatter": [10, 12, -1, -1],
+        "all_reduce": [10, 12, 14, 16],
+        "p2p": [10, 11, 12, 13],
+    }
+    assert second["reduce_scatter"] == [14, 16, -1, -1] and second["p2p"] == [0, 1, 2, 3]
+
+
+def _medians() -> list[float]:
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from longspan.bench.timing import median_seconds, smallest
+
+    rank = dist.get_rank()
+    clock = iter(range(10**6))
+    works = [lambda n=n: [next(clock) for _ in range(n * rank)] for n in (1, 5)]
+    # A clock that only this test moves: every look at it is one second later, and rank 1's works take `n` looks more.
+    with mock.patch.object(time, "perf_counter", lambda: float(next(clock))):
+        medians = median_seconds(works, 3, torch.device("cpu"))
+    return [*medians, smallest(7 - rank, torch.device("cpu"))]
+
+
+def test_the_slowest_rank_counts(pool2: RankPool) -> None:
+    assert pool2.run(_medians) == [[2.0, 6.0, 6]] * 2
+
+
+# --- what is written
+
+
+def test_the_file_says_what_was_measured() -> None:
+    links = {
+        "ulysses": {"all_to_all": Fit(1.5e-5, 3e11, 0.04), "all_gather": Fit(0.0, 1e11, 0.0)},
+        "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25)},
+    }
+    assert tomllib.loads(as_toml(_made_up(links))) == {
+        "name": "mine",
+        "memory_bytes": 80_000_000_000,
+        "flops": 3.1e14,
+        "memory_bandwidth": 2e12,
+        "gpus_per_node": 8,
+        "matmul_efficiency": 1.0,
+        "attention_flops": 1.2e14,
+        "attention_forward_flops": 1.4e14,
+        "dtype": "bf16",
+        "measured": "today on HOST",
+        "links": {
+            "ulysses": {
+                "all_to_all": {"latency": 1.5e-5, "bandwidth": 3e11, "residual": 0.04},
+                "all_gather": {"latency": 0.0, "bandwidth": 1e11, "residual": 0.0},
+            },
+            "fsdp": {"all_gather": {"latency": 5e-6, "bandwidth": 2.5e10, "residual": 1.25}},
+        },
+    }
+
+
+@pytest.mark.parametrize("name", ['8 "fat" nodes', "a\\b\nc\td", "Rechner für 🦙", "\x7f"])
+def test_any_name_survives_the_file(name: str) -> None:
+    values = tomllib.loads(as_toml(_made_up({}, name=name)))
+    assert values["name"] == name and "links" not in values
+    assert all(isinstance(values[key], float) for key in ("flops", "memory_bandwidth", "attention_flops"))
+
+
+def test_the_table_shows_the_same() -> None:
+    out = io.StringIO()
+    print_table(_made_up({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04)}}), out)
+    assert "310 TFLOP/s" in out.getvalue() and "2000 GB/s" in out.getvalue()
+    for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%"):
+        assert cell in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 100
+
+
+def test_without_an_axis_compute_is_measured_and_said_to_be_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    out = tmp_path / "new" / "one.toml"
+    assert run(_config(out=out, dtype="fp32", rounds=1, sizes=(1,))) == 0
+    printed = capsys.readouterr().out
+    assert "No axis of the mesh is above 1, so there is no link to measure" in printed
+    assert f"written to {out}" in printed
+    values = tomllib.loads(out.read_text())
+    assert "links" not in values and values["gpus_per_node"] == 1
+    assert min(values[key] for key in ("flops", "attention_flops", "attention_forward_flops", "memory_bandwidth")) > 0
+
+
+@pytest.mark.launcher
+def test_two_ranks_from_the_command_line(tmp_path: Path) -> None:
+    out = tmp_path / "link.toml"
+    flags = ["--ulysses", "2", "--nproc", "2", "--sizes", "1k", "4k", "16k", "--rounds", "2", "--dtype", "fp32"]
+    done = subprocess.run(
+        [sys.executable, "-m", "longspan", "bench", "link", *flags, "--out", str(out), "--name", "two"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("reduce_scatter") == 2 and f"written to {out}" in done.stdout
+    assert "Warning" not in done.stderr
+    values = tomllib.loads(out.read_text())
+    assert values["name"] == "two" and values["gpus_per_node"] == 2 and values["dtype"] == "fp32"
+    assert "2 ranks" in values["measured"]
+    assert {axis: set(ops) for axis, ops in values["links"].items()} == {"ulysses": FOUR, "fsdp": FOUR}
+
+
+# --- the command line, and what is refused
+
+
+def _parse(*args: str) -> BenchConfig:
+    config = cli.parse(BenchConfig, list(args), prog="longspan bench", summary="measure")
+    assert isinstance(config, BenchConfig)
+    return config
+
+
+def test_flags() -> None:
+    config = _parse(
+        "link", "--data-degree", "2", "--ring", "2", "--tensor", "3", "--sizes", "64k", "1M", "--dtype=fp32"
+    )
+    assert config == BenchConfig("link", data_degree=2, ring=2, tensor=3, sizes=(1 << 16, 1 << 20), dtype="fp32")
+    assert config.ranks == 12
+    assert _parse("link").sizes[0] == 64 << 10 and _parse("link").sizes[-1] == 64 << 20
+    _parse("link").check()
+
+
+@pytest.mark.parametrize("args", [[], ["lnk"]])
+def test_what_to_measure_is_asked_for(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        _parse(*args)
+    assert stop.value.code == 2
+    assert "link" in capsys.readouterr().err
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom longspan.cli import main\n"
+        "try:\n    main(['bench', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for field in dataclasses.fields(BenchConfig)[1:]:
+        assert f"--{field.name.replace('_', '-')}" in done.stdout
+    assert "{link}" in done.stdout
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"ulysses": 0}, r"^--ulysses must be at least 1, got 0$"),
+    ({"data_degree": -1}, r"^--data-degree must be at least 1, got -1$"),
+    ({"rounds": 0}, r"^--rounds must be at least 1, got 0$"),
+    ({"sizes": (4096, 0)}, r"^--sizes 4096 0: 0 is no number of bytes; give sizes of at least 1 byte$"),
+    ({"sizes": (4096, -8)}, r"-8 is no number of bytes"),
+    (
+        {"sizes": (1, 8, 4096), "ulysses": 2},
+        r"^--sizes 1 8 4096 gives 2 different sizes, rounded up to a multiple of 8 bytes for 2 ranks; .* --sizes 64k",
+    ),
+    ({"sizes": (), "ring": 2}, r"gives 0 different sizes"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LongspanError, match=message):
+        run(_config(**changes))
+
+
+def test_a_wrong_number_of_processes_is_refused() -> None:
+    message = r"--nproc 3 does not match the mesh: --data-degree 1 --ring 2 --ulysses 2 --tensor 1 needs 4 processes"
+    with pytest.raises(LongspanError, match=message):
+        run(_config(ring=2, ulysses=2, nproc=3))
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    (tmp_path / "file").touch()
+    with pytest.raises(LongspanError, match=rf"^--out {tmp_path} is a folder; give a file, such as --out .*link\.toml"):
+        run(_config(out=tmp_path, ulysses=2))
+    with pytest.raises(LongspanError, match=r"^--out .*/file/link\.toml cannot be written: .*; give another file"):
+        run(_config(out=tmp_path / "file" / "link.toml", ulysses=2))
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
+    with pytest.raises(LongspanError, match=r"cannot be written: permission denied; give another file"):
+        run(_config(out=tmp_path / "link.toml", ulysses=2))
+
+
+def test_ranks_hear_of_an_out_that_only_the_first_one_cannot_write(pool2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        pool2.run(_worker_with_bad_out_on_rank_0, str(tmp_path))
+    failures = caught.value.failures  # type: ignore[attr-defined]
+    assert len(failures) == 2
+    assert {failure.message.split(" is a folder")[0] for failure in failures.values()} == {f"--out {tmp_path}"}
+
+
+def _worker_with_bad_out_on_rank_0(folder: str) -> None:
+    import torch.distributed as dist
+
+    out = Path(folder) if dist.get_rank() == 0 else Path(folder, "link.toml")
+    worker(_config(ulysses=2, out=out))
