@@ -10,6 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+# FSDP's collectives, by their names in different versions of torch.
+GATHERS = ("all_gather_single", "all_gather_into_tensor")
+SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -27,7 +31,8 @@ def count_sent() -> Iterator[list[Sent]]:
     All-to-All sends what is not for itself.
     """
     log: list[Sent] = []
-    originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather")}
+    names = ("all_to_all_single", "all_reduce", "all_gather", *GATHERS, *SCATTERS)
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def all_to_all_single(out: Tensor, x: Tensor, recv: Any = None, send: Any = None, **kw: Any) -> Any:
         group = kw.get("group")
@@ -47,7 +52,18 @@ def count_sent() -> Iterator[list[Sent]]:
         log.append(Sent("all_gather", x.numel() * x.element_size() * (size - 1)))
         return originals["all_gather"](outs, x, *args, **kw)
 
+    def into_one(name: str, op: str) -> Any:
+        def counted(output: Tensor | None = None, input: Tensor | None = None, *args: Any, **kw: Any) -> Any:
+            out = kw.pop("output_tensor", output)
+            x = kw.pop("input_tensor", input)
+            log.append(Sent(op, abs(out.nbytes - x.nbytes)))
+            return originals[name](out, x, *args, **kw)
+
+        return counted
+
     replacements = {"all_to_all_single": all_to_all_single, "all_reduce": all_reduce, "all_gather": all_gather}
+    replacements |= {name: into_one(name, "all_gather") for name in GATHERS if name in originals}
+    replacements |= {name: into_one(name, "reduce_scatter") for name in SCATTERS if name in originals}
     try:
         for name, function in replacements.items():
             setattr(dist, name, function)

@@ -25,6 +25,8 @@ from longspan.errors import LongspanError
 COMMANDS = {
     "train": ("longspan.train", "TrainConfig", "train a causal LM on long sequences"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
+    "plan": ("longspan.plan.command", "PlanConfig", "what fits, which mesh, and what it costs; needs no torch"),
+    "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),
 }
 
 _USAGE = """usage: longspan COMMAND [--from FILE.toml] [--flag value ...]

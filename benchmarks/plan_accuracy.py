@@ -1,0 +1,236 @@
+"""The planner against this machine: memory and time of a training step, predicted and measured.
+
+    python benchmarks/plan_accuracy.py [--memory-only | --time-only]
+
+Memory: bytes that torch holds at the peak of a step (weights, gradients, optimizer state, activations, buffers) on the
+rank that holds most, from torch's profiler, beside the planner's total. What is not torch's (libraries, the allocator's
+slack, gloo's threads) is not in either. Steps are those of `longspan train`: `longspan.parallelize`, AdamW.
+
+Time: `longspan bench link` measures this machine first (matrix products, attention, every collective); from that file
+and nothing else the planner predicts the step, which is then measured (median). Two ranks on two cores; ranks that
+share a core would need more than a link to be described.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
+WHOLE = {"weight_sharding": False}
+CHECKPOINTED = {"activation_checkpointing": True}
+# (config, context, ranks {data, ulysses}, options of the job)
+MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ulysses": 2}, BF16),
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ulysses": 2}, FP32),
+    ({**SMALL, "num_hidden_layers": 2, "vocab_size": 8192}, 8192, {"ulysses": 4}, BF16),
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ulysses": 4}, FP32),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 32000}, 2048, {"ulysses": 2}, BF16),
+    ({**WIDE, "num_hidden_layers": 6, "vocab_size": 1024}, 4096, {"ulysses": 2, "data": 2}, FP32),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 1024}, 2048, {"ulysses": 2}, {**FP32, **WHOLE}),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 1024}, 4096, {"ulysses": 2}, {**BF16, **WHOLE}),
+    ({**WIDE, "num_hidden_layers": 8, "vocab_size": 512}, 8192, {"ulysses": 4}, {**BF16, **CHECKPOINTED}),
+    ({**WIDE, "num_hidden_layers": 8, "vocab_size": 512}, 512, {"ulysses": 2}, BF16),
+]
+TIME_CASES: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 2048, FP32),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 4096, FP32),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 8192}, 4096, FP32),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, FP32),
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {**FP32, **CHECKPOINTED}),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 2048, {**FP32, **WHOLE}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory-only", action="store_true")
+    parser.add_argument("--time-only", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of a case")
+    parser.add_argument("--name", default="plan-accuracy", help="name of the report")
+    args = parser.parse_args()
+    env = common.environment(["longspan", "torch", "transformers"])
+    results: dict[str, Any] = {}
+    parts = []
+    if not args.time_only:
+        results["memory"] = [memory_case(*case) for case in MEMORY_CASES]
+        parts.append(render_memory(results["memory"]))
+    if not args.memory_only:
+        results["time"], results["link"] = time_cases(args.repeats)
+        parts.append(render_time(results["time"], results["link"]))
+    text = "\n\n".join(parts)
+    print(text)
+    common.write_report(args.name, "The planner against this machine", env, text, results)
+
+
+# --- predicted ------------------------------------------------------------------------------------
+
+
+def predicted(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any], gpu: str) -> Any:
+    from longspan.plan import Job, Mesh, cost, read_hardware
+    from longspan.plan.shapes import shape_from_config
+
+    shape = shape_from_config({"model_type": "llama", "max_position_embeddings": 1 << 20, **config}, "case")
+    job = Job(context=context, batch=ranks.get("data", 1), **options)
+    return cost(shape, job, Mesh(**ranks), read_hardware(gpu))
+
+
+# --- measured -------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """The model and its step on this rank, as `longspan train` makes them."""
+
+    def __init__(self, config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> None:
+        import transformers
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        import longspan
+
+        self.sp = longspan.SequenceSharding(longspan.init_mesh(**ranks))
+        torch.manual_seed(0)
+        llama = transformers.LlamaConfig(**config, max_position_embeddings=1 << 20)
+        model = transformers.AutoModelForCausalLM.from_config(llama)
+        bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
+        self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy)
+        if options.get("activation_checkpointing"):
+            self.model.gradient_checkpointing_enable()
+        self.model.train()
+        self.autocast = bf16 and not sharded
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        torch.manual_seed(self.sp.data_rank)
+        self.tokens = torch.randint(0, config["vocab_size"], (1, context))
+
+    def step(self) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def at_rest(self) -> int:
+        """Bytes of weights and optimizer state on this rank."""
+        held = [*self.model.parameters(), *(x for state in self.optimizer.state.values() for x in state.values())]
+        return sum(local(x).nbytes for x in held if isinstance(x, torch.Tensor))
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def measure_memory(*case: Any) -> dict[str, int]:
+    trainer = Trainer(*case)
+    trainer.step()
+    at_rest = trainer.at_rest()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    rise = max(e["args"]["Total Allocated"] for e in events if e.get("name") == "[memory]")
+    most = torch.tensor([at_rest, rise])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return {"at_rest": int(most[0]), "rise": int(most[1])}
+
+
+def measure_time(
+    config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any], n: int
+) -> list[float]:
+    trainer = Trainer(config, context, ranks, options)
+    seconds = []
+    for _ in range(n + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def memory_case(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    plan = predicted(config, context, ranks, options, "cpu")
+    world = ranks.get("data", 1) * ranks.get("ulysses", 1)
+    found = common.run_ranks(measure_memory, world, config, context, ranks, options)
+    row = {
+        "config": config, "context": context, "ranks": ranks, "options": options,
+        "predicted": plan.memory_total_bytes, "items": plan.memory_bytes,
+        "measured": found["at_rest"] + found["rise"], **found,
+    }  # fmt: skip
+    print(
+        describe(row), f"predicted / measured {row['predicted'] / row['measured']:.3f}", row["items"], found, flush=True
+    )
+    return row
+
+
+def time_cases(repeats: int) -> tuple[list[dict[str, Any]], str]:
+    from longspan.bench import BenchConfig, run
+
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder) / "link.toml"
+        if run(BenchConfig(what="link", ulysses=2, dtype="fp32", out=link)):
+            raise SystemExit("longspan bench link failed")
+        rows = []
+        for config, context, options in TIME_CASES:
+            plan = predicted(config, context, {"ulysses": 2}, options, str(link))
+            seconds = common.run_ranks(measure_time, 2, config, context, {"ulysses": 2}, options, repeats)
+            rows.append({
+                "config": config, "context": context, "ranks": {"ulysses": 2}, "options": options,
+                "predicted": plan.step_seconds, "compute": plan.compute_seconds, "exposed": plan.exposed_seconds,
+                "measured": statistics.median(seconds), "seconds": seconds,
+            })  # fmt: skip
+            print(describe(rows[-1]), f"{plan.step_seconds:.3f} {statistics.median(seconds):.3f}", flush=True)
+        return rows, link.read_text()
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def describe(row: dict[str, Any]) -> str:
+    c, options = row["config"], row["options"]
+    extra = "".join(f", {k.replace('_', ' ')} {v}" for k, v in options.items() if k != "dtype")
+    ranks = " ".join(f"{k}={v}" for k, v in row["ranks"].items())
+    return (
+        f"{c['num_hidden_layers']} layers of {c['hidden_size']}, vocabulary {c['vocab_size']:,}, "
+        f"{row['context']:,} tokens, {ranks}, {options['dtype']}{extra}"
+    )
+
+
+def render_memory(rows: list[dict[str, Any]]) -> str:
+    ratios = [row["predicted"] / row["measured"] for row in rows]
+    cells = [
+        [describe(row), f"{row['predicted'] / 2**20:.1f}", f"{row['measured'] / 2**20:.1f}", f"{ratio:.3f}"]
+        for row, ratio in zip(rows, ratios, strict=True)
+    ]
+    table = common.table(["memory of a step", "predicted MiB", "measured MiB", "predicted/measured"], cells)
+    spread = f"least {min(ratios):.3f}, most {max(ratios):.3f} in {len(rows)} cases"
+    return f"{table}\n\n- memory, predicted over measured: {spread}."
+
+
+def render_time(rows: list[dict[str, Any]], link: str) -> str:
+    cells = [
+        [describe(r), f"{r['predicted']:.3f}", f"{r['measured']:.3f}", f"{r['predicted'] / r['measured']:.3f}",
+         f"{r['exposed'] / r['predicted']:.2f}"]
+        for r in rows
+    ]  # fmt: skip
+    ratios = [r["predicted"] / r["measured"] for r in rows]
+    table = common.table(["time of a step", "predicted s", "measured s", "predicted/measured", "share sent"], cells)
+    summary = f"- time, predicted over measured: least {min(ratios):.3f}, most {max(ratios):.3f} in {len(rows)} cases."
+    return f"{table}\n\n{summary}\n\nWhat `longspan bench link` measured before:\n\n```toml\n{link}```"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The planner: what fits, which mesh, and what it costs, before anyone rents a GPU. Needs no torch and no GPU.
+
+from longspan.plan import Job, read_hardware, read_model, search
+
+found = search(read_model("llama-2-70b"), Job(context=1_000_000, mode="prefill"), 8, read_hardware("a100-80gb"))
+found.recommended.mesh, found.recommended.memory_bytes, found.recommended.comm
+"""
+
+from longspan.plan.communication import Collective
+from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
+from longspan.plan.job import Job, Mesh
+from longspan.plan.search import Plan, Search, cost, longest_context, search
+from longspan.plan.shapes import LayerShape, ModelShape, read_model
+
+__all__ = [
+    "CATALOGUE",
+    "Collective",
+    "Hardware",
+    "Job",
+    "LayerShape",
+    "Link",
+    "Mesh",
+    "ModelShape",
+    "Plan",
+    "Search",
+    "cost",
+    "longest_context",
+    "read_hardware",
+    "read_model",
+    "search",
+]

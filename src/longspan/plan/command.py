@@ -1,0 +1,79 @@
+"""`longspan plan`: reads what was asked for, searches, and shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from longspan.errors import LongspanError
+from longspan.plan.config import PlanConfig
+from longspan.plan.hardware import Hardware, read_hardware
+from longspan.plan.methods import compare
+from longspan.plan.report import to_dict
+from longspan.plan.search import search
+from longspan.plan.shapes import read_model
+
+__all__ = ["PlanConfig", "run"]
+
+
+def run(config: PlanConfig) -> int:
+    """Plan, and show it.
+
+    Returns:
+        0 where something fits, 1 where nothing does.
+
+    Raises:
+        LongspanError: for an unknown model or GPU, impossible sizes, or a file that cannot be written.
+    """
+    config.check()
+    model = read_model(config.model)
+    hardware = _hardware(config)
+    job = config.job()
+    found = search(model, job, config.gpus, hardware)
+    methods = compare(model, job, config.gpus, hardware) if config.compare else []
+    report: dict[str, Any] | None = None
+    if config.json or config.html:
+        report = to_dict(found, model, job, config.gpus, hardware, methods)
+    if config.json:
+        print(json.dumps(report, indent=1))
+    else:
+        from longspan.plan.tables import show
+
+        show(found, model, job, config.gpus, hardware, methods, config.top)
+    for path, what in ((config.html, "page"), (config.png, "picture")):
+        if path is None:
+            continue
+        from longspan.plan.curves import grid
+
+        points = grid(model, job, config.gpus, hardware)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if what == "page":
+                from longspan.plan.page import render
+
+                assert report is not None
+                path.write_text(render(report, points), encoding="utf-8")
+            else:
+                from longspan.plan.drawing import draw
+
+                draw(points, path)
+        except OSError as error:
+            raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
+    return 0 if found.recommended is not None else 1
+
+
+def _hardware(config: PlanConfig) -> Hardware:
+    hardware = read_hardware(config.gpu)
+    changed: dict[str, Any] = {}
+    if config.efficiency is not None:
+        changed["matmul_efficiency"] = config.efficiency
+    if config.attention_efficiency is not None:
+        changed |= {
+            "attention_efficiency": config.attention_efficiency,
+            "attention_flops": None,
+            "attention_forward_flops": None,
+        }
+    if config.gpus_per_node is not None:
+        changed["gpus_per_node"] = config.gpus_per_node
+    return dataclasses.replace(hardware, **changed)

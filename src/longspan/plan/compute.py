@@ -1,0 +1,133 @@
+"""FLOPs of a step, and the seconds that computing them takes: a stated efficiency, or measured speeds.
+
+A matrix product of T tokens with W weights is 2*T*W FLOPs; attention is 2*(D + Dv) FLOPs per query head and pair
+(query, key) that the mask allows; a backward is twice a matrix product's forward and 2.5 times the attention's (the
+flash kernels compute the scores again: Dao 2023, arXiv:2307.08691). Activation checkpointing adds one more forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longspan.plan.communication import heads_of, local_batch, local_tokens, shard_elements
+
+if TYPE_CHECKING:
+    from longspan.plan.hardware import Hardware
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.shapes import LayerShape, ModelShape
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one GPU: in matrix products, in attention."""
+
+    matmul: float
+    attention: float
+
+
+def attended_pairs(tokens: int, window: int | None, kind: str) -> float:
+    """Pairs (query, key) of one causal sequence: all before and itself, the last `window`, or those of the chunk."""
+    n = float(tokens)
+    if window is None or window >= tokens:
+        return n * (n + 1) / 2
+    if kind == "chunked":
+        whole, rest = divmod(tokens, window)
+        return whole * window * (window + 1) / 2 + rest * (rest + 1) / 2
+    w = float(window)
+    return w * (w + 1) / 2 + (n - w) * w
+
+
+def layer_work(layer: LayerShape, job: Job, mesh: Mesh) -> Work:
+    """Forward FLOPs of one layer on the GPU that has most, for one micro-batch."""
+    batch, tokens = local_batch(job, mesh), local_tokens(job, mesh)
+    matmul = 2.0 * batch * tokens * layer.matmul_params_active / mesh.tensor
+    if layer.kind == "linear":
+        # Chunked linear attention: the state is read and updated once per token.
+        return Work(matmul, 4.0 * batch * tokens * layer.state_elements / mesh.tensor)
+    heads = max(share.q_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
+    if job.mode == "decode":
+        pairs = float(min(job.context, layer.window or job.context)) / mesh.ring
+    else:
+        # Zigzag gives every rank of the ring the same share of a causal mask.
+        pairs = attended_pairs(job.context, layer.window, layer.kind) / mesh.ring
+    return Work(matmul, 2.0 * batch * pairs * heads * (layer.head_dim + layer.v_head_dim))
+
+
+def head_work(model: ModelShape, job: Job, mesh: Mesh) -> float:
+    """Forward FLOPs of the head: every token in training, the last one of a sequence otherwise."""
+    tokens = local_tokens(job, mesh) if job.mode == "train" else 1
+    return 2.0 * local_batch(job, mesh) * tokens * model.vocab * model.d_model / mesh.tensor
+
+
+def model_flops(model: ModelShape, job: Job) -> float:
+    """FLOPs that a step needs, over all GPUs, nothing counted twice (for model FLOP utilisation)."""
+    tokens = job.batch * (1 if job.mode == "decode" else job.context)
+    times, attention_times = (3.0, 3.0) if job.mode == "train" else (1.0, 1.0)
+    total = 2.0 * (tokens if job.mode == "train" else job.batch) * model.vocab * model.d_model * times
+    for layer, count in model.layer_kinds:
+        total += count * times * 2.0 * tokens * layer.matmul_params_active
+        if layer.kind == "linear":
+            total += count * times * 4.0 * tokens * layer.state_elements
+            continue
+        if job.mode == "decode":
+            pairs = float(min(job.context, layer.window or job.context))
+        else:
+            pairs = attended_pairs(job.context, layer.window, layer.kind)
+        each = 2.0 * layer.q_heads * (layer.head_dim + layer.v_head_dim)
+        total += count * attention_times * job.batch * pairs * each
+    return total
+
+
+def speed(hardware: Hardware, job: Job) -> float:
+    """FLOP/s of matrix products."""
+    measured_in = hardware.measured_dtype or "bf16"
+    ratio = {("bf16", "fp32"): hardware.fp32_ratio, ("fp32", "bf16"): 1 / hardware.fp32_ratio}
+    return hardware.flops * ratio.get((measured_in, job.dtype), 1.0) * hardware.matmul_efficiency
+
+
+def layer_seconds(layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of one layer's forward and of its backward (with recomputation), one micro-batch."""
+    work = layer_work(layer, job, mesh)
+    matmul = work.matmul / speed(hardware, job)
+    forward, both = _attention_seconds(work.attention, hardware, job)
+    if job.mode == "decode":
+        return max(matmul + forward, _decode_bytes(layer, job, mesh) / hardware.memory_bandwidth), 0.0
+    if job.mode == "prefill":
+        return matmul + forward, 0.0
+    again = matmul + forward if job.activation_checkpointing else 0.0
+    tiled = (2.0 * _mlp_weights(layer) * local_batch(job, mesh) * local_tokens(job, mesh) / mesh.tensor) / speed(
+        hardware, job
+    )
+    recomputed = tiled if job.tiled_mlp > 1 and not job.activation_checkpointing else 0.0
+    return matmul + forward, 2.0 * matmul + (both - forward) + again + recomputed
+
+
+def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[float, float]:
+    """Forward alone, and forward with backward (3.5 times the FLOPs)."""
+    assumed = speed(hardware, job) / hardware.matmul_efficiency * hardware.attention_efficiency
+    return (
+        flops / (hardware.attention_forward_flops or assumed),
+        3.5 * flops / (hardware.attention_flops or assumed),
+    )
+
+
+def _mlp_weights(layer: LayerShape) -> int:
+    return sum(p.numel for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
+
+
+def _decode_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
+    """What one decoded token reads: the layer's weights, and its part of the cache."""
+    from longspan.plan.memory import cache_bytes
+
+    return layer.active_params / mesh.tensor * job.bytes_per_element + cache_bytes(layer, job, mesh)
+
+
+def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes; SGD 12."""
+    if job.mode != "train":
+        return 0.0
+    ranks = mesh.weights if job.weight_sharding else 1
+    shard = sum(count * shard_elements(layer.parameters, ranks, mesh.tensor) for layer, count in model.layer_kinds)
+    shard += shard_elements(model.root, ranks, mesh.tensor)
+    return shard * (28.0 if job.optimizer == "adamw" else 12.0) / hardware.memory_bandwidth

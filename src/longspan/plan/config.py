@@ -1,0 +1,101 @@
+"""Everything `longspan plan` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from longspan.errors import LongspanError
+from longspan.plan.job import Job
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What fits on which GPUs, which mesh is best, and what it costs, before anyone rents one.
+
+    Needs neither torch nor a GPU. A GB is 1e9 bytes.
+    """
+
+    model: str
+    """A built-in name (llama-3.1-8b, qwen3-30b-a3b, ...) or the path of a Hugging Face config.json or its folder."""
+    gpu: str = "h100"
+    """a100-40gb, a100-80gb, h100, h200, b200, mi300x, l40s, cpu, or a .toml: your own, or what `longspan bench link`
+    wrote."""
+    gpus: int = 8
+    """GPUs in all."""
+    context: int = 131072
+    """Tokens of one sequence (also 128k or 1M: k is 1024, M is 1024 * 1024). In decode those already in the cache."""
+    batch: int = 1
+    """Sequences of one step, over all GPUs."""
+    mode: Literal["train", "prefill", "decode"] = "train"
+    """train: forward, backward, optimizer. prefill: a forward that keeps K and V. decode: one token more."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of activations and gathered weights. Training in bf16 keeps weights, gradients and optimizer in fp32."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw keeps 8 bytes per weight, sgd none."""
+    fsdp: bool = True
+    """Shard weights over data x ring x ulysses. Off: whole on every GPU."""
+    grad_checkpointing: bool = False
+    """Keep each layer's input only and compute the layer again in the backward."""
+    offload: bool = False
+    """Put those inputs into the host's memory."""
+    tiled_mlp: int = 1
+    """Tiles in which the MLP works through its tokens."""
+    tiled_loss: bool = False
+    """Never hold all logits, a tile at a time only."""
+    kv_replication: bool = True
+    """Allow one KV head on several ranks where there are more Ulysses ranks than KV heads."""
+    efficiency: float | None = None
+    """The part of the GPU's peak that matrix products reach, in place of the catalogue's 0.6."""
+    attention_efficiency: float | None = None
+    """The same of the attention kernel, in place of 0.45."""
+    gpus_per_node: int | None = None
+    """GPUs joined by the fast link, in place of the catalogue's."""
+
+    top: int = 6
+    """Meshes that the table shows."""
+    compare: bool = False
+    """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
+    json: bool = False
+    """Print JSON (schema longspan.plan/1, see docs/plan.md) instead of tables."""
+    html: Path | None = None
+    """Write one self-contained page with sliders for context and GPUs."""
+    png: Path | None = None
+    """Draw memory and time against context (needs matplotlib)."""
+
+    def job(self) -> Job:
+        """The job that is asked for.
+
+        Raises:
+            LongspanError: for sizes that cannot be.
+        """
+        return Job(
+            context=self.context,
+            batch=self.batch,
+            mode=self.mode,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            weight_sharding=self.fsdp,
+            activation_checkpointing=self.grad_checkpointing,
+            activation_offload=self.offload,
+            tiled_mlp=self.tiled_mlp,
+            tiled_loss=self.tiled_loss,
+            kv_replication=self.kv_replication,
+        )
+
+    def check(self) -> None:
+        """Refuse sizes that cannot be, before anything is read.
+
+        Raises:
+            LongspanError: with the number and the way out.
+        """
+        self.job()
+        for name in ("gpus", "top", "gpus_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in ("efficiency", "attention_efficiency"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise LongspanError(f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}")

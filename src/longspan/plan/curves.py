@@ -1,0 +1,165 @@
+"""What-if data for the page and the drawing: the same job at other contexts and on other numbers of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import asdict, replace
+from typing import Any
+
+from longspan.plan.communication import heads_of
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import AXES, Job, Mesh
+from longspan.plan.memory import ITEMS
+from longspan.plan.search import Plan, Search, cost, refusal, search
+from longspan.plan.shapes import ModelShape
+
+BEST = 6
+"""Plans kept of every point, beside the pure meshes and the recommended one."""
+
+RANKS_SHOWN = 16
+"""Ranks whose heads are listed; a diagram of more has no room for them."""
+
+SHORTEST, LONGEST = 1 << 12, 1 << 24
+"""Tokens of the shortest and longest context of every grid; a job outside them widens it."""
+
+
+def contexts(job: Job) -> list[int]:
+    """Powers of two from 4k (or the job's own context) to 16M (or four times the job's), and the job's own."""
+    first = min(SHORTEST, 1 << (job.context.bit_length() - 1))
+    return _powers(first, max(LONGEST, 4 * job.context), job.context)
+
+
+def gpu_counts(gpus: int) -> list[int]:
+    """Powers of two from 1 to at least eight times the job's GPUs, and its own."""
+    return _powers(1, 8 * gpus, gpus)
+
+
+def _powers(first: int, last: int, own: int) -> list[int]:
+    powers = {own}
+    while first < last:
+        powers.add(first)
+        first *= 2
+    return sorted({*powers, first})
+
+
+def best_plans(found: Search, gpus: int) -> list[Plan]:
+    """The first few plans, the recommended one and the pure meshes, in the order of the search."""
+    pure = {Mesh(**{axis: gpus}) for axis in AXES if axis != "data"}
+    if found.recommended is not None:
+        pure.add(found.recommended.mesh)
+    return [plan for i, plan in enumerate(found.plans) if i < BEST or plan.mesh in pure]
+
+
+def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str, Any]:
+    """The best plans at every context and number of GPUs.
+
+    Sizes in bytes, times in seconds (six digits). What repeats is written once: `items` names the numbers of a plan's
+    `memory`; `collectives` and `notes` hold what the first number of a row of `comm`, and the numbers of `notes`, point
+    to. A row of `comm` goes on with bytes per call, calls, and seconds of all calls. `lines` follows the meshes that
+    are best for the job itself along all contexts.
+
+    Returns:
+        A dict of plain data, with `points[i][j]` for `contexts[i]` on `gpus[j]`.
+
+    Raises:
+        LongspanError: if `gpus` is below 1.
+    """
+    collectives, notes = _Table(), _Table()
+    points = []
+    for context in contexts(job):
+        at_context = replace(job, context=context)
+        points.append([_point(search(model, at_context, n, hardware), n, collectives, notes) for n in gpu_counts(gpus)])
+    return {
+        "model": model.name,
+        "job": {**asdict(job), "gpus": gpus},
+        "hardware": {"name": hardware.name, "memory_bytes": int(hardware.memory_bytes)},
+        "contexts": contexts(job),
+        "gpus": gpu_counts(gpus),
+        "items": dict(ITEMS),
+        "heads": _heads(model, {tuple(plan["mesh"]) for row in points for point in row for plan in point["plans"]}),
+        "collectives": [
+            dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives.rows
+        ],
+        "notes": notes.rows,
+        "points": points,
+        "lines": [
+            _line(model, job, plan.mesh, hardware) for plan in best_plans(search(model, job, gpus, hardware), gpus)
+        ],
+    }
+
+
+class _Table:
+    """Distinct values in the order in which they came, each named by its place."""
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, int] = {}
+
+    def place(self, value: Hashable) -> int:
+        return self._places.setdefault(value, len(self._places))
+
+    @property
+    def rows(self) -> list[Any]:
+        return list(self._places)
+
+
+def _point(found: Search, gpus: int, collectives: _Table, notes: _Table) -> dict[str, Any]:
+    kept = best_plans(found, gpus)
+    return {
+        "legal": len(found.plans),
+        "rejected": len(found.rejected),
+        "recommended": None if found.recommended is None else kept.index(found.recommended),
+        "plans": [_compact(plan, collectives, notes) for plan in kept],
+    }
+
+
+def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
+    return {
+        "mesh": [getattr(plan.mesh, axis) for axis in AXES],
+        "fits": plan.fits,
+        "runs": plan.runs,
+        "memory": [plan.memory_bytes[item] for item in ITEMS],
+        "step": _six(plan.step_seconds),
+        "compute": _six(plan.compute_seconds),
+        "exposed": _six(plan.exposed_seconds),
+        "tokens_per_second": _six(plan.tokens_per_second),
+        "mfu": _six(plan.mfu),
+        "comm": [
+            [collectives.place((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, _six(c.seconds)]
+            for c in plan.comm
+        ],
+        "notes": [notes.place(note) for note in plan.notes],
+    }
+
+
+def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
+    """One mesh at every context that it can be cut for; it fits the first `fitting` of them."""
+    jobs = [replace(job, context=context) for context in contexts(job)]
+    plans = [cost(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
+    return {
+        "mesh": str(mesh),
+        "contexts": [plan.job.context for plan in plans],
+        "fitting": sum(plan.fits for plan in plans),
+        "memory": [plan.memory_total_bytes for plan in plans],
+        "step": [_six(plan.step_seconds) for plan in plans],
+    }
+
+
+def _six(number: float) -> float:
+    """Six digits are more than a prediction has, and a third of the file."""
+    return float(f"{number:.6g}")
+
+
+def _heads(model: ModelShape, meshes: set[tuple[int, ...]]) -> dict[str, Any]:
+    """The heads of the first softmax layer, and who computes which: by "tensor,ulysses", for each Ulysses rank.
+
+    A share is [first query head, end, first KV head, end], counted within what tensor parallelism leaves the rank.
+    """
+    softmax = [layer for layer, _ in model.layer_kinds if layer.kind != "linear"]
+    if not softmax:
+        return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}}
+    q, kv = softmax[0].q_heads, softmax[0].kv_heads
+    shares = {}
+    for tensor, ulysses in sorted({(mesh[AXES.index("tensor")], mesh[AXES.index("ulysses")]) for mesh in meshes}):
+        dealt = heads_of(q, kv, tensor, ulysses)[:RANKS_SHOWN]
+        shares[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in dealt]
+    return {"q": q, "kv": kv, "shares": shares}

@@ -1,0 +1,129 @@
+"""What is to be planned: the job, and the mesh it may run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.errors import LongspanError
+
+Mode = Literal["train", "prefill", "decode"]
+TensorStyle = Literal["tp", "megatron-sp"]
+
+AXES = ("data", "ring", "ulysses", "tensor")
+"""Outermost first: neighbours in rank order share the axes to the right (as in `longspan.mesh`)."""
+
+RUNS = ("data", "ulysses")
+"""The axes that this version of longspan runs; the others are planned from their formulas."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is computed in one step.
+
+    Attributes:
+        context: tokens of one sequence; for `decode` those already in the cache.
+        batch: sequences of one step, over all GPUs. A data-parallel replica takes batch / data of them, one after the
+            other where there are several (gradient accumulation), as `longspan train` does.
+        mode: `train` (forward, backward, optimizer), `prefill` (forward, keeping K and V) or `decode` (one new token
+            for every sequence).
+        dtype: of activations and gathered weights. Training in bf16 keeps weights, gradients and optimizer in fp32.
+        optimizer: `adamw` keeps two fp32 numbers per weight, `sgd` none.
+        weight_sharding: FSDP over data x ring x ulysses, or whole weights on every GPU.
+        activation_checkpointing: keep each layer's input only, and compute the layer again in the backward.
+        activation_offload: those inputs go to the host's memory (needs activation_checkpointing).
+        tiled_mlp: the MLP works through its tokens in so many tiles (1: all at once), so that one tile's intermediates
+            exist at a time. Computed again in the backward.
+        tiled_loss: logits exist a tile at a time, never whole.
+        kv_replication: whether one KV head may go to several ranks.
+        tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
+    """
+
+    context: int
+    batch: int = 1
+    mode: Mode = "train"
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    weight_sharding: bool = True
+    activation_checkpointing: bool = False
+    activation_offload: bool = False
+    tiled_mlp: int = 1
+    tiled_loss: bool = False
+    kv_replication: bool = True
+    tensor_style: TensorStyle = "tp"
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "tiled_mlp"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LongspanError(f"{name.replace('_', '-')}={value!r} must be an integer of at least 1")
+        for name, choices in (
+            ("mode", ("train", "prefill", "decode")),
+            ("dtype", ("bf16", "fp32")),
+            ("optimizer", ("adamw", "sgd")),
+            ("tensor_style", ("tp", "megatron-sp")),
+        ):
+            if getattr(self, name) not in choices:
+                raise LongspanError(f"{name}={getattr(self, name)!r} is unknown; choose {', '.join(choices)}")
+        if self.activation_offload and not self.activation_checkpointing:
+            raise LongspanError("activation offload moves the inputs that activation checkpointing keeps; give both")
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of an activation or a gathered weight."""
+        return 2 if self.dtype == "bf16" else 4
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Of a weight at rest."""
+        return 4 if self.mode == "train" else self.bytes_per_element
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the four axes."""
+
+    data: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise LongspanError(f"{axis}={size!r} must be an integer of at least 1")
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.data * self.ring * self.ulysses * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def weights(self) -> int:
+        """Ranks over which FSDP shards (data x ring x ulysses)."""
+        return self.data * self.ring * self.ulysses
+
+    def stride(self, axis: str) -> int:
+        """Ranks between neighbours of a group along `axis`; `fsdp` is data x ring x ulysses."""
+        return {
+            "tensor": 1,
+            "ulysses": self.tensor,
+            "sequence": self.tensor,
+            "fsdp": self.tensor,
+            "ring": self.tensor * self.ulysses,
+            "data": self.tensor * self.sequence,
+        }[axis]
+
+    def size(self, axis: str) -> int:
+        """Ranks of a group along `axis`."""
+        return {"fsdp": self.weights, "sequence": self.sequence}.get(axis) or int(getattr(self, axis))
+
+    def __str__(self) -> str:
+        named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " ".join(named) or "one GPU"

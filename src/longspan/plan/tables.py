@@ -1,0 +1,214 @@
+"""The planner's tables on a terminal: one screen that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job
+from longspan.plan.memory import ITEMS
+from longspan.plan.methods import Method
+from longspan.plan.report import command
+from longspan.plan.search import Plan, Search
+from longspan.plan.shapes import ModelShape
+
+GB = 1e9
+REASONS = 3
+"""Reasons against meshes that are printed; the JSON has all."""
+
+
+def show(
+    found: Search,
+    model: ModelShape,
+    job: Job,
+    gpus: int,
+    hardware: Hardware,
+    methods: Sequence[Method] = (),
+    top: int = 6,
+    console: Console | None = None,
+) -> None:
+    """Print what was found: the meshes ranked, the recommended one in detail, what was rejected, the methods."""
+    console = console or Console(highlight=False)
+    console.print(_title(model, job, gpus, hardware))
+    if methods:
+        console.print(_methods(methods))
+        return
+    if found.plans:
+        console.print(_meshes(found, top))
+    best = found.recommended
+    if best is None:
+        console.print(_nothing_fits(found))
+    else:
+        console.print(_memory(best))
+        if best.comm:
+            console.print(_communication(best))
+        for note in best.reasons:
+            console.print(Text(f"note: {note}", style="yellow"))
+        said = command(best)
+        if said is not None:
+            # No markup and no wrapping: the line is there to be copied.
+            console.print(Text("run:"))
+            console.print(Text(f"  {said}", no_wrap=True), soft_wrap=True)
+    if found.rejected:
+        console.print(_rejected(found))
+
+
+def gb(size: float) -> str:
+    """Bytes in GB (1e9), with as many digits as are worth reading."""
+    value = size / GB
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
+
+
+def size(number: float) -> str:
+    """Bytes with the unit that suits them, powers of 1000."""
+    for limit, factor, unit in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB")):
+        if number < limit:
+            return f"{number / factor:.3g} {unit}"
+    return f"{gb(number)} GB"
+
+
+def seconds(value: float) -> str:
+    """A time with the unit that suits it."""
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
+        if value < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value / 3600:.3g} h"
+
+
+def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
+    active = f", {model.active_params / 1e9:.3g} G active" if model.active_params != model.params else ""
+    assumed = (
+        "speeds as measured"
+        if hardware.measured
+        else f"assuming {hardware.matmul_efficiency:.0%} of peak in matrix products, "
+        f"{hardware.attention_efficiency:.0%} in attention"
+    )
+    return Text(
+        f"{model.name} ({model.params / 1e9:.4g} G parameters{active}), {job.mode} at {job.context:,} tokens, "
+        f"batch {job.batch}, {job.dtype}, on {gpus} x {hardware.name} ({hardware.memory_bytes / GB:.4g} GB); {assumed}"
+    )
+
+
+def _meshes(found: Search, top: int) -> Table:
+    table = Table(title="meshes, the fastest that fits first", title_justify="left")
+    for name in ("mesh", "memory GB", "headroom GB", "longest context", "step", "tokens/s", "MFU", "sent/layer"):
+        table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=name == "mesh")
+    table.add_column("")
+    for plan in found.plans[:top]:
+        chosen = plan is found.recommended
+        table.add_row(
+            str(plan.mesh),
+            gb(plan.memory_total_bytes),
+            gb(plan.headroom_bytes),
+            f"{plan.max_context:,}",
+            seconds(plan.step_seconds),
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.0%}",
+            size(plan.comm_bytes_per_gpu_per_layer),
+            "recommended" if chosen else "" if plan.fits and plan.runs else "planned" if plan.fits else "does not fit",
+            style="bold green" if chosen else None if plan.fits else "red",
+        )
+    left = len(found.plans) - top
+    if left > 0:
+        table.caption = f"and {left} more (--top {len(found.plans)})"
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    table = Table(title=f"memory per GPU, {plan.mesh}", title_justify="left", show_header=False)
+    table.add_column("GB", justify="right")
+    table.add_column("item")
+    table.add_column("what")
+    for name, size in plan.memory_bytes.items():
+        if size:
+            table.add_row(gb(size), name, ITEMS[name])
+    table.add_section()
+    table.add_row(gb(plan.memory_total_bytes), "total", f"of {gb(plan.hardware.memory_bytes)}")
+    return table
+
+
+def _communication(plan: Plan) -> Table:
+    table = Table(title=f"sent per GPU and step, {plan.mesh}", title_justify="left")
+    for name in ("what", "collective", "axis", "link", "a call", "calls", "in all", "time"):
+        table.add_column(name, justify="left" if name in ("what", "collective", "axis", "link") else "right")
+    for c in plan.comm:
+        table.add_row(
+            c.what, c.op, c.axis, c.link, size(c.bytes_per_gpu), f"{c.count:,}", size(c.bytes_total), seconds(c.seconds)
+        )
+    table.add_section()
+    total = sum(c.bytes_total for c in plan.comm)
+    table.add_row("all", "", "", "", "", "", size(total), seconds(plan.comm_seconds))
+    table.caption = (
+        f"not hidden behind computing: {seconds(plan.exposed_seconds)} of a step of {seconds(plan.step_seconds)}"
+    )
+    return table
+
+
+def _rejected(found: Search) -> Table:
+    table = Table(title="meshes that cannot be", title_justify="left", show_header=False)
+    table.add_column("reason")
+    table.add_column("meshes")
+    by_reason: dict[str, list[str]] = {}
+    for mesh, reason in found.rejected:
+        by_reason.setdefault(reason, []).append(str(mesh))
+    for reason, names in list(by_reason.items())[:REASONS]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        table.add_row(reason, "; ".join(names[:3]) + more)
+    if len(by_reason) > REASONS:
+        table.caption = f"and {len(by_reason) - REASONS} more reasons (--json has all)"
+    return table
+
+
+def _nothing_fits(found: Search) -> Text:
+    if not found.plans:
+        return Text("no mesh can hold this job", style="bold red")
+    nearest = found.plans[0]
+    longest = max(found.plans, key=lambda plan: plan.max_context)
+    return Text(
+        f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. With this many GPUs the longest context "
+        f"that fits is {longest.max_context:,} ({longest.mesh}); or try --grad-checkpointing, --tiled-mlp 16, "
+        f"--tiled-loss, --offload, or more GPUs.",
+        style="bold red",
+    )
+
+
+def _methods(methods: Sequence[Method]) -> Table:
+    table = Table(title="methods side by side, per GPU", title_justify="left")
+    columns = (
+        "method",
+        "per layer",
+        "sent/layer",
+        "sent in all",
+        "time/layer",
+        "time in all",
+        "memory GB",
+        "fits",
+        "step",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("method", "per layer", "fits") else "right")
+    reasons = []
+    for method in methods:
+        if method.plan is None:
+            table.add_row(method.name, "-", *[""] * 5, "no")
+            reasons.append(f"{method.name}: {method.reason}")
+            continue
+        plan, layers = method.plan, len(method.plan.model.layers)
+        table.add_row(
+            method.name,
+            method.ops_per_layer,
+            size(method.method_bytes / layers),
+            size(method.method_bytes),
+            seconds(method.method_seconds / layers),
+            seconds(method.method_seconds),
+            gb(plan.memory_total_bytes),
+            "yes" if plan.fits else "no",
+            seconds(plan.step_seconds),
+        )
+    table.caption = "\n".join(["weights and gradients are sent besides (see the table without --compare)", *reasons])
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,399 @@
+"""The planner: consistent, monotone, clear about bad input, and the same in all its forms."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from longspan.cli import main, parse
+from longspan.errors import LongspanError
+from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, longest_context, read_hardware, read_model, search
+from longspan.plan.command import PlanConfig
+from longspan.plan.compute import attended_pairs
+from longspan.plan.hardware import OPS
+from longspan.plan.report import SCHEMA, command, plan_dict, to_dict
+from longspan.plan.search import meshes, refusal
+from longspan.plan.shapes import ModelShape, shape_from_config
+from longspan.train import TrainConfig
+
+A100 = CATALOGUE["a100-80gb"]
+LLAMA = read_model("llama-3.1-8b")
+
+kv_heads = st.sampled_from([1, 2, 4, 8])
+SHAPES = st.builds(
+    lambda layers, kv, group, d, ffn, vocab, tied: shape_from_config(
+        {
+            "model_type": "llama", "hidden_size": 64 * d, "num_hidden_layers": layers, "head_dim": 32,
+            "num_attention_heads": kv * group, "num_key_value_heads": kv, "intermediate_size": 128 * ffn,
+            "vocab_size": vocab, "tie_word_embeddings": tied,
+        },
+        "drawn",
+    ),
+    st.integers(1, 12), kv_heads, st.sampled_from([1, 2, 3, 4]), st.integers(1, 16), st.integers(1, 16),
+    st.sampled_from([256, 1000, 32000]), st.booleans(),
+)  # fmt: skip
+JOBS = st.builds(
+    lambda context, mode, dtype, batch, options: Job(context=context, mode=mode, dtype=dtype, batch=batch, **options),
+    st.integers(64, 1 << 20),
+    st.sampled_from(["train", "prefill", "decode"]),
+    st.sampled_from(["bf16", "fp32"]),
+    st.sampled_from([1, 2, 4]),
+    st.fixed_dictionaries(
+        {"weight_sharding": st.booleans(), "activation_checkpointing": st.booleans(), "tiled_loss": st.booleans()}
+    ),
+)
+MESHES = st.builds(Mesh, *[st.sampled_from([1, 2, 4])] * 4)
+
+
+def planned(model: ModelShape, job: Job, mesh: Mesh) -> Plan:
+    assume(refusal(model, job, mesh) is None)
+    return cost(model, job, mesh, A100)
+
+
+# ---- Consistent and monotone.
+
+
+@settings(max_examples=200, deadline=None)
+@given(SHAPES, JOBS, MESHES)
+def test_sums_are_totals(model: ModelShape, job: Job, mesh: Mesh) -> None:
+    plan = planned(model, job, mesh)
+    assert all(size >= 0 for size in plan.memory_bytes.values())
+    assert sum(plan.memory_bytes.values()) == plan.memory_total_bytes == A100.memory_bytes - plan.headroom_bytes
+    assert plan.fits == (plan.memory_total_bytes <= A100.memory_bytes)
+    assert plan.comm_seconds == pytest.approx(sum(c.seconds for c in plan.comm))
+    assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
+    assert 0 <= plan.exposed_seconds <= plan.comm_seconds * (1 + 1e-9)
+    assert 0 < plan.mfu < 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHAPES, JOBS, MESHES)
+def test_axes_of_one_send_nothing(model: ModelShape, job: Job, mesh: Mesh) -> None:
+    plan = planned(model, job, mesh)
+    for c in plan.comm:
+        assert mesh.size(c.axis) > 1 and c.bytes_per_gpu > 0 and c.count > 0 and c.seconds > 0
+    if mesh.gpus == 1:
+        assert plan.comm == () and plan.exposed_seconds == 0
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(SHAPES, JOBS, MESHES, st.sampled_from(["data", "ring", "ulysses", "tensor"]))
+def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh: Mesh, axis: str) -> None:
+    """Along every axis. Only the first step off 1 may: then a collective needs buffers that one GPU did not."""
+    mesh = replace(mesh, **{axis: max(2, getattr(mesh, axis))})
+    job = replace(job, batch=2 * mesh.data)
+    assume(mesh.weights > 1)
+    larger = replace(mesh, **{axis: 2 * getattr(mesh, axis)})
+    fewer, more = planned(model, job, mesh), planned(model, job, larger)
+    assert more.memory_total_bytes <= fewer.memory_total_bytes
+    for name in ("weights", "optimizer", "kv_cache", "qkv", "activations"):
+        assert more.memory_bytes[name] <= fewer.memory_bytes[name], name
+
+
+@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-4b", "deepseek-v3"])
+def test_the_least_memory_never_grows_with_the_gpus(name: str, mode: Any) -> None:
+    model, job = read_model(name), Job(context=1 << 18, mode=mode, batch=2)
+    least = [min(p.memory_total_bytes for p in search(model, job, 1 << i, A100).plans) for i in range(7)]
+    assert least == sorted(least, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHAPES, JOBS, MESHES, st.integers(1, 4))
+def test_a_longer_context_never_needs_less(model: ModelShape, job: Job, mesh: Mesh, times: int) -> None:
+    short, long = planned(model, job, mesh), planned(model, replace(job, context=job.context * times + 7), mesh)
+    assert long.memory_total_bytes >= short.memory_total_bytes
+    assert long.step_seconds >= short.step_seconds
+
+
+@settings(max_examples=40, deadline=None)
+@given(SHAPES, JOBS, MESHES)
+def test_the_longest_context_fits_and_one_token_more_does_not(model: ModelShape, job: Job, mesh: Mesh) -> None:
+    planned(model, job, mesh)
+    found = longest_context(model, job, mesh, A100)
+    assume(0 < found < 1 << 34)
+    assert cost(model, replace(job, context=max(found, mesh.sequence)), mesh, A100).fits or found < mesh.sequence
+    assert not cost(model, replace(job, context=max(found + 1, mesh.sequence)), mesh, A100).fits
+
+
+def test_every_mesh_is_planned_or_has_a_reason() -> None:
+    found = search(LLAMA, Job(context=131072, batch=2), 16, A100)
+    assert {p.mesh for p in found.plans} | {mesh for mesh, _ in found.rejected} == set(meshes(16))
+    assert len(found.plans) + len(found.rejected) == len(set(meshes(16))) == 35
+    assert all(mesh.gpus == 16 for mesh in meshes(16))
+    order = [(not p.fits, p.step_seconds) for p in found.plans if p.fits]
+    assert order == sorted(order)
+
+
+def test_masks_count_their_pairs() -> None:
+    for n, window in ((10, 3), (10, 10), (7, 1), (12, 5)):
+        sliding = sum(1 for i in range(n) for j in range(n) if 0 <= i - j < window)
+        chunked = sum(1 for i in range(n) for j in range(i + 1) if i // window == j // window)
+        assert attended_pairs(n, window, "sliding") == sliding
+        assert attended_pairs(n, window, "chunked") == chunked
+        assert attended_pairs(n, None, "full") == n * (n + 1) / 2
+
+
+def test_a_window_costs_its_window() -> None:
+    model = read_model("mistral-7b")
+    job = Job(context=1 << 20, mode="prefill")
+    plan = cost(model, job, Mesh(ring=8), A100)
+    # 4,096 tokens reach back one block of 131,072, not seven.
+    assert [c.count for c in plan.comm if c.axis == "ring"] == [len(model.layers)]
+    assert (
+        plan.memory_bytes["kv_cache"] < cost(model, replace(job, context=8192), Mesh(), A100).memory_bytes["kv_cache"]
+    )
+
+
+# ---- Which mesh.
+
+
+def test_what_this_version_runs_is_recommended_before_what_is_only_planned() -> None:
+    found = search(LLAMA, Job(context=131072, activation_checkpointing=True), 8, CATALOGUE["h100"])
+    assert found.recommended is not None and found.recommended.runs
+    assert found.recommended.mesh.ring == found.recommended.mesh.tensor == 1
+
+
+def test_replicated_kv_heads_are_said_with_their_size() -> None:
+    plan = cost(LLAMA, Job(context=1 << 20, mode="prefill"), Mesh(ulysses=16), A100)
+    # 8 KV heads on 16 ranks: each holds a whole one instead of half of one.
+    extra = (1 << 20) * 128 * 2 * 2 * 32 / 2 / 1e9
+    assert f"ulysses=16 needs 16 KV heads or replication, the model has 8: replicated, +{extra:.1f} GB" in plan.notes[0]
+
+
+def test_slow_links_decide_where_ulysses_ends() -> None:
+    """Over two nodes of 8, an exchange over all 16 is slower than one inside the node with a ring across."""
+    job = Job(context=1 << 20, mode="prefill")
+    model = read_model("llama-2-70b")
+    inside = cost(model, job, Mesh(ring=2, ulysses=8), A100)
+    across = cost(model, job, Mesh(ulysses=16), A100)
+    assert inside.exposed_seconds < across.exposed_seconds
+    assert {c.axis: c.link for c in inside.comm} == {"ulysses": "intra", "ring": "inter", "fsdp": "inter"}
+
+
+def test_tensor_parallelism_wins_where_only_a_start_counts() -> None:
+    model, job = read_model("llama-2-70b"), Job(context=128, mode="prefill")
+    tensor, ulysses = cost(model, job, Mesh(tensor=8), A100), cost(model, job, Mesh(ulysses=8), A100)
+    method = [sum(c.seconds for c in plan.comm if c.method) for plan in (tensor, ulysses)]
+    assert method[0] == pytest.approx(method[1], rel=0.1)  # about equal, although it sends 14 times as much
+    assert tensor.exposed_seconds < ulysses.exposed_seconds  # and it gathers no weights
+
+
+@pytest.mark.parametrize("gpus", [4, 16])
+def test_the_command_is_one_that_train_takes(gpus: int) -> None:
+    job = Job(context=65536, batch=4, activation_checkpointing=True, weight_sharding=gpus == 16)
+    best = search(read_model("qwen3-0.6b"), job, gpus, A100).recommended
+    assert best is not None
+    said = command(best)
+    assert said is not None
+    words = shlex.split(said)
+    config = parse(TrainConfig, words[words.index("train") + 1 :], prog="longspan train", summary="x y")
+    config.check()
+    assert (config.ulysses, config.data_degree) == (best.mesh.ulysses, best.mesh.data)
+    assert (config.context, config.sequences, config.dtype) == (65536, 4, "bf16")
+    assert config.fsdp == job.weight_sharding and config.grad_checkpointing
+    assert words[0] == ("longspan" if gpus == 4 else "torchrun")
+
+
+def test_no_command_for_what_this_version_does_not_run() -> None:
+    for job, mesh in (
+        (Job(context=8192, mode="prefill"), Mesh(ulysses=2)),
+        (Job(context=8192), Mesh(ring=2)),
+        (Job(context=8192, tiled_mlp=4), Mesh(ulysses=2)),
+    ):
+        plan = cost(LLAMA, job, mesh, A100)
+        assert command(plan) is None
+        assert any("this version" in reason for reason in plan.reasons)
+
+
+# ---- Hardware.
+
+
+def test_links_of_a_group_that_spans_nodes() -> None:
+    sent = 16e9
+    assert A100.seconds("all_gather", "fsdp", sent, 1, 8) == pytest.approx(5e-6 + sent / 300e9)
+    assert A100.seconds("all_gather", "fsdp", sent, 1, 16) == pytest.approx(15e-6 + sent / 200e9)  # 8 cards of 25 GB/s
+    assert A100.seconds("all_gather", "data", sent, 8, 2) == pytest.approx(15e-6 + sent / 25e9)  # one card
+    crossing = sent * 8 / 15
+    assert A100.seconds("all_to_all", "ulysses", sent, 1, 16) == pytest.approx(30e-6 + crossing / 25e9)
+    assert A100.seconds("p2p", "ring", sent, 8, 2) == pytest.approx(8e-6 + sent / 25e9)
+    assert A100.seconds("p2p", "ring", sent, 1, 1) == 0
+
+
+TOML = """
+name = "mine"
+memory_bytes = 24e9
+flops = 1e12
+memory_bandwidth = 1e11
+gpus_per_node = 4
+[intra]
+bandwidth = 1e10
+latency = 1e-4
+[inter]
+bandwidth = 1e9
+"""
+
+
+def test_hardware_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(TOML)
+    mine = read_hardware(str(tmp_path / "mine.toml"))
+    assert (mine.name, mine.memory_bytes, mine.gpus_per_node) == ("mine", 24e9, 4)
+    assert mine.seconds("all_to_all", "ulysses", 1e10, 1, 4) == pytest.approx(1 + 1e-4)
+    (tmp_path / "like.toml").write_text('like = "h100"\nmemory_bytes = 94e9\n')
+    like = read_hardware(str(tmp_path / "like.toml"))
+    assert (like.memory_bytes, like.flops, like.name) == (94e9, CATALOGUE["h100"].flops, "like")
+
+
+def test_measured_links_go_first(tmp_path: Path) -> None:
+    measured = "\n".join(f"[links.ulysses.{op}]\nlatency = 0.5\nbandwidth = 2.0\nresidual = 0.1" for op in OPS)
+    (tmp_path / "m.toml").write_text(f'like = "h100"\nmeasured = "today"\ndtype = "fp32"\n{measured}\n')
+    found = read_hardware(str(tmp_path / "m.toml"))
+    assert found.seconds("all_to_all", "ulysses", 10.0, 1, 8) == 5.5
+    assert found.seconds("all_to_all", "ring", 10.0, 1, 8) == CATALOGUE["h100"].seconds(
+        "all_to_all", "ring", 10.0, 1, 8
+    )
+    assert found.measured_dtype == "fp32"
+
+
+# ---- Bad input.
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TOML.replace("24e9", "0"), "memory_bytes=0.0 must be above 0"),
+        (TOML.replace("24e9", '"lots"'), "memory_bytes = 'lots' must be a number"),
+        (TOML.replace("flops", "flop"), "unknown key 'flop'"),
+        (TOML.replace("flops = 1e12\n", ""), "has no flops"),
+        (TOML.partition("[inter]")[0], "has no [inter]"),
+        ("= 3", "is not TOML"),
+    ],
+)
+def test_bad_hardware_files(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(LongspanError) as error:
+        read_hardware(str(path))
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--model", "llama-2-70"], "did you mean llama-2-70b"),
+        (["--model", "llama-2-7b", "--gpu", "a100"], "did you mean a100-"),
+        (["--model", "llama-2-7b", "--gpu", "missing.toml"], "missing.toml cannot be read"),
+        (["--model", "llama-2-7b", "--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["--model", "llama-2-7b", "--context", "0"], "context=0 must be an integer of at least 1"),
+        (["--model", "llama-2-7b", "--context=-5"], "context=-5 must be"),
+        (["--model", "llama-2-7b", "--batch", "0"], "batch=0 must be"),
+        (["--model", "llama-2-7b", "--tiled-mlp", "0"], "tiled-mlp=0 must be"),
+        (["--model", "llama-2-7b", "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
+        (["--model", "llama-2-7b", "--offload"], "give both"),
+    ],
+)
+def test_bad_input_is_one_clear_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *args]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("longspan: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("context", ["1.5Q", "1.5M", "many", ""])
+def test_a_context_that_is_no_number(context: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "llama-2-7b", "--context", context])
+    assert stop.value.code == 2
+    assert "--context" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("1M", 1 << 20), ("128k", 131072), ("131072", 131072)])
+def test_contexts(text: str, tokens: int) -> None:
+    assert parse(PlanConfig, ["--model", "x", "--context", text], prog="p", summary="x y").context == tokens
+
+
+def test_a_config_without_its_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    assert main(["plan", "--model", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert all(name in error for name in ("num_hidden_layers", "num_attention_heads", "vocab_size", str(path)))
+
+
+# ---- Forms.
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(["plan", *args]) == 0
+    return capsys.readouterr().out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "llama-2-70b", "--gpu", "a100-80gb", "--gpus", "8", "--context", "1000000", "--mode", "prefill"]
+    report = json.loads(shown(capsys, *args, "--json", "--compare"))
+    assert report["schema"] == SCHEMA == "longspan.plan/1"
+    best = report["recommended"]
+    assert best["mesh"] == {"data": 1, "ring": 1, "ulysses": 8, "tensor": 1} and best["fits"]
+    for plan in report["plans"]:
+        assert sum(plan["memory_bytes"].values()) == plan["memory_total_bytes"]
+        assert plan["comm_seconds"] == pytest.approx(sum(c["seconds"] for c in plan["comm"]))
+        assert {"op", "axis", "bytes_per_gpu", "count", "seconds"} <= plan["comm"][0].keys()
+        assert plan["fits"] or "GB per GPU" in plan["reasons"][0]
+    assert best["comm_bytes_per_gpu_per_layer"] == pytest.approx(4.032e9)
+    assert {m["name"] for m in report["methods"]} >= {"TP", "Megatron SP", "FSDP only", "Ulysses", "Ring", "LASP-2"}
+    assert all(row["reasons"] for row in report["rejected"])
+
+
+def test_the_python_api_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "qwen3-30b-a3b", "--gpu", "h200", "--gpus", "8", "--context", "64k"]
+    report = json.loads(shown(capsys, *args, "--json"))
+    model, job, hardware = read_model("qwen3-30b-a3b"), Job(context=65536), CATALOGUE["h200"]
+    found = search(model, job, 8, hardware)
+    assert json.loads(json.dumps(to_dict(found, model, job, 8, hardware))) == report
+    assert found.recommended is not None
+    assert json.loads(json.dumps(plan_dict(found.recommended))) == report["recommended"]
+
+
+def test_the_table_says_what_matters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    text = shown(capsys, "--model", "llama-3.1-8b", "--gpu", "h100", "--context", "128k", "--grad-checkpointing")
+    for part in ("8.03 G parameters", "131,072 tokens", "recommended", "total", "all_to_all", "run:", "longspan train"):
+        assert part in text, part
+
+
+def test_the_methods_side_by_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of the reference (section 3.7.3): 57.34 GB a layer against 4.03."""
+    monkeypatch.setenv("COLUMNS", "160")
+    args = ["--model", "llama-2-70b", "--gpu", "a100-80gb", "--context", "1000000", "--mode", "prefill", "--compare"]
+    lines = shown(capsys, *args).splitlines()
+    (tensor,) = [line for line in lines if "│ TP " in line]
+    (ulysses,) = [line for line in lines if "│ Ulysses " in line]
+    assert "2 all_reduce" in tensor and "57.34 GB" in tensor and "4,588 GB" in tensor
+    assert "2 all_to_all" in ulysses and "4.03 GB" in ulysses and "322.56 GB" in ulysses
+    assert any("LASP-2: is for linear attention layers" in line for line in lines)
+
+
+def test_nothing_fits_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama-3.1-405b", "--gpu", "l40s", "--gpus", "2", "--context", "1M"]) == 1
+    assert "nothing fits; the nearest is" in capsys.readouterr().out
+
+
+def test_planning_imports_no_torch() -> None:
+    script = (
+        "import sys, longspan.plan\n"
+        "from longspan.cli import main\n"
+        "main(['plan', '--model', 'llama-2-7b', '--json'])\n"
+        "heavy = [m for m in ('torch', 'numpy', 'transformers') if m in sys.modules]\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
