@@ -37,10 +37,13 @@ lint: $(STAMP)  ## ruff, mypy and the order of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed
+bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner against this machine
 	$(BIN)/python benchmarks/attention_vs_deepspeed.py
 	$(BIN)/python benchmarks/hf_step_vs_alst.py
 	$(BIN)/python benchmarks/copies.py
+	$(BIN)/python benchmarks/kernel_strides.py
+	$(BIN)/python benchmarks/plan_accuracy.py
+	$(BIN)/python benchmarks/plan_speed.py
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -221,6 +221,8 @@ def test_the_file_says_what_was_measured() -> None:
         "matmul_efficiency": 1.0,
         "attention_flops": 1.2e14,
         "attention_forward_flops": 1.4e14,
+        "overlaps": False,
+        "reserve_bytes": 0.0,
         "dtype": "bf16",
         "measured": "today on HOST",
         "links": {
@@ -377,3 +379,26 @@ def _worker_with_bad_out_on_rank_0(folder: str) -> None:
 
     out = Path(folder) if dist.get_rank() == 0 else Path(folder, "link.toml")
     worker(_config(ulysses=2, out=out))
+
+
+def test_the_planner_reads_the_file(tmp_path: Path) -> None:
+    """What is measured on GPUs overlaps, and its links go before the catalogue's."""
+    from longspan.plan import read_hardware
+
+    links = {"ulysses": {"all_to_all": Fit(0.25, 4.0, 0.04)}}
+    path = tmp_path / "link.toml"
+    path.write_text(as_toml(_made_up(links, on_gpu=True)))
+    found = read_hardware(str(path))
+    assert (found.overlaps, found.reserve_bytes, found.measured_dtype) == (True, 2e9, "bf16")
+    assert found.seconds("all_to_all", "ulysses", 8.0, 1, 8) == 2.25
+    path.write_text(as_toml(_made_up(links)))
+    assert not read_hardware(str(path)).overlaps
+
+
+def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> None:
+    from longspan.cli import parse
+
+    path = tmp_path / "bench.toml"
+    path.write_text("ulysses = 2\nsizes = [1024, 2048, 4096]\n")
+    config = parse(BenchConfig, ["link", "--from", str(path), "--rounds", "3"], prog="longspan bench", summary="x y")
+    assert (config.what, config.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)

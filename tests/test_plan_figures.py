@@ -193,8 +193,8 @@ def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
     hybrid = shape_from_config(
         {
             "model_type": "minimax", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-            "head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 1024, "num_local_experts": 4, "num_experts_per_tok": 2,
-            "vocab_size": 1000, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "head_dim": 64, "num_key_value_heads": 2, "intermediate_size": 1024, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "vocab_size": 1000, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         },
         "hybrid",
     )  # fmt: skip

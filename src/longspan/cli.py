@@ -122,7 +122,7 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
         frozen=True,
     )
     with registry:
-        return tyro.cli(whole, args=in_file + flags, prog=prog, description=description).config
+        return tyro.cli(whole, args=flags + in_file, prog=prog, description=description).config
 
 
 def _doc(config_class: type[Any]) -> str:

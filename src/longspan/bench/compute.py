@@ -37,7 +37,7 @@ class _Shapes:
 
 _SHAPES = {
     "cuda": _Shapes(4096, (2048, 4096, 8192), tokens=16384, heads=16, head_dim=128, copy_bytes=1 << 30),
-    "cpu": _Shapes(512, (256, 512), tokens=1024, heads=8, head_dim=64, copy_bytes=128 << 20),
+    "cpu": _Shapes(512, (256, 512), tokens=4096, heads=4, head_dim=64, copy_bytes=128 << 20),
 }
 
 

@@ -69,6 +69,7 @@ def worker(config: BenchConfig) -> Measurement:
         compute=measure_compute(config, device),
         degrees={axis: degrees[axis] for axis in links},
         links=links,
+        on_gpu=device.type == "cuda",
     )
 
 

@@ -29,6 +29,7 @@ class Measurement:
         compute: the speed of one rank.
         degrees: mesh axis, or "fsdp" -> its number of ranks; those that have links.
         links: the same -> collective -> its fit.
+        on_gpu: whether ranks are GPUs.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Measurement:
     compute: Compute
     degrees: Mapping[str, int]
     links: Mapping[str, Mapping[str, Fit]]
+    on_gpu: bool = False
 
 
 def as_toml(measurement: Measurement) -> str:
@@ -52,6 +54,9 @@ def as_toml(measurement: Measurement) -> str:
         "matmul_efficiency = 1.0  # flops is what was measured, not a data sheet's",
         f"attention_flops = {_float(compute.attention_flops)}",
         f"attention_forward_flops = {_float(compute.attention_forward_flops)}",
+        # A GPU sends while it computes, a CPU's ranks need the cores for both; a GPU's libraries keep some memory.
+        f"overlaps = {'true' if measurement.on_gpu else 'false'}",
+        f"reserve_bytes = {_float(2e9 if measurement.on_gpu else 0.0)}",
         f"dtype = {_text(measurement.dtype)}",
         f"measured = {_text(measurement.measured)}",
     ]

@@ -37,6 +37,7 @@ class Collective:
         count: calls in a step.
         seconds: of all calls together.
         link: "intra" or "inter": whether the group stays inside a node.
+        beside: what it runs beside, "" where everything waits for it.
         method: whether the sequence or tensor method sends it, rather than weights, gradients and loss.
     """
 
@@ -47,6 +48,7 @@ class Collective:
     count: int
     seconds: float
     link: str
+    beside: str
     method: bool
 
     @property
@@ -83,10 +85,20 @@ def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -
             count=count,
             seconds=count * hardware.seconds(op, axis, size, mesh.stride(axis), mesh.size(axis)),
             link=hardware.link_of(mesh.stride(axis), mesh.size(axis)),
+            beside=_beside(op, what) if hardware.overlaps else "",
             method=method,
         )
         for (op, axis, what, size, method), count in together.items()
     )
+
+
+def _beside(op: str, what: str) -> str:
+    if op == "p2p":
+        return "attention to the block at hand"
+    return {
+        "weights of a layer": "computing the layer before",
+        "gradients of a layer": "computing the layer after",
+    }.get(what, "")
 
 
 def _step(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[Sent]:

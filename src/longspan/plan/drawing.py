@@ -55,7 +55,7 @@ def draw(grid: dict[str, Any], path: Path) -> None:
     # A Figure of its own, not pyplot's: nothing global, no window, any thread.
     layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1, wspace=0.03)
     figure = Figure(figsize=(SIZE[0] / 100, SIZE[1] / 100), dpi=100, facecolor="white", layout=layout)
-    axes = figure.subplot_mosaic([["memory", "seconds"], ["memory", "slower"]], height_ratios=[2, 1])
+    axes: dict[str, Any] = figure.subplot_mosaic([["memory", "seconds"], ["memory", "slower"]], height_ratios=[2, 1])
     _memory(axes["memory"], lines, gpu)
     _seconds(axes["seconds"], lines, _STEP[job["mode"]])
     _slower(axes["slower"], lines)

@@ -18,7 +18,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import heads_of, local_batch, local_tokens, shard_elements
+from longspan.plan.communication import GRADIENT_BUCKET, heads_of, local_batch, local_tokens, shard_elements
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -30,7 +30,9 @@ ITEMS = {
     "optimizer": "optimizer state",
     "gradients": "gradients at rest, and of the layers under way",
     "gathered_weights": "weights gathered to compute with: embeddings and head, a layer, and the next one prefetched",
-    "activations": "what layers keep for the backward",
+    "activations_hidden": "kept for the backward: layers' inputs, what norms and products take in",
+    "activations_attention": "kept for the backward: Q, K, V, outputs, log-sum-exps",
+    "activations_mlp": "kept for the backward: intermediates of the MLPs",
     "qkv": "Q, K and V of this GPU",
     "attention_workspace": "buffers of the exchange and the attention's output",
     "mlp": "intermediates of the MLP under way",
@@ -119,70 +121,105 @@ def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int) -> int:
 # Training.
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that layers keep for their backward, by kind."""
+
+    hidden: int = 0
+    attention: int = 0
+    mlp: int = 0
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(self.hidden + other.hidden, self.attention + other.attention, self.mlp + other.mlp)
+
+    def __mul__(self, times: int) -> Kept:
+        return Kept(self.hidden * times, self.attention * times, self.mlp * times)
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return self.hidden + self.attention + self.mlp
+
+    def items(self) -> dict[str, int]:
+        """Under the names of `ITEMS`."""
+        return {
+            "activations_hidden": self.hidden,
+            "activations_attention": self.attention,
+            "activations_mlp": self.mlp,
+        }
+
+
 def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+    """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, _at_rest(model, job, mesh), s.tokens
-    autocast = _autocast(job, mesh)
-    per_layer = {layer: tokens * kept_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds}
-    kept_input = 0 if job.activation_offload else tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
-    if job.activation_checkpointing:
-        kept = len(model.layers) * kept_input
-        one = max(per_layer.values())
-    else:
-        kept = sum(count * per_layer[layer] for layer, count in model.layer_kinds)
-        one = 0
-    kept += 0 if job.activation_checkpointing else tokens * s.d * 4 * autocast  # the embedding's output
-    casts = _cast_weights(model, mesh) if autocast else 0
-    final_norm = tokens * _norm(s, s.d, autocast) + tokens * s.d * s.b
-    vocab = model.vocab // t
-    logits = tokens * vocab * s.b if not job.tiled_loss else min(tokens * vocab * s.b, _tile(s))
-    tile = min(tokens * vocab * 4, _tile(s)) * (2 if s.b == 2 else 1)
-    earlier = shard * 4 if job.batch > mesh.data else 0  # gradients of earlier micro-batches
+    sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
+    at_loss, last_layer, first_layer = _kept(model, job, mesh, s)
+    at_head = at_loss + Kept(hidden=tokens * (_norm(s, s.d, autocast) + s.d * s.b))  # the last norm, the head's input
+    largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
-    widest, largest = _widest(model, t, s), max(layer.params for layer, _ in model.layer_kinds) // t
-    under_way = (2 * widest if job.tiled_mlp == 1 else 2 * widest // job.tiled_mlp) * tokens
-    hidden = 2 * tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
-    ring = _ring_buffers(model, job, mesh, backward=True)
-    own = int(_ranks(job, mesh) > 1)
+    logits, tile = _logits(model, job, mesh, s)
+    earlier = shard * 4 if job.batch > mesh.data else 0  # gradients of earlier micro-batches
+    casts = _cast_weights(model, mesh) if autocast else 0
     # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
-    flat = 4 * own * (2 if s.on_cpu else 1)
+    flat = (8 if s.on_cpu else 4) if sharded else 0
+    hidden = tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
+    backward = {
+        "mlp": 2 * _widest(model, t, s) * tokens // job.tiled_mlp,
+        "hidden": 2 * hidden,
+        "comm_buffers": _ring_buffers(model, job, mesh, backward=True),
+    }
+    one_gathered = _gathered(model, job, mesh, 1) + casts
+    under_way = (head + largest) * s.b  # gradients in the compute dtype, of the head and a layer
     moments = [
+        {**at_head.items(), "logits": 2 * logits + tile, "gradients": earlier, "gathered_weights": one_gathered},
         {
-            "activations": kept + final_norm,
-            "logits": 2 * logits + tile,
-            "gradients": earlier,
-            "gathered_weights": _gathered(model, job, mesh, 1) + casts,
-        },
-        {
-            "activations": kept + final_norm,
+            **at_head.items(),
             "logits": logits,
-            "hidden": hidden // 2,
-            "gradients": earlier + head * (s.b if own else 4),
-            "gathered_weights": _gathered(model, job, mesh, 1) + casts,
+            "hidden": hidden,
+            "gradients": earlier + head * (s.b if sharded else 4),
+            "gathered_weights": one_gathered,
         },
         {
-            "activations": kept + one,
-            "mlp": under_way,
-            "hidden": hidden,
-            "comm_buffers": ring,
-            # Of the head and the layer in the compute dtype, then flat for the reduce-scatter.
-            "gradients": earlier + (head + largest) * s.b + largest * flat,
+            **last_layer.items(),
+            **backward,
+            "gradients": earlier + under_way + largest * flat,
             "gathered_weights": _gathered(model, job, mesh, 2) + casts,
         },
         {
-            "activations": (kept_input if job.activation_checkpointing else max(per_layer.values())) + one,
-            "mlp": under_way,
-            "hidden": hidden,
-            "comm_buffers": ring,
-            "gradients": shard * 4 + (head + largest) * s.b * own + largest * flat,
+            **first_layer.items(),
+            **backward,
+            "gradients": shard * 4 + under_way * sharded + largest * flat,
             "gathered_weights": _gathered(model, job, mesh, 1),
         },
         # Embeddings and head come last, all at once, while the first layer's may still be on their way.
-        {"gradients": shard * 4 + head * s.b * own + (model.root_params // t + largest) * flat},
+        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t + largest) * flat},
         {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
     ]
-    if _ranks(job, mesh) == 1 and mesh.weights > 1:
-        moments.append({"gradients": shard * 4 + 4 * min(shard, 1 << 25)})
+    if not sharded and mesh.weights > 1:
+        moments.append({"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)})
     return moments
+
+
+def _kept(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[Kept, Kept, Kept]:
+    """What is kept at the loss, in the backward of the last layer, and in that of the first one."""
+    autocast = _autocast(job, mesh)
+    layers = {layer: kept_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
+    largest = max(layers.values(), key=lambda kept: kept.total)
+    if not job.activation_checkpointing:
+        embedded = Kept(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
+        together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
+        return together, together, largest
+    # Every layer's input, and all that one layer keeps while it is computed again.
+    each = 0 if job.activation_offload else s.tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
+    inputs = Kept(hidden=each * len(model.layers))
+    return inputs, inputs + largest, Kept(hidden=each) + largest
+
+
+def _logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int]:
+    """Bytes of the logits, and of the loss's fp32 tile of them (twice where they are bf16: cast, then computed)."""
+    whole = s.tokens * (model.vocab // mesh.tensor)
+    tile = min(whole * 4, _tile(s)) * (2 if s.b == 2 else 1)
+    return (min(whole * s.b, _tile(s)) if job.tiled_loss else whole * s.b), tile
 
 
 def _autocast(job: Job, mesh: Mesh) -> bool:
@@ -195,16 +232,15 @@ def _norm(s: Scale, features: int, autocast: bool) -> int:
     return features * 4 + 4 + features * (4 if autocast else s.b)
 
 
-def kept_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> int:
+def kept_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> Kept:
     """Bytes per token of a rank that one layer keeps for its backward."""
-    b, t = s.b, mesh.tensor
     # A linear layer keeps its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
-    kept = (2 * _norm(s, s.d, autocast) + (5 if autocast else 2) * b * s.d) // s.hidden_shards
-    kept += _attention_kept(layer, mesh, s) + _mlp_kept(layer, job, s) // t
+    norms = 4 if any("post_feedforward" in p.name for p in layer.parameters) else 2
+    hidden = norms * _norm(s, s.d, autocast) + (5 if autocast else 2) * s.b * s.d
+    attention = _attention_kept(layer, mesh, s)
     if any("q_norm" in p.name for p in layer.parameters):
-        kept += _norm(s, (layer.q_heads + layer.kv_heads) * layer.head_dim // t, autocast)
-    kept += 2 * _norm(s, s.d, autocast) if any("post_feedforward" in p.name for p in layer.parameters) else 0
-    return kept
+        attention += _norm(s, (layer.q_heads + layer.kv_heads) * layer.head_dim // mesh.tensor, autocast)
+    return Kept(hidden // s.hidden_shards, attention, _mlp_kept(layer, job, s) // mesh.tensor)
 
 
 def _attention_kept(layer: LayerShape, mesh: Mesh, s: Scale) -> int:

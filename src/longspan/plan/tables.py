@@ -133,11 +133,22 @@ def _memory(plan: Plan) -> Table:
 
 def _communication(plan: Plan) -> Table:
     table = Table(title=f"sent per GPU and step, {plan.mesh}", title_justify="left")
-    for name in ("what", "collective", "axis", "link", "a call", "calls", "in all", "time"):
-        table.add_column(name, justify="left" if name in ("what", "collective", "axis", "link") else "right")
+    for name in ("what", "collective", "axis", "link"):
+        table.add_column(name)
+    for name in ("a call", "calls", "in all", "time"):
+        table.add_column(name, justify="right")
+    table.add_column("runs beside")
     for c in plan.comm:
         table.add_row(
-            c.what, c.op, c.axis, c.link, size(c.bytes_per_gpu), f"{c.count:,}", size(c.bytes_total), seconds(c.seconds)
+            c.what,
+            c.op,
+            c.axis,
+            c.link,
+            size(c.bytes_per_gpu),
+            f"{c.count:,}",
+            size(c.bytes_total),
+            seconds(c.seconds),
+            c.beside,
         )
     table.add_section()
     total = sum(c.bytes_total for c in plan.comm)

@@ -1,0 +1,107 @@
+"""The planner's memory against what torch holds at the peak of a training step, within 10 %."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.plan import Job, Mesh, cost, read_hardware
+from longspan.plan.shapes import shape_from_config
+from tests.pool import RankPool
+
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512,
+    "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
+CASES = [
+    ({}, 2048, Mesh(ulysses=2), FP32),
+    ({}, 4096, Mesh(ulysses=2), BF16),
+    ({"num_key_value_heads": 8}, 2048, Mesh(ulysses=4), FP32),
+    ({"num_hidden_layers": 2, "vocab_size": 4096}, 4096, Mesh(ulysses=4), BF16),
+    ({"num_hidden_layers": 6}, 1024, Mesh(data=2, ulysses=2), FP32),
+    ({}, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False}),
+    ({}, 2048, Mesh(ulysses=2), {**BF16, "weight_sharding": False}),
+    ({"num_hidden_layers": 8}, 4096, Mesh(ulysses=2), {**FP32, "activation_checkpointing": True}),
+    ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
+]
+
+
+@pytest.mark.parametrize(("config", "context", "mesh", "options"), CASES)
+def test_memory_is_within_a_tenth(
+    config: dict[str, Any],
+    context: int,
+    mesh: Mesh,
+    options: dict[str, Any],
+    get_pool: Callable[[int], RankPool],
+    tmp_path: Path,
+) -> None:
+    config = {**SMALL, **config}
+    measured = max(get_pool(mesh.gpus).run(peak_of_a_step, config, context, mesh, options, tmp_path))
+    model = shape_from_config({"model_type": "llama", **config}, "test")
+    plan = cost(model, Job(context=context, batch=mesh.data, **options), mesh, read_hardware("cpu"))
+    assert plan.memory_total_bytes == pytest.approx(measured, rel=0.10), plan.memory_bytes
+
+
+def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
+    """Bytes of this rank's weights and optimizer state, and the rise above them in a step."""
+    import transformers
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    import longspan
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(data=mesh.data, ulysses=mesh.ulysses))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
+    bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
+    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy)
+    if options.get("activation_checkpointing"):
+        model.gradient_checkpointing_enable()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(sp.data_rank)
+    tokens = torch.randint(0, config["vocab_size"], (1, context))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16 and not sharded):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
+    at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
+    recorded.export_chrome_trace(str(trace))
+    return at_rest + peak(json.loads(trace.read_text())["traceEvents"])
+
+
+def peak(events: list[dict[str, Any]]) -> int:
+    """Most bytes that are held at once, from allocations and frees by address.
+
+    Not from the profiler's own total, which misses what gloo's threads free. An address given out anew was free.
+    """
+    held: dict[int, int] = {}
+    now = most = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        now -= held.pop(address, 0)
+        if size > 0:
+            held[address] = size
+            now += size
+            most = max(most, now)
+    return most
+
+
+def local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
