@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from longspan import cli, launch
 from longspan.bench import BenchConfig, run, worker
-from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops
+from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops, overhead
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.report import Measurement, as_toml, print_table
 from longspan.errors import LongspanError
@@ -36,7 +36,7 @@ def _config(**changes: Any) -> BenchConfig:
 
 
 def _made_up(links: dict[str, dict[str, Fit]], **changes: Any) -> Measurement:
-    compute = Compute(3.1e14, 1.2e14, 1.4e14, 2e12, 80_000_000_000)
+    compute = Compute(3.1e14, 1.2e14, 1.4e14, 256.0, 16.0, 2e12, 80_000_000_000)
     degrees = dict.fromkeys(links, 2)
     return dataclasses.replace(Measurement("mine", "bf16", "today on HOST", 8, compute, degrees, links), **changes)
 
@@ -221,6 +221,8 @@ def test_the_file_says_what_was_measured() -> None:
         "matmul_efficiency": 1.0,
         "attention_flops": 1.2e14,
         "attention_forward_flops": 1.4e14,
+        "attention_block": 256.0,
+        "attention_width": 16.0,
         "overlaps": False,
         "reserve_bytes": 0.0,
         "dtype": "bf16",
@@ -402,3 +404,11 @@ def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> No
     path.write_text("ulysses = 2\nsizes = [1024, 2048, 4096]\n")
     config = parse(BenchConfig, ["link", "--from", str(path), "--rounds", "3"], prog="longspan bench", summary="x y")
     assert (config.what, config.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)
+
+
+@pytest.mark.parametrize(("speed", "more"), [(7e10, 512.0), (3e14, 0.0), (1e10, 4.0)])
+def test_two_sizes_give_what_does_not_grow_with_them(speed: float, more: float) -> None:
+    small, large = (speed / (1 + more / size) for size in (1024, 4096))
+    assert overhead(1024, small, 4096, large) == pytest.approx(more)
+    assert overhead(1024, 2 * speed, 4096, speed) == 0.0  # a small one that happened to be faster is noise
+    assert overhead(1024, speed, 4096, 5 * speed) == 4096  # and so is one that is slower than any sum explains

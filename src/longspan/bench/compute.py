@@ -47,8 +47,12 @@ class Compute:
 
     Attributes:
         flops: FLOP/s of the matmul, at the shape that was fastest.
-        attention_flops: FLOP/s of causal attention, forward and backward.
-        attention_forward_flops: FLOP/s of its forward alone.
+        attention_flops: FLOP/s of causal attention, forward and backward, of a very long sequence with very wide heads.
+        attention_forward_flops: FLOP/s of its forward alone, likewise.
+        attention_block: tokens of a block that the kernel computes whole on the diagonal, where half of it is needed: a
+            sequence of S tokens takes (1 + attention_block / S) times as long as its FLOPs say.
+        attention_width: the softmax's work on a pair, which does not depend on the head_dim D, in units of it: heads
+            take (1 + attention_width / D) times as long as their FLOPs say.
         memory_bandwidth: bytes/s read and written by a copy.
         memory_bytes: of the GPU, or of the host divided by the ranks on it.
     """
@@ -56,6 +60,8 @@ class Compute:
     flops: float
     attention_flops: float
     attention_forward_flops: float
+    attention_block: float
+    attention_width: float
     memory_bandwidth: float
     memory_bytes: int
 
@@ -63,11 +69,13 @@ class Compute:
 def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
     """Measure all of it; the same on every rank. Collective over all ranks."""
     shapes, dtype = _SHAPES[device.type], _DTYPES[config.dtype]
-    forward, forward_and_backward = _attention_flops(config.rounds, shapes, dtype, device)
+    forward, forward_and_backward, block, width = _attention_flops(config.rounds, shapes, dtype, device)
     return Compute(
         flops=_matmul_flops(config.rounds, shapes, dtype, device),
         attention_flops=forward_and_backward,
         attention_forward_flops=forward,
+        attention_block=block,
+        attention_width=width,
         memory_bandwidth=_copy_bandwidth(config.rounds, shapes, device),
         memory_bytes=smallest(_memory_bytes(device), device),
     )
@@ -89,9 +97,34 @@ def causal_attention_flops(tokens: int, heads: int, head_dim: int) -> float:
     return 4 * tokens * tokens * head_dim * heads / 2
 
 
-def _attention_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """FLOP/s of the forward, and of forward and backward."""
-    shape = (1, shapes.heads, shapes.tokens, shapes.head_dim)
+def _attention_flops(
+    rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float, float, float]:
+    """FLOP/s of the forward, and of forward and backward, without what depends on the shape; and block and width."""
+    S, D = shapes.tokens, shapes.head_dim
+    usual = _attention_at(S, D, rounds, shapes, dtype, device)
+    shorter = _attention_at(S // 4, D, rounds, shapes, dtype, device)
+    narrower = _attention_at(S, D // 2, rounds, shapes, dtype, device)
+    block = overhead(S // 4, shorter[1], S, usual[1])
+    width = overhead(D // 2, narrower[1], D, usual[1])
+    best = (1 + block / S) * (1 + width / D)
+    return usual[0] * best, usual[1] * best, block, width
+
+
+def overhead(small: int, small_flops: float, large: int, large_flops: float) -> float:
+    """x such that a FLOP takes (1 + x / size) times as long at a size as at a very large one, from two sizes.
+
+    0 where the small one is not slower.
+    """
+    per_flop = max(0.0, (1 / small_flops - 1 / large_flops) / (1 / small - 1 / large))
+    # Never more than half of the large one's time: two times that lie within the noise say nothing about infinity.
+    return min(per_flop / max(1e-30, 1 / large_flops - per_flop / large), float(large)) if per_flop else 0.0
+
+
+def _attention_at(
+    tokens: int, head_dim: int, rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    shape = (1, shapes.heads, tokens, head_dim)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
     gradient = torch.randn(shape, dtype=dtype, device=device)
 
@@ -103,7 +136,7 @@ def _attention_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: t
         return torch.autograd.grad(scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
     alone, both = median_seconds([forward, forward_and_backward], rounds, device)
-    flops = causal_attention_flops(shapes.tokens, shapes.heads, shapes.head_dim)
+    flops = causal_attention_flops(tokens, shapes.heads, head_dim)
     return flops / alone, FORWARD_AND_BACKWARD * flops / both
 
 

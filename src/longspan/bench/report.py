@@ -54,6 +54,8 @@ def as_toml(measurement: Measurement) -> str:
         "matmul_efficiency = 1.0  # flops is what was measured, not a data sheet's",
         f"attention_flops = {_float(compute.attention_flops)}",
         f"attention_forward_flops = {_float(compute.attention_forward_flops)}",
+        f"attention_block = {_float(compute.attention_block)}",
+        f"attention_width = {_float(compute.attention_width)}",
         # A GPU sends while it computes, a CPU's ranks need the cores for both; a GPU's libraries keep some memory.
         f"overlaps = {'true' if measurement.on_gpu else 'false'}",
         f"reserve_bytes = {_float(2e9 if measurement.on_gpu else 0.0)}",

@@ -73,6 +73,8 @@ def _hardware(config: PlanConfig) -> Hardware:
             "attention_efficiency": config.attention_efficiency,
             "attention_flops": None,
             "attention_forward_flops": None,
+            "attention_block": 0.0,
+            "attention_width": 0.0,
         }
     if config.gpus_per_node is not None:
         changed["gpus_per_node"] = config.gpus_per_node

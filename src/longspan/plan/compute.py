@@ -86,21 +86,47 @@ def speed(hardware: Hardware, job: Job) -> float:
     return hardware.flops * ratio.get((measured_in, job.dtype), 1.0) * hardware.matmul_efficiency
 
 
-def layer_seconds(layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
+def layer_seconds(
+    model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware
+) -> tuple[float, float]:
     """Seconds of one layer's forward and of its backward (with recomputation), one micro-batch."""
     work = layer_work(layer, job, mesh)
-    matmul = work.matmul / speed(hardware, job)
-    forward, both = _attention_seconds(work.attention, hardware, job)
+    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
+    moved = tokens * elementwise_bytes(model, layer, job, mesh) / hardware.memory_bandwidth
+    # A backward of elementwise work, as of a matrix product, is about twice the forward.
+    matmul = work.matmul / speed(hardware, job) + moved
+    forward, both = _attention_seconds(work.attention * _more(layer, job, hardware), hardware, job)
     if job.mode == "decode":
         return max(matmul + forward, _decode_bytes(layer, job, mesh) / hardware.memory_bandwidth), 0.0
     if job.mode == "prefill":
         return matmul + forward, 0.0
     again = matmul + forward if job.activation_checkpointing else 0.0
-    tiled = (2.0 * _mlp_weights(layer) * local_batch(job, mesh) * local_tokens(job, mesh) / mesh.tensor) / speed(
-        hardware, job
-    )
+    tiled = 2.0 * _mlp_weights(layer) * tokens / mesh.tensor / speed(hardware, job)
     recomputed = tiled if job.tiled_mlp > 1 and not job.activation_checkpointing else 0.0
     return matmul + forward, 2.0 * matmul + (both - forward) + again + recomputed
+
+
+def _more(layer: LayerShape, job: Job, hardware: Hardware) -> float:
+    """How much longer attention takes than its FLOPs say: whole blocks on the diagonal, and the softmax itself."""
+    if job.mode == "decode":
+        return 1.0
+    block = hardware.attention_block / min(job.context, layer.window or job.context)
+    width = 2 * hardware.attention_width / (layer.head_dim + layer.v_head_dim)
+    return (1.0 + block) * (1.0 + width)
+
+
+def elementwise_bytes(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> float:
+    """Bytes that one token moves through memory in a layer's forward, outside of matrix products and attention.
+
+    What eager torch reads and writes: a norm about 32 bytes per feature (it computes in fp32, an operation at a time),
+    rotary embeddings 9 elements per element of Q and K, a residual 3, SwiGLU 5, packing and unpacking 2 each.
+    """
+    b = job.bytes_per_element
+    q, kv = layer.q_heads * layer.head_dim, layer.kv_heads * (layer.head_dim + layer.v_head_dim)
+    width = layer.ffn + layer.shared_ffn + layer.experts_per_token * layer.expert_ffn
+    packed = 2 * b * (2 * q + kv) if mesh.ulysses > 1 else 0
+    heads = 9 * b * (q + kv / 2) + packed + 5 * b * width
+    return 2 * 32 * model.d_model + 6 * b * model.d_model + heads / mesh.tensor
 
 
 def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[float, float]:
@@ -121,6 +147,13 @@ def _decode_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
     from longspan.plan.memory import cache_bytes
 
     return layer.active_params / mesh.tensor * job.bytes_per_element + cache_bytes(layer, job, mesh)
+
+
+def loss_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """The loss reads and writes the logits some eight times in fp32, forward and backward together."""
+    if job.mode != "train":
+        return 0.0
+    return 32.0 * local_tokens(job, mesh) * model.vocab / mesh.tensor / hardware.memory_bandwidth
 
 
 def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:

@@ -59,6 +59,10 @@ class Hardware:
         measured: link of (axis, op) as measured; it goes before `intra` and `inter`.
         attention_forward_flops: measured speed of the attention's forward, None to take the efficiency.
         attention_flops: the same of forward and backward together.
+        attention_block: tokens of the diagonal's blocks, which the kernel computes whole: S tokens take
+            (1 + attention_block / S) times as long as their FLOPs say.
+        attention_width: the softmax's work on a pair in units of head_dim: heads of D take (1 + attention_width / D)
+            times as long as their FLOPs say.
         measured_dtype: the dtype that `flops` was measured in; None for bf16, the makers' figure.
     """
 
@@ -77,6 +81,8 @@ class Hardware:
     measured: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     attention_forward_flops: float | None = None
     attention_flops: float | None = None
+    attention_block: float = 0.0
+    attention_width: float = 0.0
     measured_dtype: str | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +193,7 @@ CATALOGUE = {
 
 _NUMBERS = {
     "memory_bytes", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency",
-    "fp32_ratio", "reserve_bytes", "attention_flops", "attention_forward_flops",
+    "fp32_ratio", "reserve_bytes", "attention_flops", "attention_forward_flops", "attention_block", "attention_width",
 }  # fmt: skip
 _KNOWN = _NUMBERS | {"name", "like", "overlaps", "intra", "inter", "links", "dtype", "measured"}
 

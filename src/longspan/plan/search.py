@@ -19,7 +19,15 @@ from longspan.plan.communication import (
     layer_weights,
     micro_batches,
 )
-from longspan.plan.compute import head_work, layer_seconds, layer_work, model_flops, optimizer_seconds, speed
+from longspan.plan.compute import (
+    head_work,
+    layer_seconds,
+    layer_work,
+    loss_seconds,
+    model_flops,
+    optimizer_seconds,
+    speed,
+)
 from longspan.plan.job import AXES, RUNS, Job, Mesh
 from longspan.plan.memory import ITEMS, cache_bytes, memory
 
@@ -274,6 +282,10 @@ def _not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     ]
     kinds = sorted({layer.kind for layer in model.layers} - {"full", "sliding"})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
+    if any(layer.sinks for layer in model.layers):
+        said.append(
+            "attention sinks need kernel='eager' in this version, whose memory grows with the square of the tokens"
+        )
     if job.mode != "train":
         return said
     asked = {"tiled MLP": job.tiled_mlp > 1, "tiled loss": job.tiled_loss, "activation offload": job.activation_offload}
@@ -294,7 +306,7 @@ def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple
     compute = exposed = 0.0
     first_gather = 0.0
     for layer, count in model.layer_kinds:
-        forward, backward = layer_seconds(layer, job, mesh, hardware)
+        forward, backward = layer_seconds(model, layer, job, mesh, hardware)
         compute += count * (forward + backward)
         method = _seconds(layer_method(model, layer, job, mesh), mesh, hardware)
         weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in layer_weights(layer, job, mesh)]
@@ -310,6 +322,7 @@ def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple
         exposed += count * (max(0.0, gather - forward) + max(0.0, sum(rest) - backward))
         first_gather = max(first_gather, min(gather, forward))  # before the first layer there is nothing to hide it
     head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
+    head += loss_seconds(model, job, mesh, hardware)
     around = sum(_seconds(around_the_layers(model, job, mesh), mesh, hardware).values())
     micro = micro_batches(job, mesh)
     return micro * (compute + head), micro * (exposed + around + first_gather)
