@@ -37,7 +37,8 @@ class Collective:
         count: calls in a step.
         seconds: of all calls together.
         link: "intra" or "inter": whether the group stays inside a node.
-        beside: what it runs beside, "" where everything waits for it.
+        beside: what it runs beside (the attention to the block at hand, a neighbouring layer's computing); "" where
+            everything waits for it.
         method: whether the sequence or tensor method sends it, rather than weights, gradients and loss.
     """
 
@@ -94,11 +95,8 @@ def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -
 
 def _beside(op: str, what: str) -> str:
     if op == "p2p":
-        return "attention to the block at hand"
-    return {
-        "weights of a layer": "computing the layer before",
-        "gradients of a layer": "computing the layer after",
-    }.get(what, "")
+        return "attention"
+    return "computing" if what in ("weights of a layer", "gradients of a layer") else ""
 
 
 def _step(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[Sent]:

@@ -86,10 +86,23 @@ def speed(hardware: Hardware, job: Job) -> float:
     return hardware.flops * ratio.get((measured_in, job.dtype), 1.0) * hardware.matmul_efficiency
 
 
-def layer_seconds(
-    model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware
-) -> tuple[float, float]:
-    """Seconds of one layer's forward and of its backward (with recomputation), one micro-batch."""
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer and one micro-batch.
+
+    Attributes:
+        forward: of the forward.
+        backward: of the backward, with what it computes again.
+        attention: of the attention alone, in both.
+    """
+
+    forward: float
+    backward: float
+    attention: float
+
+
+def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> LayerSeconds:
+    """Seconds of computing one layer, one micro-batch."""
     work = layer_work(layer, job, mesh)
     tokens = local_batch(job, mesh) * local_tokens(job, mesh)
     moved = tokens * elementwise_bytes(model, layer, job, mesh) / hardware.memory_bandwidth
@@ -97,13 +110,15 @@ def layer_seconds(
     matmul = work.matmul / speed(hardware, job) + moved
     forward, both = _attention_seconds(work.attention * _more(layer, job, hardware), hardware, job)
     if job.mode == "decode":
-        return max(matmul + forward, _decode_bytes(layer, job, mesh) / hardware.memory_bandwidth), 0.0
+        reading = _decode_bytes(layer, job, mesh) / hardware.memory_bandwidth
+        return LayerSeconds(max(matmul + forward, reading), 0.0, 0.0)
     if job.mode == "prefill":
-        return matmul + forward, 0.0
+        return LayerSeconds(matmul + forward, 0.0, forward)
     again = matmul + forward if job.activation_checkpointing else 0.0
     tiled = 2.0 * _mlp_weights(layer) * tokens / mesh.tensor / speed(hardware, job)
     recomputed = tiled if job.tiled_mlp > 1 and not job.activation_checkpointing else 0.0
-    return matmul + forward, 2.0 * matmul + (both - forward) + again + recomputed
+    attention = both + forward * job.activation_checkpointing
+    return LayerSeconds(matmul + forward, 2.0 * matmul + (both - forward) + again + recomputed, attention)
 
 
 def _more(layer: LayerShape, job: Job, hardware: Hardware) -> float:

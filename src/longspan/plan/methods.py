@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from longspan.errors import LongspanError
+from longspan.plan.communication import communication, micro_batches
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.search import Plan, cost
+from longspan.plan.search import Plan, cost, refusal
 from longspan.plan.shapes import ModelShape
 
 SHORT = 128
@@ -23,11 +24,16 @@ class Method:
         name: the method.
         plan: costed; None where it cannot be.
         reason: why it cannot be.
+        short_seconds: what the method's collectives take in a layer at `SHORT` tokens.
+        apart_seconds: what they take if every GPU is in a node of its own (with the catalogue's or the file's
+            `inter` link, not with measured ones).
     """
 
     name: str
     plan: Plan | None
     reason: str | None = None
+    short_seconds: float | None = None
+    apart_seconds: float | None = None
 
     @property
     def ops_per_layer(self) -> str:
@@ -57,22 +63,35 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
     inside = math.gcd(node, model.kv_heads) if node > 1 else 1
     usp = inside if inside < gpus else max(1, gpus // 2)
     linear = all(layer.kind == "linear" for layer in model.layers)
-    return [
-        _method("TP", model, job, Mesh(tensor=gpus), hardware),
-        _method("Megatron SP", model, replace(job, tensor_style="megatron-sp"), Mesh(tensor=gpus), hardware),
+    rows = [
+        ("TP", job, Mesh(tensor=gpus)),
+        ("Megatron SP", replace(job, tensor_style="megatron-sp"), Mesh(tensor=gpus)),
         # FSDP alone shards no sequence: every GPU has one of its own.
-        _method("FSDP only", model, replace(job, batch=max(job.batch, gpus)), Mesh(data=gpus), hardware),
-        _method("Ulysses", model, job, Mesh(ulysses=gpus), hardware),
-        _method("Ring", model, job, Mesh(ring=gpus), hardware),
-        _method(f"USP {usp}x{gpus // usp}", model, job, Mesh(ring=gpus // usp, ulysses=usp), hardware),
-        _method("LASP-2", model, job, Mesh(ring=gpus), hardware)
-        if linear
-        else Method("LASP-2", None, "is for linear attention layers; this model's layers are softmax attention"),
+        ("FSDP only", replace(job, batch=max(job.batch, gpus)), Mesh(data=gpus)),
+        ("Ulysses", job, Mesh(ulysses=gpus)),
+        ("Ring", job, Mesh(ring=gpus)),
+        (f"USP {usp}x{gpus // usp}", job, Mesh(ring=gpus // usp, ulysses=usp)),
     ]
+    methods = [_method(name, model, of_row, mesh, hardware) for name, of_row, mesh in rows]
+    if linear:
+        return [*methods, _method("LASP-2", model, job, Mesh(ring=gpus), hardware)]
+    reason = "is for linear attention layers; this model has softmax attention"
+    return [*methods, Method("LASP-2", None, reason)]
 
 
 def _method(name: str, model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Method:
     try:
-        return Method(name, cost(model, job, mesh, hardware))
+        plan = cost(model, job, mesh, hardware)
     except LongspanError as error:
         return Method(name, None, str(error))
+    short = _seconds_a_layer(model, replace(job, context=SHORT), mesh, hardware)
+    apart = replace(hardware, gpus_per_node=1, measured={})
+    return Method(name, plan, None, short, _seconds_a_layer(model, job, mesh, apart))
+
+
+def _seconds_a_layer(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float | None:
+    """Of the method's collectives; None where the mesh cannot hold the job (more ranks than tokens)."""
+    if refusal(model, job, mesh) is not None:
+        return None
+    sent = communication(model, job, mesh, hardware)
+    return sum(c.seconds for c in sent if c.method) / len(model.layers) / micro_batches(job, mesh)

@@ -103,6 +103,8 @@ def method_dict(method: Method) -> dict[str, Any]:
         "ops_per_layer": method.ops_per_layer,
         "method_bytes": method.method_bytes,
         "method_seconds": method.method_seconds,
+        "seconds_per_layer_at_128_tokens": method.short_seconds,
+        "seconds_per_layer_across_nodes": method.apart_seconds,
         "reason": method.reason,
         "plan": None if method.plan is None else plan_dict(method.plan, longest=False),
     }

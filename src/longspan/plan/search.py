@@ -22,7 +22,6 @@ from longspan.plan.communication import (
 from longspan.plan.compute import (
     head_work,
     layer_seconds,
-    layer_work,
     loss_seconds,
     model_flops,
     optimizer_seconds,
@@ -306,21 +305,21 @@ def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple
     compute = exposed = 0.0
     first_gather = 0.0
     for layer, count in model.layer_kinds:
-        forward, backward = layer_seconds(model, layer, job, mesh, hardware)
-        compute += count * (forward + backward)
+        computing = layer_seconds(model, layer, job, mesh, hardware)
+        compute += count * (computing.forward + computing.backward)
         method = _seconds(layer_method(model, layer, job, mesh), mesh, hardware)
         weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in layer_weights(layer, job, mesh)]
         if not hardware.overlaps:
             exposed += count * (sum(method.values()) + sum(weights))
             continue
         # The ring's next block travels while the current one computes; the exchange waits for its data.
-        attention = (forward + backward) * _attention_share(layer, job, mesh)
         ring = method.pop("ring", 0.0) if job.mode != "decode" else 0.0
-        exposed += count * (sum(method.values()) + max(0.0, ring - attention))
+        exposed += count * (sum(method.values()) + max(0.0, ring - computing.attention))
         # Weights of the next layer are gathered, gradients of the last one scattered, while this one computes.
         gather, *rest = weights or [0.0]
-        exposed += count * (max(0.0, gather - forward) + max(0.0, sum(rest) - backward))
-        first_gather = max(first_gather, min(gather, forward))  # before the first layer there is nothing to hide it
+        exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
+        # Before the first layer there is nothing to hide its gather.
+        first_gather = max(first_gather, min(gather, computing.forward))
     head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
     head += loss_seconds(model, job, mesh, hardware)
     around = sum(_seconds(around_the_layers(model, job, mesh), mesh, hardware).values())
@@ -335,12 +334,6 @@ def _seconds(sents: list[Sent], mesh: Mesh, hardware: Hardware) -> dict[str, flo
         each = hardware.seconds(sent.op, sent.axis, sent.bytes, mesh.stride(sent.axis), mesh.size(sent.axis))
         by_axis[sent.axis] = by_axis.get(sent.axis, 0.0) + sent.calls * each
     return by_axis
-
-
-def _attention_share(layer: LayerShape, job: Job, mesh: Mesh) -> float:
-    work = layer_work(layer, job, mesh)
-    total = work.matmul + work.attention
-    return work.attention / total if total else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

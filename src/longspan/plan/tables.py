@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +12,7 @@ from rich.text import Text
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job
 from longspan.plan.memory import ITEMS
-from longspan.plan.methods import Method
+from longspan.plan.methods import SHORT, Method
 from longspan.plan.report import command
 from longspan.plan.search import Plan, Search
 from longspan.plan.shapes import ModelShape
@@ -68,7 +69,7 @@ def size(number: float) -> str:
     for limit, factor, unit in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB")):
         if number < limit:
             return f"{number / factor:.3g} {unit}"
-    return f"{gb(number)} GB"
+    return f"{gb(number)} GB" if number < 1e13 else f"{number / 1e12:.3g} TB"
 
 
 def seconds(value: float) -> str:
@@ -93,74 +94,77 @@ def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
     )
 
 
+def _table(title: str, *, header: bool = True) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, show_header=header)
+
+
+def _whole(cells: list[str]) -> list[Text]:
+    """Cells that are not broken into lines: the first column folds before they do."""
+    return [Text(cell.replace(" ", "\u00a0"), overflow="fold") for cell in cells]
+
+
 def _meshes(found: Search, top: int) -> Table:
-    table = Table(title="meshes, the fastest that fits first", title_justify="left")
-    for name in ("mesh", "memory GB", "headroom GB", "longest context", "step", "tokens/s", "MFU", "sent/layer"):
-        table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=name == "mesh")
-    table.add_column("")
+    table = _table("meshes, the fastest that fits first")
+    table.add_column("mesh", min_width=11)
+    for name in ("memory", "max context", "step", "tokens/s", "MFU", "sent/layer", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=name == "")
     for plan in found.plans[:top]:
         chosen = plan is found.recommended
-        table.add_row(
-            str(plan.mesh),
-            gb(plan.memory_total_bytes),
-            gb(plan.headroom_bytes),
+        short = f"{size(-plan.headroom_bytes)} short"
+        cells = [
+            size(plan.memory_total_bytes),
             f"{plan.max_context:,}",
             seconds(plan.step_seconds),
             f"{plan.tokens_per_second:,.0f}",
             f"{plan.mfu:.0%}",
             size(plan.comm_bytes_per_gpu_per_layer),
-            "recommended" if chosen else "" if plan.fits and plan.runs else "planned" if plan.fits else "does not fit",
-            style="bold green" if chosen else None if plan.fits else "red",
-        )
+            "recommended" if chosen else short if not plan.fits else "" if plan.runs else "planned",
+        ]
+        style = "bold green" if chosen else None if plan.fits else "red"
+        table.add_row(str(plan.mesh), *_whole(cells), style=style)
     left = len(found.plans) - top
     if left > 0:
         table.caption = f"and {left} more (--top {len(found.plans)})"
+        table.caption_justify = "left"
     return table
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(title=f"memory per GPU, {plan.mesh}", title_justify="left", show_header=False)
+    table = _table(f"memory per GPU, {plan.mesh}", header=False)
     table.add_column("GB", justify="right")
     table.add_column("item")
     table.add_column("what")
-    for name, size in plan.memory_bytes.items():
-        if size:
-            table.add_row(gb(size), name, ITEMS[name])
+    for name, held in plan.memory_bytes.items():
+        if held:
+            table.add_row(f"{gb(held)} GB", name, ITEMS[name])
     table.add_section()
-    table.add_row(gb(plan.memory_total_bytes), "total", f"of {gb(plan.hardware.memory_bytes)}")
+    table.add_row(f"{gb(plan.memory_total_bytes)} GB", "total", f"of {gb(plan.hardware.memory_bytes)} GB")
     return table
 
 
 def _communication(plan: Plan) -> Table:
-    table = Table(title=f"sent per GPU and step, {plan.mesh}", title_justify="left")
+    table = _table(f"sent per GPU and step, {plan.mesh}")
     for name in ("what", "collective", "axis", "link"):
         table.add_column(name)
     for name in ("a call", "calls", "in all", "time"):
         table.add_column(name, justify="right")
-    table.add_column("runs beside")
+    table.add_column("beside")
     for c in plan.comm:
-        table.add_row(
-            c.what,
-            c.op,
-            c.axis,
-            c.link,
-            size(c.bytes_per_gpu),
-            f"{c.count:,}",
-            size(c.bytes_total),
-            seconds(c.seconds),
-            c.beside,
-        )
+        numbers = [size(c.bytes_per_gpu), f"{c.count:,}", size(c.bytes_total), seconds(c.seconds)]
+        table.add_row(c.what, *_whole([c.op, c.axis, c.link, *numbers, c.beside]))
     table.add_section()
     total = sum(c.bytes_total for c in plan.comm)
     table.add_row("all", "", "", "", "", "", size(total), seconds(plan.comm_seconds))
     table.caption = (
-        f"not hidden behind computing: {seconds(plan.exposed_seconds)} of a step of {seconds(plan.step_seconds)}"
+        f"beside: what it runs beside. Not hidden: {seconds(plan.exposed_seconds)} of a step of "
+        f"{seconds(plan.step_seconds)}"
     )
+    table.caption_justify = "left"
     return table
 
 
 def _rejected(found: Search) -> Table:
-    table = Table(title="meshes that cannot be", title_justify="left", show_header=False)
+    table = _table("meshes that cannot be", header=False)
     table.add_column("reason")
     table.add_column("meshes")
     by_reason: dict[str, list[str]] = {}
@@ -171,6 +175,7 @@ def _rejected(found: Search) -> Table:
         table.add_row(reason, "; ".join(names[:3]) + more)
     if len(by_reason) > REASONS:
         table.caption = f"and {len(by_reason) - REASONS} more reasons (--json has all)"
+        table.caption_justify = "left"
     return table
 
 
@@ -179,33 +184,27 @@ def _nothing_fits(found: Search) -> Text:
         return Text("no mesh can hold this job", style="bold red")
     nearest = found.plans[0]
     longest = max(found.plans, key=lambda plan: plan.max_context)
+    so_far = (
+        f"the longest context that fits is {longest.max_context:,} ({longest.mesh})"
+        if longest.max_context
+        else "no context fits, however short"
+    )
     return Text(
-        f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. With this many GPUs the longest context "
-        f"that fits is {longest.max_context:,} ({longest.mesh}); or try --grad-checkpointing, --tiled-mlp 16, "
-        f"--tiled-loss, --offload, or more GPUs.",
+        f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. With this many GPUs {so_far}; try "
+        f"--grad-checkpointing, --tiled-mlp 16, --tiled-loss, --offload, or more GPUs.",
         style="bold red",
     )
 
 
 def _methods(methods: Sequence[Method]) -> Table:
-    table = Table(title="methods side by side, per GPU", title_justify="left")
-    columns = (
-        "method",
-        "per layer",
-        "sent/layer",
-        "sent in all",
-        "time/layer",
-        "time in all",
-        "memory GB",
-        "fits",
-        "step",
-    )
-    for name in columns:
+    table = _table("methods side by side, per GPU")
+    columns = ["method", "per layer", "sent/layer", "sent in all", "time/layer", f"at {SHORT} tokens", "across nodes"]
+    for name in [*columns, "time in all", "memory GB", "fits", "step"]:
         table.add_column(name, justify="left" if name in ("method", "per layer", "fits") else "right")
     reasons = []
     for method in methods:
         if method.plan is None:
-            table.add_row(method.name, "-", *[""] * 5, "no")
+            table.add_row(method.name, "-", *[""] * 7, "no")
             reasons.append(f"{method.name}: {method.reason}")
             continue
         plan, layers = method.plan, len(method.plan.model.layers)
@@ -215,11 +214,17 @@ def _methods(methods: Sequence[Method]) -> Table:
             size(method.method_bytes / layers),
             size(method.method_bytes),
             seconds(method.method_seconds / layers),
+            "-" if method.short_seconds is None else seconds(method.short_seconds),
+            "-" if method.apart_seconds is None else seconds(method.apart_seconds),
             seconds(method.method_seconds),
             gb(plan.memory_total_bytes),
             "yes" if plan.fits else "no",
             seconds(plan.step_seconds),
         )
-    table.caption = "\n".join(["weights and gradients are sent besides (see the table without --compare)", *reasons])
+    said = [
+        "weights and gradients are sent besides (see the table without --compare);",
+        f"at {SHORT} tokens and across nodes (every GPU in a node of its own): time of a layer",
+    ]
+    table.caption = "\n".join([*said, *reasons])
     table.caption_justify = "left"
     return table
