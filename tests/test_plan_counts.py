@@ -89,7 +89,16 @@ def a_model(q_heads: int, kv_heads: int, d: int, dv: int) -> ModelShape:
     return model
 
 
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MLA = {
+    "model_type": "deepseek_v3", "head_dim": 4, "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
+}  # fmt: skip
 CASES = [
+    (Mesh(ulysses=4), MOE, {}),
+    (Mesh(data=2, ulysses=2), MLA, {}),
+    (Mesh(ulysses=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
     (Mesh(ulysses=2), {}, {}),
     (Mesh(ulysses=4), {}, {}),
     (Mesh(ulysses=8), {}, {}),  # 4 KV heads: replicated
