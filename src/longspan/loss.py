@@ -106,8 +106,12 @@ class _TokenLossSum(torch.autograd.Function):
         grad_TV = torch.empty_like(logits_TV)
         scale_T = torch.where(labels_T == IGNORE, 0, grads[0]).to(lse_T.dtype)
         in_place = grad_TV.dtype == lse_T.dtype
+        scratch: Tensor | None = None
         for part in _tiles(logits_TV):
-            into = grad_TV[part] if in_place else torch.empty_like(grad_TV[part], dtype=lse_T.dtype)
+            into = grad_TV[part]
+            if not in_place:  # one tile for all: the first is the largest
+                scratch = torch.empty_like(into, dtype=lse_T.dtype) if scratch is None else scratch
+                into = scratch[: len(into)]
             p = torch.sub(logits_TV[part], lse_T[part, None], out=into).exp_().mul_(scale_T[part, None])
             p.scatter_add_(-1, _index(labels_T[part]), -scale_T[part, None])
             if not in_place:

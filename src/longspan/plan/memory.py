@@ -153,7 +153,7 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, _at_rest(model, job, mesh), s.tokens
     sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
-    at_loss, last_layer, first_layer = _kept(model, job, mesh, s)
+    at_loss, last_layer, before_it, first_layer = _kept(model, job, mesh, s)
     at_head = at_loss + Kept(hidden=tokens * (_norm(s, s.d, autocast) + s.d * s.b))  # the last norm, the head's input
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
@@ -182,7 +182,14 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
         {
             **last_layer.items(),
             **backward,
-            "gradients": earlier + under_way + largest * flat,
+            "gradients": earlier + under_way,
+            "gathered_weights": _gathered(model, job, mesh, 2) + casts,
+        },
+        # The layer before it: what the last one kept is gone, its gradients are on their way.
+        {
+            **before_it.items(),
+            **backward,
+            "gradients": earlier + under_way + largest * flat + (0 if earlier else largest * 4 // _ranks(job, mesh)),
             "gathered_weights": _gathered(model, job, mesh, 2) + casts,
         },
         {
@@ -195,24 +202,32 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
         {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t + largest) * flat},
         {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
     ]
+    if model.tied:  # the table's two gradients, and their sum
+        in_layers = shard - shard_elements(model.root, _ranks(job, mesh), t)
+        summing = {"gradients": in_layers * 4 + 3 * head * s.b + largest * flat}
+        moments.append({**summing, "gathered_weights": _gathered(model, job, mesh, 0)})
     if not sharded and mesh.weights > 1:
         moments.append({"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)})
     return moments
 
 
-def _kept(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[Kept, Kept, Kept]:
-    """What is kept at the loss, in the backward of the last layer, and in that of the first one."""
+def _kept(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[Kept, Kept, Kept, Kept]:
+    """What is kept at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
     autocast = _autocast(job, mesh)
     layers = {layer: kept_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
     largest = max(layers.values(), key=lambda kept: kept.total)
     if not job.activation_checkpointing:
         embedded = Kept(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
         together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
-        return together, together, largest
+        # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
+        smallest = min(layers.values(), key=lambda kept: kept.total)
+        before = together + smallest * -1 if len(model.layers) > 1 else together
+        return together, together, before, largest
     # Every layer's input, and all that one layer keeps while it is computed again.
     each = 0 if job.activation_offload else s.tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
     inputs = Kept(hidden=each * len(model.layers))
-    return inputs, inputs + largest, Kept(hidden=each) + largest
+    before = Kept(hidden=each * max(1, len(model.layers) - 1))
+    return inputs, inputs + largest, before + largest, Kept(hidden=each) + largest
 
 
 def _logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int]:
