@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.plan import Job, Mesh, cost, read_hardware
+from longspan.plan.memory import Scale, kept_per_token
 from longspan.plan.shapes import shape_from_config
 from tests.pool import RankPool
 
@@ -105,3 +106,44 @@ def peak(events: list[dict[str, Any]]) -> int:
 
 def local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("extra", [{}, {"model_type": "qwen3", "head_dim": 16}], ids=["llama", "qwen3"])
+def test_what_a_layer_keeps_is_exact(pool2: RankPool, extra: dict[str, Any], dtype: str) -> None:
+    """Tensor by tensor: what one layer more makes autograd save."""
+    config, context, mesh = {"model_type": "llama", **SMALL, **extra}, 256, Mesh(ulysses=2)
+    fewer, more = (pool2.run(saved_bytes, {**config, "num_hidden_layers": n}, context, dtype)[0] for n in (2, 3))
+    model = shape_from_config(config, "test")
+    job = Job(context=context, **{"dtype": dtype})  # type: ignore[arg-type]
+    scale = Scale(context // 2, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
+    planned = kept_per_token(model.layers[0], job, mesh, scale, autocast=False)
+    assert planned.total * scale.tokens == more - fewer
+
+
+def saved_bytes(config: dict[str, Any], context: int, dtype: str) -> int:
+    """Bytes of all that a forward saves for its backward, weights left out."""
+    import transformers
+
+    import longspan
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    torch.manual_seed(0)
+    made = transformers.CONFIG_MAPPING[config["model_type"]](**config)
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    model = longspan.parallelize(model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]), sp, fsdp=False)
+    model.train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            saved[x.untyped_storage().data_ptr()] = x
+        return x
+
+    tokens = torch.zeros(1, context, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    total = sum(x.untyped_storage().nbytes() for x in saved.values())
+    loss.backward()
+    return total

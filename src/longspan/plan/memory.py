@@ -253,8 +253,12 @@ def kept_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: 
     norms = 4 if any("post_feedforward" in p.name for p in layer.parameters) else 2
     hidden = norms * _norm(s, s.d, autocast) + (5 if autocast else 2) * s.b * s.d
     attention = _attention_kept(layer, mesh, s)
-    if any("q_norm" in p.name for p in layer.parameters):
-        attention += _norm(s, (layer.q_heads + layer.kv_heads) * layer.head_dim // mesh.tensor, autocast)
+    q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
+    if q_norm is not None:
+        heads = (layer.q_heads + layer.kv_heads) // mesh.tensor
+        # A norm of each head (Qwen3) keeps a number a head, a norm of all of Q and one of all of K (OLMo-2) one each.
+        numbers = heads if q_norm.numel == layer.head_dim else 2
+        attention += _norm(s, heads * layer.head_dim, autocast) + 4 * (numbers - 1)
     return Kept(hidden // s.hidden_shards, attention, _mlp_kept(layer, job, s) // mesh.tensor)
 
 
