@@ -103,14 +103,14 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
 
 
 # torch 2.13 renames the two collectives and warns of the old names; older versions have only those.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @torch.library.custom_op("longspan::all_gather", mutates_args=())
 def _all_gather(x: Tensor, size: int, group: str) -> Tensor:
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
-    _gather_into(out, x.contiguous(), group=find_group(group))
+    gather_into(out, x.contiguous(), group=find_group(group))
     return out
 
 
@@ -122,7 +122,7 @@ def _(x: Tensor, size: int, group: str) -> Tensor:
 @torch.library.custom_op("longspan::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _scatter_into(out, x.contiguous(), group=find_group(group))
+    scatter_into(out, x.contiguous(), group=find_group(group))
     return out
 
 

@@ -14,14 +14,10 @@ from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.timing import median_seconds
 from longspan.mesh import OneDeviceMesh
+from longspan.shard import gather_into, scatter_into
 
 FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these together: the "axis" fsdp."""
-
-
-# torch 2.13 renames the two collectives and warns of the old names; older versions have only those.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
@@ -29,11 +25,11 @@ def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
 
 
 def _all_gather(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
-    _gather_into(y[:n], x[: n // group.size()], group=group)
+    gather_into(y[:n], x[: n // group.size()], group=group)
 
 
 def _reduce_scatter(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
-    _scatter_into(y[: n // group.size()], x[:n], group=group)
+    scatter_into(y[: n // group.size()], x[:n], group=group)
 
 
 def _all_reduce(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from longspan.errors import LongspanError
@@ -41,26 +43,29 @@ def run(config: PlanConfig) -> int:
         from longspan.plan.tables import show
 
         show(found, model, job, config.gpus, hardware, methods, config.top)
-    for path, what in ((config.html, "page"), (config.png, "picture")):
-        if path is None:
-            continue
+    if config.html or config.png:
         from longspan.plan.curves import grid
 
         points = grid(model, job, config.gpus, hardware)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if what == "page":
-                from longspan.plan.page import render
+        if config.html:
+            from longspan.plan.page import render
 
-                assert report is not None
-                path.write_text(render(report, points), encoding="utf-8")
-            else:
-                from longspan.plan.drawing import draw
+            assert report is not None
+            page = render(report, points)
+            _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"))
+        if config.png:
+            from longspan.plan.drawing import draw
 
-                draw(points, path)
-        except OSError as error:
-            raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
+            _write("picture", config.png, lambda path: draw(points, path))
     return 0 if found.recommended is not None else 1
+
+
+def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
 
 
 def _hardware(config: PlanConfig) -> Hardware:

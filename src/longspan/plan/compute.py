@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import heads_of, local_batch, local_tokens, shard_elements
+from longspan.plan.communication import heads_of, local_batch, local_tokens
+from longspan.plan.memory import cache_bytes, elements_at_rest
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -63,7 +64,7 @@ def head_work(model: ModelShape, job: Job, mesh: Mesh) -> float:
 def model_flops(model: ModelShape, job: Job) -> float:
     """FLOPs that a step needs, over all GPUs, nothing counted twice (for model FLOP utilisation)."""
     tokens = job.batch * (1 if job.mode == "decode" else job.context)
-    times, attention_times = (3.0, 3.0) if job.mode == "train" else (1.0, 1.0)
+    times = 3.0 if job.mode == "train" else 1.0
     total = 2.0 * (tokens if job.mode == "train" else job.batch) * model.vocab * model.d_model * times
     for layer, count in model.layer_kinds:
         total += count * times * 2.0 * tokens * layer.matmul_params_active
@@ -75,7 +76,7 @@ def model_flops(model: ModelShape, job: Job) -> float:
         else:
             pairs = attended_pairs(job.context, layer.window, layer.kind)
         each = 2.0 * layer.q_heads * (layer.head_dim + layer.v_head_dim)
-        total += count * attention_times * job.batch * pairs * each
+        total += count * times * job.batch * pairs * each
     return total
 
 
@@ -159,8 +160,6 @@ def _mlp_weights(layer: LayerShape) -> int:
 
 def _decode_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
     """What one decoded token reads: the layer's weights, and its part of the cache."""
-    from longspan.plan.memory import cache_bytes
-
     return layer.active_params / mesh.tensor * job.bytes_per_element + cache_bytes(layer, job, mesh)
 
 
@@ -175,7 +174,5 @@ def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwar
     """AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes; SGD 12."""
     if job.mode != "train":
         return 0.0
-    ranks = mesh.weights if job.weight_sharding else 1
-    shard = sum(count * shard_elements(layer.parameters, ranks, mesh.tensor) for layer, count in model.layer_kinds)
-    shard += shard_elements(model.root, ranks, mesh.tensor)
-    return shard * (28.0 if job.optimizer == "adamw" else 12.0) / hardware.memory_bandwidth
+    moved = 28.0 if job.optimizer == "adamw" else 12.0
+    return elements_at_rest(model, job, mesh) * moved / hardware.memory_bandwidth

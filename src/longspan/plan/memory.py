@@ -93,7 +93,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[
 
 
 def _weights(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
-    shard = _at_rest(model, job, mesh)
+    shard = elements_at_rest(model, job, mesh)
     state = {"adamw": 8, "sgd": 0}[job.optimizer] if job.mode == "train" else 0
     return {"weights": shard * job.bytes_per_weight, "optimizer": shard * state}
 
@@ -102,7 +102,7 @@ def _ranks(job: Job, mesh: Mesh) -> int:
     return mesh.weights if job.weight_sharding else 1
 
 
-def _at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
+def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
     """Elements of all weights that a GPU holds."""
     ranks = _ranks(job, mesh)
     layers = sum(count * shard_elements(layer.parameters, ranks, mesh.tensor) for layer, count in model.layer_kinds)
@@ -151,7 +151,7 @@ class Kept:
 
 def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
-    t, shard, tokens = mesh.tensor, _at_rest(model, job, mesh), s.tokens
+    t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
     at_loss, last_layer, before_it, first_layer = _kept(model, job, mesh, s)
     at_head = at_loss + Kept(hidden=tokens * (_norm(s, s.d, autocast) + s.d * s.b))  # the last norm, the head's input
@@ -356,7 +356,7 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
     # Sending: what is sent and what arrives. Computing: what arrived and the output.
     workspace = max(2 * packed, packed + out) if exchanged else out
     gated = 3 if any(layer.gated for layer, _ in model.layer_kinds) else 2
-    tiles = job.tiled_mlp if job.tiled_mlp > 1 else (1 if job.mode == "train" else PREFILL_TILES)
+    tiles = job.tiled_mlp if job.tiled_mlp > 1 else PREFILL_TILES
     return [
         {
             "gathered_weights": gathered,

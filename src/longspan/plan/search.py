@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from longspan.plan.compute import (
     speed,
 )
 from longspan.plan.job import AXES, RUNS, Job, Mesh
-from longspan.plan.memory import ITEMS, cache_bytes, memory
+from longspan.plan.memory import cache_bytes, memory
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -138,7 +138,7 @@ class Search:
 
     plans: tuple[Plan, ...]
     rejected: tuple[tuple[Mesh, str], ...]
-    recommended: Plan | None = field(default=None)
+    recommended: Plan | None = None
 
 
 def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
@@ -226,9 +226,9 @@ def _heads_refusal(layer: LayerShape, job: Job, mesh: Mesh) -> str | None:
     q, kv, t, u = layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses
     if q % t or (kv % t and t % kv):
         return f"tensor={t} does not divide the model's {q} query and {kv} KV heads; try tensor={math.gcd(q, t)}"
-    for name, size in (("MLP's intermediate size", layer.ffn or layer.expert_ffn),):
-        if size % t:
-            return f"tensor={t} does not divide the {name} {size}; try tensor={math.gcd(size, t)}"
+    width = layer.ffn or layer.expert_ffn
+    if width % t:
+        return f"tensor={t} does not divide the MLP's intermediate size {width}; try tensor={math.gcd(width, t)}"
     if layer.kind == "linear":
         return None
     if u > q // t:
@@ -357,6 +357,3 @@ def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware,
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-__all__ = ["ITEMS", "Plan", "Search", "cost", "longest_context", "meshes", "refusal", "search"]
