@@ -224,6 +224,7 @@ def test_the_file_says_what_was_measured() -> None:
         "attention_block": 256.0,
         "attention_width": 16.0,
         "overlaps": False,
+        "on_cpu": True,
         "reserve_bytes": 0.0,
         "dtype": "bf16",
         "measured": "today on HOST",
@@ -391,10 +392,10 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
     path = tmp_path / "link.toml"
     path.write_text(as_toml(_made_up(links, on_gpu=True)))
     found = read_hardware(str(path))
-    assert (found.overlaps, found.reserve_bytes, found.measured_dtype) == (True, 2e9, "bf16")
+    assert (found.overlaps, found.on_cpu, found.reserve_bytes, found.measured_dtype) == (True, False, 2e9, "bf16")
     assert found.seconds("all_to_all", "ulysses", 8.0, 1, 8) == 2.25
     path.write_text(as_toml(_made_up(links)))
-    assert not read_hardware(str(path)).overlaps
+    assert not read_hardware(str(path)).overlaps and read_hardware(str(path)).on_cpu
 
 
 def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def as_toml(measurement: Measurement) -> str:
         f"attention_width = {_float(compute.attention_width)}",
         # A GPU sends while it computes, a CPU's ranks need the cores for both; a GPU's libraries keep some memory.
         f"overlaps = {'true' if measurement.on_gpu else 'false'}",
+        f"on_cpu = {'false' if measurement.on_gpu else 'true'}",
         f"reserve_bytes = {_float(2e9 if measurement.on_gpu else 0.0)}",
         f"dtype = {_text(measurement.dtype)}",
         f"measured = {_text(measurement.measured)}",

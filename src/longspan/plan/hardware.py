@@ -56,6 +56,7 @@ class Hardware:
         fp32_ratio: fp32 (TF32 where there is such) peak over bf16 peak.
         reserve_bytes: what torch, CUDA and NCCL keep for themselves on each GPU.
         overlaps: whether communication runs beside computation (a GPU's does, a CPU's takes the same cores).
+        on_cpu: whether ranks are processes on CPUs: what attention, loss and gloo hold there differs from a GPU.
         measured: link of (axis, op) as measured; it goes before `intra` and `inter`.
         attention_forward_flops: measured speed of the attention's forward, None to take the efficiency.
         attention_flops: the same of forward and backward together.
@@ -78,6 +79,7 @@ class Hardware:
     fp32_ratio: float = 0.5
     reserve_bytes: float = 2e9
     overlaps: bool = True
+    on_cpu: bool = False
     measured: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     attention_forward_flops: float | None = None
     attention_flops: float | None = None
@@ -184,6 +186,7 @@ CATALOGUE = {
         dataclasses.replace(
             _gpu("cpu", 8, 0.1, 10, 1, 1, per_node=64, fp32_ratio=1.0),
             overlaps=False,
+            on_cpu=True,
             reserve_bytes=0.0,
             intra=Link(1e9, dict.fromkeys(OPS, 200e-6)),
             inter=Link(1e9, dict.fromkeys(OPS, 200e-6)),
@@ -195,7 +198,7 @@ _NUMBERS = {
     "memory_bytes", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency",
     "fp32_ratio", "reserve_bytes", "attention_flops", "attention_forward_flops", "attention_block", "attention_width",
 }  # fmt: skip
-_KNOWN = _NUMBERS | {"name", "like", "overlaps", "intra", "inter", "links", "dtype", "measured"}
+_KNOWN = _NUMBERS | {"name", "like", "overlaps", "on_cpu", "intra", "inter", "links", "dtype", "measured"}
 
 
 def read_hardware(name_or_path: str) -> Hardware:
@@ -252,10 +255,11 @@ def _from_toml(values: dict[str, Any], path: Path) -> Hardware:
     for where in ("intra", "inter"):
         if where in values:
             changed[where] = _link(values[where], getattr(base, where), path)
-    if "overlaps" in values:
-        changed["overlaps"] = bool(values["overlaps"])
-    elif "like" not in values and not measured_here:
-        changed["overlaps"] = True
+    for flag, of_a_gpu in (("overlaps", True), ("on_cpu", False)):
+        if flag in values:
+            changed[flag] = bool(values[flag])
+        elif "like" not in values and not measured_here:
+            changed[flag] = of_a_gpu
     if measured_here and "dtype" in values:
         changed["measured_dtype"] = str(values["dtype"])
     return dataclasses.replace(base, name=str(values.get("name", path.stem)), measured=links, **changed)

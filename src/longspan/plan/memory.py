@@ -77,7 +77,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[
         tokens=local_tokens(job, mesh) * local_batch(job, mesh),
         b=job.bytes_per_element,
         d=model.d_model,
-        on_cpu=not hardware.overlaps,
+        on_cpu=hardware.on_cpu,
         # Megatron SP shards what lies between the layers' matrices over the tensor ranks; plain TP repeats it.
         hidden_shards=mesh.tensor if job.tensor_style == "megatron-sp" else 1,
     )
