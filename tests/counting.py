@@ -13,11 +13,12 @@ from torch import Tensor
 # FSDP's collectives, by their names in different versions of torch.
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
+P2P = ("isend", "batch_isend_irecv", "P2POp")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective: its name and the bytes this rank sends to others."""
+    """One collective, or one send ("p2p"): its name and the bytes this rank sends to others."""
 
     op: str
     bytes: int
@@ -28,10 +29,11 @@ def count_sent() -> Iterator[list[Sent]]:
     """Record the collectives that the calling rank starts through `torch.distributed`, and what they send.
 
     Ring formulas for all_reduce (2 (P-1)/P of the tensor), all_gather and reduce_scatter ((P-1) parts); an
-    All-to-All sends what is not for itself.
+    All-to-All sends what is not for itself. Every `isend` is a "p2p" of its own, called alone or in a batch; a receive
+    sends nothing and is not recorded.
     """
     log: list[Sent] = []
-    names = ("all_to_all_single", "all_reduce", "all_gather", *GATHERS, *SCATTERS)
+    names = ("all_to_all_single", "all_reduce", "all_gather", *GATHERS, *SCATTERS, *P2P)
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def all_to_all_single(out: Tensor, x: Tensor, recv: Any = None, send: Any = None, **kw: Any) -> Any:
@@ -61,7 +63,20 @@ def count_sent() -> Iterator[list[Sent]]:
 
         return counted
 
+    def isend(x: Tensor, *args: Any, **kw: Any) -> Any:
+        log.append(Sent("p2p", x.nbytes))
+        return originals["isend"](x, *args, **kw)
+
+    def p2p_op(op: Any, *args: Any, **kw: Any) -> Any:
+        # torch knows its own isend only, and calls that one itself: the batch counts it.
+        return originals["P2POp"](originals["isend"] if op is isend else op, *args, **kw)
+
+    def batch_isend_irecv(ops: list[Any]) -> Any:
+        log.extend(Sent("p2p", op.tensor.nbytes) for op in ops if op.op is originals["isend"])
+        return originals["batch_isend_irecv"](ops)
+
     replacements = {"all_to_all_single": all_to_all_single, "all_reduce": all_reduce, "all_gather": all_gather}
+    replacements |= {"isend": isend, "P2POp": p2p_op, "batch_isend_irecv": batch_isend_irecv}
     replacements |= {name: into_one(name, "all_gather") for name in GATHERS if name in originals}
     replacements |= {name: into_one(name, "reduce_scatter") for name in SCATTERS if name in originals}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,42 @@ class Case:
     scale: float | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    chunk: int | None = None
+    prefix: int | tuple[int, ...] | None = None
+    kv_n: int | None = None  # keys, where there are not as many as queries
+    q_start: int = 0
+    kv_documents: tuple[int, ...] | None = None
+    mod: str | None = None
+    bias: str | None = None
+    alibi: bool = False
+
+    @property
+    def keys(self) -> int:
+        return self.n if self.kv_n is None else self.kv_n
+
+
+def _striped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Every second key, but for head 0; and the keys just before; row 1 is shifted."""
+    return ((q + kv + b) % 2 == 0) | (h == 0) | (q - kv < 2)
+
+
+def _late(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv >= q // 2 + h - 1) | (kv == 0)
+
+
+MODS = {"striped": _striped, "late": _late}
+
+
+def _waves(h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return torch.sin(0.3 * (q - kv) * (h + 1)) + 0.01 * kv
+
+
+BIASES = {"waves": _waves}
+
+
+def slopes(heads: int) -> Tensor:
+    """ALiBi's slopes, fp64 [heads]."""
+    return 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
 
 
 def make(case: Case) -> dict[str, Tensor]:
@@ -39,29 +76,63 @@ def make(case: Case) -> dict[str, Tensor]:
     b, n = case.batch, case.n
     out = {
         "q": draw(b, n, case.q_heads, case.dim),
-        "k": draw(b, n, case.kv_heads, case.dim),
-        "v": draw(b, n, case.kv_heads, case.v_dim),
+        "k": draw(b, case.keys, case.kv_heads, case.dim),
+        "v": draw(b, case.keys, case.kv_heads, case.v_dim),
         "grad": draw(b, n, case.q_heads, case.v_dim),
     }
     if case.sinks:
         out["sinks"] = draw(case.q_heads)
     if case.documents is not None:
-        out["documents"] = torch.tensor(case.documents)[None].expand(b, n).contiguous()
+        out["documents"] = torch.tensor(case.documents)[None].expand(b, -1).contiguous()
+    if case.kv_documents is not None:
+        out["kv_documents"] = torch.tensor(case.kv_documents)[None].expand(b, -1).contiguous()
+    if case.alibi:
+        out["alibi"] = slopes(case.q_heads)
     return out
 
 
-def allowed(case: Case, documents: Tensor | None) -> Tensor:
-    """The mask as a boolean [B or 1, n, n], from the definitions alone."""
-    i, j = torch.arange(case.n)[:, None], torch.arange(case.n)[None]
-    ok = torch.ones(case.n, case.n, dtype=torch.bool)
+def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
+    """What `longspan.attention` is told of this case, sinks left out."""
+    return {
+        "causal": case.causal,
+        "length": case.n,
+        "kv_length": case.kv_n,
+        "window": case.window,
+        "chunk": case.chunk,
+        "prefix": case.prefix,
+        "documents": x.get("documents"),
+        "kv_documents": x.get("kv_documents"),
+        "q_start": case.q_start,
+        "mask_mod": None if case.mod is None else MODS[case.mod],
+        "bias": None if case.bias is None else BIASES[case.bias],
+        "alibi": x["alibi"].float() if case.alibi and case.dtype != torch.float64 else x.get("alibi"),
+        "softcap": case.softcap,
+        "scale": case.scale,
+    }
+
+
+def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
+    """The mask as a boolean [B or 1, H or 1, n, keys], from the definitions alone."""
+    i, j = torch.arange(case.n)[:, None] + case.q_start, torch.arange(case.keys)[None]
+    ok = torch.ones(1, case.n, case.keys, dtype=torch.bool)
     if case.causal:
         ok = ok & (j <= i)
     if case.window is not None:
-        ok = ok & (i - j < case.window)
-    if documents is None:
-        return ok[None]
-    same = documents[:, :, None] == documents[:, None, :]
-    return ok[None] & same & (documents >= 0)[:, :, None]
+        ok = ok & ((i - j).abs() < case.window)
+    if case.chunk is not None:
+        ok = ok & (i // case.chunk == j // case.chunk)
+    if case.prefix is not None:
+        prefixes = case.prefix if isinstance(case.prefix, tuple) else (case.prefix,)
+        ok = ok | (j < torch.tensor(prefixes)[:, None, None])
+    if "documents" in x:
+        keys = x.get("kv_documents", x["documents"])
+        queries = x["documents"][:, case.q_start : case.q_start + case.n]
+        ok = ok & (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
+    ok = ok[:, None]
+    if case.mod is not None:
+        b, h = torch.arange(case.batch)[:, None, None, None], torch.arange(case.q_heads)[:, None, None]
+        ok = ok & MODS[case.mod](b, h, i, j)
+    return ok
 
 
 def oracle(case: Case, x: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -73,7 +144,13 @@ def oracle(case: Case, x: dict[str, Tensor], dtype: torch.dtype = torch.float64)
     scores = q @ k.transpose(2, 3) * (case.scale if case.scale is not None else 1 / math.sqrt(case.dim))
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
-    ok = allowed(case, x.get("documents"))[:, None]
+    if case.alibi:
+        i, j = torch.arange(case.n)[:, None] + case.q_start, torch.arange(case.keys)
+        scores = scores - x["alibi"].to(dtype)[:, None, None] * (i - j).abs()
+    if case.bias is not None:
+        i, j = torch.arange(case.n)[:, None] + case.q_start, torch.arange(case.keys)
+        scores = scores + BIASES[case.bias](torch.arange(case.q_heads, dtype=dtype)[:, None, None], i, j)
+    ok = allowed(case, x)
     weights = torch.exp(scores - scores.detach().amax(-1, keepdim=True)) * ok
     total = weights.sum(-1, keepdim=True)
     if "sinks" in leaves:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import LongspanError
 from longspan.layout import Layout, split_heads
-
-
-@given(n=st.integers(1, 10**7), size=st.integers(1, 512))
-def test_every_token_has_one_rank(n: int, size: int) -> None:
-    layout = Layout(size)
-    spans = [layout.span(n, rank) for rank in range(size)]
-    assert spans[0][0] == 0 and spans[-1][1] == n
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
-    assert layout.padded_length(n) - n < size
-    assert max(stop - start for start, stop in spans) == layout.local_length(n)
 
 
 def test_no_token() -> None:

@@ -42,7 +42,7 @@ def test_flex_forward(case: Case) -> None:
 
 def test_flex_says_that_it_has_no_backward_on_cpu() -> None:
     x = make(Case())
-    with pytest.raises(LongspanError, match="no backward on CPU; use kernel='sdpa'"):
+    with pytest.raises(LongspanError, match="no backward on CPU; use kernel='auto'"):
         longspan.attention(x["q"].requires_grad_(), x["k"], x["v"], _one(), kernel="flex")
 
 
@@ -106,7 +106,7 @@ def test_flash_attn_is_called_with_the_right_arguments(monkeypatch: pytest.Monke
 def test_flash_attn_cannot_do_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
     x = make(Case(sinks=True))
-    with pytest.raises(LongspanError, match="cannot do sinks; use kernel='eager'"):
+    with pytest.raises(LongspanError, match="cannot do sinks; use kernel='auto'"):
         longspan.attention(x["q"], x["k"], x["v"], _one(), sinks=x["sinks"], kernel="flash_attn")
 
 

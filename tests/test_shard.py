@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import longspan
 from longspan.errors import LongspanError
+from longspan.layout import Layout
 from longspan.mesh import OneDeviceMesh
 from longspan.shard import IGNORE, document_rows, mask_rows, shard_batch
 from tests.pool import RankPool
@@ -21,29 +22,35 @@ def _sp(**sizes: int) -> longspan.SequenceSharding:
     return longspan.SequenceSharding(longspan.init_mesh(**sizes))
 
 
-def _round_trip(n: int, dim: int) -> None:
-    sp = _sp(ulysses=dist.get_world_size())
+def _round_trip(n: int, dim: int, ring: int, layout: str) -> None:
+    mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
+    sp = longspan.SequenceSharding(mesh, layout=layout)
     shape = [2, 3, 2]
     shape[dim] = n
     whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     mine = sp.shard(whole, dim=dim)
-    assert mine.shape[dim] == -(-n // sp.size)
+    assert mine.shape[dim] == sp.layout.local_length(n) == len(sp.positions(n))
     back = sp.gather(mine, dim=dim, length=n)
     assert torch.equal(back, whole)
     # Every rank uses the whole in its own loss; the gradient of a part is the sum over ranks, that of `whole` one part.
     (grad,) = torch.autograd.grad(back, whole, torch.full_like(back, dist.get_rank() + 1.0))
-    start, stop = sp.layout.span(n, sp.rank)
     expected = torch.zeros_like(whole)
-    expected.narrow(dim, start, stop - start).fill_(sum(range(1, sp.size + 1)))
+    for start, stop in sp.layout.spans(n, sp.rank):
+        expected.narrow(dim, start, stop - start).fill_(sum(range(1, sp.size + 1)))
     assert torch.equal(grad, expected)
     positions = sp.gather(sp.positions(n), dim=0, length=n)
     assert torch.equal(positions, torch.arange(n))
 
 
-@settings(max_examples=12)
-@given(n=st.integers(1, 19), dim=st.integers(0, 2), world=st.sampled_from([2, 4]))
-def test_gather_is_the_inverse_of_shard(get_pool: Any, n: int, dim: int, world: int) -> None:
-    get_pool(world).run(_round_trip, n, dim)
+@settings(max_examples=30)
+@given(
+    n=st.integers(1, 37),
+    dim=st.integers(0, 2),
+    mesh=st.sampled_from([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+)
+def test_gather_is_the_inverse_of_shard(get_pool: Any, n: int, dim: int, mesh: tuple[int, int], layout: str) -> None:
+    get_pool(mesh[0]).run(_round_trip, n, dim, mesh[1], layout)
 
 
 def _wrong_length() -> str:
@@ -157,12 +164,13 @@ def _meshes() -> None:
         LongspanError, match="needs 3 processes, this job has 4; start it with `torchrun --nproc-per-node"
     ):
         longspan.init_mesh(ulysses=3)
-    with pytest.raises(
-        LongspanError, match=r"`ring=2`: Ring Attention is not in this version; use `ring=1, ulysses=4`"
-    ):
-        longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=2))
-    with pytest.raises(LongspanError, match="layout='zigzag' is unknown; choose 'auto' or 'contiguous'"):
-        longspan.SequenceSharding(longspan.init_mesh(ulysses=4), layout="zigzag")
+    usp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=2))
+    assert usp.layout == Layout(2, 2, "zigzag") and usp.size == 4
+    assert (usp.rank, usp.ring_rank, usp.ulysses_rank) == (dist.get_rank(), dist.get_rank() // 2, dist.get_rank() % 2)
+    with pytest.raises(LongspanError, match="layout='striped' is unknown; choose 'auto', 'contiguous' or 'zigzag'"):
+        longspan.SequenceSharding(longspan.init_mesh(ulysses=4), layout="striped")
+    with pytest.raises(LongspanError, match="ring_impl='bus' is unknown; choose 'auto', 'p2p' or 'allgather'"):
+        longspan.SequenceSharding(longspan.init_mesh(ring=4), ring_impl="bus")
     sp = _sp(data=2, ulysses=2)
     rank = dist.get_rank()
     assert (sp.data_rank, sp.rank) == divmod(rank, 2) and (sp.data_size, sp.size, sp.world_size) == (2, 2, 4)

@@ -15,30 +15,20 @@ import longspan
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
 from tests.counting import count_sent
-from tests.oracle import Case, make, oracle, relative_error
+from tests.oracle import Case, make, options, oracle, relative_error
 from tests.pool import RankPool
 
 
-def _sharding(ulysses: int, **more: Any) -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(longspan.init_mesh(ulysses=ulysses), **more)
+def _sharding(ulysses: int, ring: int = 1, **more: Any) -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses), **more)
 
 
 def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, torch.Tensor]:
     """Output and gradients of the whole attention, gathered and summed over the ranks of `sp`."""
     x = make(case)
     leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
-    out = longspan.attention(
-        *(sp.shard(leaves[name]) for name in "qkv"),
-        sp,
-        causal=case.causal,
-        length=case.n,
-        window=case.window,
-        documents=x.get("documents"),
-        sinks=leaves.get("sinks"),
-        softcap=case.softcap,
-        scale=case.scale,
-        kernel=kernel,
-    )
+    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
+    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options(case, x))
     out.backward(sp.shard(x["grad"]))
     result = {"out": sp.gather(out.detach(), length=case.n)}
     for name, leaf in leaves.items():
@@ -206,15 +196,14 @@ BAD = [
     (_shapes(k=(1, 4, 3, 8)), {}, "4 query heads do not divide into groups over 3 KV heads"),
     (_shapes(k=(1, 4, 2, 16)), {}, "q and k need the same head_dim"),
     (_shapes(v=(1, 4, 4, 8)), {}, "k and v the same number of heads"),
-    (_shapes(k=(1, 5, 2, 8)), {}, "must have the same batch and tokens"),
+    (_shapes(k=(1, 5, 2, 8)), {}, r"8 queries and 10 keys: say where .* \(q_start=2 .*\), or causal=False"),
     (_shapes(q=(1, 0, 4, 8), k=(1, 0, 2, 8)), {}, "attention over no tokens"),
     (_shapes(), {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
     (_shapes(), {"window": 0}, "window=0 must be at least 1"),
-    (_shapes(), {"window": 2, "causal": False}, "window=2 without `causal=True`"),
     (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
-    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, sdpa, flash_attn, flex, eager"),
+    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, sdpa, block, flash_attn, flex, eager"),
     (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
-    (_shapes(), {"softcap": 2.0}, "kernel='auto' cannot do softcap; use kernel='eager'"),
+    (_shapes(), {"softcap": 2.0, "kernel": "sdpa"}, "kernel='sdpa' cannot do softcap; use kernel='auto'"),
     (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),
     (_shapes(), {"documents": torch.zeros(1, 7, dtype=torch.int64)}, r"`documents` has the shape \(1, 7\), .*\(1, 8\)"),
     (
@@ -225,7 +214,7 @@ BAD = [
     (
         _shapes(k=(1, 4, 1, 8)),
         {"sharding": {"kv_replication": False}},
-        "`ulysses=2` needs at least 2 KV heads when KV replication is refused, the model has 1; try `ulysses=1`",
+        "`ulysses=2` needs at least 2 KV heads when KV replication is refused, the model has 1; try `ulysses=1, ring=2`",
     ),
 ]
 

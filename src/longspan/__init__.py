@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longspan import exchange as exchange
     from longspan.attention import attention as attention
+    from longspan.attention import explain_kernel as explain_kernel
     from longspan.errors import LongspanError as LongspanError
     from longspan.loss import causal_lm_loss as causal_lm_loss
     from longspan.mesh import SequenceSharding as SequenceSharding
@@ -27,6 +28,7 @@ _HOME = {
     "SequenceSharding": "longspan.mesh",
     "attention": "longspan.attention",
     "causal_lm_loss": "longspan.loss",
+    "explain_kernel": "longspan.attention",
     "init_mesh": "longspan.mesh",
     "parallelize": "longspan.parallelize",
     "shard_batch": "longspan.shard",

@@ -19,6 +19,7 @@ row.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,21 +124,22 @@ def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_d
     return _from_rows(out_SBW.unflatten(2, (mine, x_LBHD.shape[3])), rows, at, mine).movedim(0, gather_dim)
 
 
-def scatter_qkv(q: Tensor, k: Tensor, v: Tensor, shares: Sequence[HeadShare], group: dist.ProcessGroup) -> Tensor:
+def scatter_heads(
+    xs: Sequence[Tensor], kinds: Sequence[str], shares: Sequence[HeadShare], group: dist.ProcessGroup
+) -> Tensor:
     """Q, K and V of my tokens to their heads' ranks, in ONE All-to-All.
 
     Args:
-        q: `[B, L, Hq, D]`.
-        k: `[B, L, Hk, D]`.
-        v: `[B, L, Hk, Dv]`.
+        xs: tensors of the same tokens, each `[B, L, its heads, its head_dim]`.
+        kinds: for each of them "q" or "kv": whose heads it has.
         shares: which heads each rank of `group` computes; a KV head in two shares is sent twice, and its gradient
             is the sum of what the two ranks return.
         group: the Ulysses group.
 
     Returns:
-        `[S, B, W]`: for every token of the sequence my query heads, then my key heads, then my value heads.
+        `[S, B, W]`: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
     """
-    return _scatter_heads([q, k, v], _ranges([shares] * 3, ["q", "kv", "kv"]), group)
+    return _scatter_heads(list(xs), _ranges([shares] * len(xs), kinds), group)
 
 
 def gather_heads(o: Tensor, shares: Sequence[HeadShare], group: dist.ProcessGroup) -> Tensor:
@@ -185,6 +187,74 @@ def _gather_heads(
         y, heads, dims, ranges, group.size(), group.rank(), group_name(group)
     )
     return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Round a ring.
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A tensor to send to, or receive from, rank `peer` of a group. What belongs together has the same `tag` there."""
+
+    tensor: Tensor
+    peer: int
+    tag: int
+
+
+def post(sends: Sequence[Parcel], receives: Sequence[Parcel], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start all of them and return; wait for each of the results before touching the tensors.
+
+    Both sides list their parcels in the order of the tags: NCCL knows no tags and goes by the order between two ranks.
+    """
+    ops = [dist.P2POp(dist.isend, s.tensor, group=group, tag=s.tag, group_peer=s.peer) for s in _by_tag(sends)]
+    ops += [dist.P2POp(dist.irecv, r.tensor, group=group, tag=r.tag, group_peer=r.peer) for r in _by_tag(receives)]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def _by_tag(parcels: Sequence[Parcel]) -> list[Parcel]:
+    return sorted(parcels, key=lambda parcel: parcel.tag)
+
+
+def ring_shift(x: Tensor, group: dist.ProcessGroup | None, hops: int = 1) -> Tensor:
+    """What rank - hops holds, while mine goes to rank + hops. Its gradient is the shift by -hops.
+
+    Args:
+        x: of the same shape and dtype on every rank.
+        group: the ring. None, or a group of one, returns `x` itself.
+        hops: how far; negative is to the left.
+    """
+    if group is None or group.size() == 1:
+        return x
+    out: Tensor = torch.ops.longspan.ring_shift(x, hops, group.size(), group.rank(), group_name(group))
+    return out
+
+
+@torch.library.custom_op("longspan::ring_shift", mutates_args=())
+def _ring_shift(x: Tensor, hops: int, size: int, rank: int, group: str) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if hops % size == 0:
+        return out.copy_(x)
+    mine = Parcel(x.contiguous(), (rank + hops) % size, 0)
+    for work in post([mine], [Parcel(out, (rank - hops) % size, 0)], find_group(group)):
+        work.wait()
+    return out
+
+
+@_ring_shift.register_fake
+def _(x: Tensor, hops: int, size: int, rank: int, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.hops, ctx.size, ctx.rank, ctx.group = inputs
+
+
+def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return torch.ops.longspan.ring_shift(grad, -ctx.hops, ctx.size, ctx.rank, ctx.group), None, None, None, None
+
+
+_ring_shift.register_autograd(_shift_backward, setup_context=_shift_setup)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

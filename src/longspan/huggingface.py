@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from longspan.attention import Kernel, Mask, Scores, attend
-from longspan.attention.local import check_kernel
+from longspan.attention.kernels import choose_kernel
 from longspan.errors import LongspanError
 from longspan.pretrained import position_range
 from longspan.shard import SequenceInfo
@@ -190,7 +190,7 @@ def _mask_and_scores(
     unknown = sorted(given.keys() - _NO_MEANING)
     if unknown:
         raise LongspanError(f"layer {layer.name} passes {', '.join(unknown)} to its attention, not understood; {_HELP}")
-    return Mask(request.causal, request.window, info.rows), Scores(scale, softcap, sinks)
+    return Mask(request.causal, request.window, rows=info.rows), Scores(scale, softcap, sinks)
 
 
 def _one_dtype(*xs: Tensor) -> list[Tensor]:
@@ -285,15 +285,15 @@ def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) ->
     if model.loss_type not in (None, "ForCausalLM"):
         raise LongspanError(f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal language models")
     for path, layer in layers.items():
-        _check_layer(path, layer, config, kernel, sp.device)
+        _check_layer(path, layer, config, kernel, sp)
 
 
-def _check_layer(path: str, layer: nn.Module, config: Any, kernel: Kernel, device: torch.device) -> None:
+def _check_layer(path: str, layer: nn.Module, config: Any, kernel: Kernel, sp: SequenceSharding) -> None:
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
     try:
-        check_kernel(kernel, Mask(), scores, device=device, grad=False)
+        choose_kernel(kernel, Mask(), scores, device=sp.device, grad=False, ring=sp.ring_size)
     except LongspanError as error:
         raise LongspanError(f"layer {path}: {error}") from error
 

@@ -1,41 +1,156 @@
 """Which rank holds which tokens, and which heads. Standard library only: the planner uses it without torch.
 
-Two facts decide every exchange: the tokens a rank holds between the attentions (`Layout`), and the heads it
-computes inside them (`split_heads`).
+Three facts decide every exchange: the tokens a rank holds between the attentions (`Layout`), how far they travel round
+a ring (`Routes`), and the heads it computes inside an attention (`split_heads`).
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from longspan.errors import LongspanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Span = tuple[int, int]
+"""A run of tokens [start, stop)."""
+
+
+Kind = Literal["contiguous", "zigzag"]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A contiguous cut of one sequence over `size` ranks.
+    """One sequence cut over ring x ulysses ranks, in blocks and then in parts.
 
-    Every rank holds the same number of tokens, ceil(n / size); what is missing at the end is padding. Equal parts
-    keep every collective regular, and padding at the end is the one place where a causal mask already hides it.
+    The ring holds one block of the sequence per ring rank; the Ulysses ranks of a block hold it in equal parts, in
+    order, so that their exchange restores the block.
+
+    - `contiguous`: block i is the i-th of R equal runs of tokens.
+    - `zigzag`: of 2R equal runs, block i is the i-th from the front and the i-th from the back. Under a causal mask a
+      late token costs more than an early one, and so every block costs the same (Zhu, "ring-flash-attention", 2024;
+      Llama 3, arXiv:2407.21783, section 3.3.2).
+
+    Every rank holds the same number of tokens; what is missing is padding, at the end of the sequence. Equal parts keep
+    every collective regular, and padding at the end is the one place where a causal mask already hides it.
+
+    Attributes:
+        ring: number of blocks.
+        ulysses: parts of a block.
+        kind: how blocks lie in the sequence.
     """
 
-    size: int
+    ring: int = 1
+    ulysses: int = 1
+    kind: Kind = "contiguous"
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the sequence."""
+        return self.ring * self.ulysses
 
     def local_length(self, n: int) -> int:
         """Tokens per rank for a sequence of `n` tokens, padding included."""
         if n < 1:
             raise LongspanError(f"a sequence needs at least 1 token, this one has {n}")
-        return -(-n // self.size)
+        local = -(-n // self.size)
+        # Zigzag's two runs of a block are equal, so a block needs an even number of tokens.
+        odd = self.kind == "zigzag" and self.ring > 1 and local * self.ulysses % 2
+        return local + odd
 
     def padded_length(self, n: int) -> int:
-        """`n` rounded up to a multiple of the number of ranks."""
+        """Tokens of all ranks together, padding included."""
         return self.local_length(n) * self.size
 
-    def span(self, n: int, rank: int) -> tuple[int, int]:
-        """The real tokens [start, stop) of `rank`, out of `n`. Empty when only padding is left for it."""
+    def block(self, n: int, ring_rank: int) -> tuple[Span, ...]:
+        """The runs of tokens [start, stop) of one block, in order; they reach into the padding."""
+        size = self.local_length(n) * self.ulysses
+        if self.kind == "contiguous" or self.ring == 1:
+            return ((ring_rank * size, (ring_rank + 1) * size),)
+        half, mirrored = size // 2, 2 * self.ring - 1 - ring_rank
+        front, back = (ring_rank * half, (ring_rank + 1) * half), (mirrored * half, (mirrored + 1) * half)
+        return ((front[0], back[1]),) if front[1] == back[0] else (front, back)
+
+    def padded_spans(self, n: int, rank: int) -> tuple[Span, ...]:
+        """The runs of tokens [start, stop) of `rank`, in the order in which it holds them; they reach into the
+        padding.
+        """
+        ring_rank, part = divmod(rank, self.ulysses)
         local = self.local_length(n)
-        return min(rank * local, n), min((rank + 1) * local, n)
+        return _cut_runs(self.block(n, ring_rank), part * local, (part + 1) * local)
+
+    def spans(self, n: int, rank: int) -> tuple[Span, ...]:
+        """The real tokens [start, stop) of `rank`, out of `n`; runs of padding alone are left out."""
+        clipped = ((start, min(stop, n)) for start, stop in self.padded_spans(n, rank))
+        return tuple((start, stop) for start, stop in clipped if start < stop)
+
+
+def _cut_runs(runs: tuple[Span, ...], start: int, stop: int) -> tuple[Span, ...]:
+    """Items start to stop of the runs laid end to end, as runs."""
+    out, at = [], 0
+    for a, b in runs:
+        first, last = max(start, at), min(stop, at + b - a)
+        if first < last:
+            out.append((a + first - at, a + last - at))
+        at += b - a
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How far each block of keys and values travels round the ring: no further than the last rank that needs it.
+
+    Attributes:
+        right: hops of block j towards higher ranks, by j.
+        left: hops of block j towards lower ranks.
+    """
+
+    right: tuple[int, ...]
+    left: tuple[int, ...]
+
+    @property
+    def rounds(self) -> int:
+        """Hops of the block that travels furthest."""
+        return max(*self.right, *self.left)
+
+    def messages(self, rank: int) -> int:
+        """Blocks that `rank` sends on, its own included."""
+        return sum(self.sends_right(rank, hop) + self.sends_left(rank, hop) for hop in range(1, self.rounds + 1))
+
+    def sends_right(self, rank: int, hop: int) -> bool:
+        """Whether `rank` sends a block to rank + 1 as that block's hop number `hop`."""
+        return self.right[(rank - hop + 1) % len(self.right)] >= hop
+
+    def sends_left(self, rank: int, hop: int) -> bool:
+        """Whether `rank` sends a block to rank - 1 as that block's hop number `hop`."""
+        return self.left[(rank + hop - 1) % len(self.left)] >= hop
+
+
+def ring_routes(needs: Sequence[Sequence[bool]]) -> Routes:
+    """The shortest ways of all blocks to all ranks that need them.
+
+    A block that every rank needs goes once round to the right. Where few need it (a sliding window), it may be shorter
+    to go to both sides: under zigzag a window needs the neighbours on both.
+
+    Args:
+        needs: `needs[i][j]`: whether the queries of rank i attend to anything in block j.
+    """
+    size = len(needs)
+    right, left = [], []
+    for j in range(size):
+        offsets = [s for s in range(1, size) if needs[(j + s) % size][j]]
+        # The first k of them are reached to the right, the others to the left.
+        ways = [
+            ((offsets[k - 1] if k else 0), (size - offsets[k] if k < len(offsets) else 0))
+            for k in range(len(offsets) + 1)
+        ]
+        best = min(ways, key=lambda way: (way[0] + way[1], -way[0]))
+        right.append(best[0])
+        left.append(best[1])
+    return Routes(tuple(right), tuple(left))
 
 
 @dataclass(frozen=True)
@@ -64,6 +179,13 @@ class HeadShare:
     def is_regular(self) -> bool:
         """Whether every KV head serves the same number of query heads, so that a GQA kernel applies as it is."""
         return len(set(self.group_sizes)) <= 1
+
+    @property
+    def spread(self) -> tuple[int, ...] | None:
+        """For every query head of this rank its KV head, both counted from 0 here; None where groups are equal."""
+        if self.is_regular:
+            return None
+        return tuple(head for head, queries in enumerate(self.group_sizes) for _ in range(queries))
 
 
 def check_heads(q_heads: int, kv_heads: int) -> None:

@@ -100,49 +100,78 @@ class SequenceSharding:
 
     Args:
         mesh: from `init_mesh`, or any `DeviceMesh` that has the four axes.
-        layout: "contiguous", or "auto", which chooses it (a Ulysses exchange restores the order of the tokens, so
-            no other cut balances better).
+        layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest ways under a sliding window; as
+            good for a bidirectional mask), or "auto": zigzag where there is a ring, else contiguous (a Ulysses
+            exchange restores the order of the tokens, so no other cut balances better).
         kv_replication: whether one KV head may be sent to several ranks when there are more ranks than KV heads.
+        ring_impl: how keys and values go round: "p2p" (neighbour to neighbour, the next block in flight while the
+            current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
+            for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
+            overlap; see `longspan.attention.ring.choose_impl`.
 
     Attributes:
         size: ranks of the sequence group.
         rank: this rank's place in it.
         group: its process group, None on a single process.
+        ring_size, ring_rank, ring_group: the same of the ring alone.
+        ulysses_size, ulysses_rank, ulysses_group: the same of the Ulysses group alone.
         data_size: number of replicas.
         data_rank: the replica this rank belongs to.
 
     Raises:
-        LongspanError: for a mesh without the four axes, an unknown layout, or `ring > 1` (not in this version).
+        LongspanError: for a mesh without the four axes, or an unknown layout or ring_impl.
     """
 
-    def __init__(self, mesh: DeviceMesh | OneDeviceMesh, layout: str = "auto", *, kv_replication: bool = True) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh | OneDeviceMesh,
+        layout: str = "auto",
+        *,
+        kv_replication: bool = True,
+        ring_impl: str = "auto",
+    ) -> None:
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        if layout not in ("auto", "contiguous"):
-            raise LongspanError(f"layout={layout!r} is unknown; choose 'auto' or 'contiguous'")
+        if layout not in ("auto", "contiguous", "zigzag"):
+            raise LongspanError(f"layout={layout!r} is unknown; choose 'auto', 'contiguous' or 'zigzag'")
+        if ring_impl not in ("auto", "p2p", "allgather"):
+            raise LongspanError(f"ring_impl={ring_impl!r} is unknown; choose 'auto', 'p2p' or 'allgather'")
         sizes = dict(zip(AXES, mesh.shape, strict=True))
-        if sizes["ring"] > 1:
-            raise LongspanError(
-                f"`ring={sizes['ring']}`: Ring Attention is not in this version; use "
-                f"`ring=1, ulysses={sizes['ring'] * sizes['ulysses']}` (KV heads are replicated where there are too "
-                "few)"
-            )
         self.mesh = mesh
         self.kv_replication = kv_replication
+        self.ring_impl = ring_impl
+        self.ring_size: int = sizes["ring"]
+        self.ulysses_size: int = sizes["ulysses"]
         self.size: int = sizes["ring"] * sizes["ulysses"]
         self.data_size: int = sizes["data"]
         self.tensor_size: int = sizes["tensor"]
-        self.layout = Layout(self.size)
+        zigzag = self.ring_size > 1 and layout != "contiguous"
+        self.layout = Layout(self.ring_size, self.ulysses_size, "zigzag" if zigzag else "contiguous")
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.group: dist.ProcessGroup | None = None
-        self.rank = self.data_rank = 0
+        self.ring_group: dist.ProcessGroup | None = None
+        self.ulysses_group: dist.ProcessGroup | None = None
+        self.ring_rank = self.ulysses_rank = self.data_rank = 0
         if isinstance(mesh, DeviceMesh):
-            self.group = mesh.get_group("ulysses")
-            self.rank = mesh.get_local_rank("ulysses")
+            self.ring_group, self.ring_rank = mesh.get_group("ring"), mesh.get_local_rank("ring")
+            self.ulysses_group, self.ulysses_rank = mesh.get_group("ulysses"), mesh.get_local_rank("ulysses")
             self.data_rank = mesh.get_local_rank("data")
+            self.group = self._sequence_group(mesh)
+        self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        if self.ring_size > 1 and self.device.type == "cuda":
+            # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
+            # not concern all of them.
+            dist.barrier(group=self.ring_group, device_ids=[self.device.index])
+
+    def _sequence_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        if self.ring_size == 1:
+            return self.ulysses_group
+        if self.ulysses_size == 1:
+            return self.ring_group
+        return mesh["ring", "ulysses"]._flatten("sequence").get_group()
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -175,13 +204,12 @@ class SequenceSharding:
 
     def positions(self, n: int) -> torch.Tensor:
         """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
-        local = self.layout.local_length(n)
-        start = self.rank * local
-        return torch.arange(start, start + local, device=self.device).clamp_(max=n - 1)
+        spans = self.layout.padded_spans(n, self.rank)
+        return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
 
     def __repr__(self) -> str:
         axes: Sequence[str] = [f"{axis}={size}" for axis, size in zip(AXES, self.mesh.shape, strict=True)]
-        return f"SequenceSharding({', '.join(axes)}, rank={self.rank} of {self.size})"
+        return f"SequenceSharding({', '.join(axes)}, layout={self.layout.kind}, rank={self.rank} of {self.size})"
 
 
 def group_name(group: dist.ProcessGroup) -> str:

@@ -9,6 +9,7 @@ arguments. It is never stored: gradient checkpointing may run a layer again long
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from longspan.errors import LongspanError
 from longspan.mesh import find_group, group_name
 
 if TYPE_CHECKING:
+    from longspan.layout import Layout
     from longspan.mesh import SequenceSharding
 
 IGNORE = -100
@@ -63,25 +65,30 @@ def digest(batch: Mapping[str, Any]) -> int:
 
 
 def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -> Tensor:
-    """My part of `x` along `dim`: ceil(n / P) of its n entries, padded with `pad_value` at the end of the sequence.
+    """My part of `x` along `dim`, as `sp.layout` cuts it, padded with `pad_value` behind the end of the sequence.
 
     Differentiable: the gradient of `x` is this rank's part of it, zero outside my tokens.
     """
     if sp.size == 1:
         return x
     n = x.shape[dim]
-    start, stop = sp.layout.span(n, sp.rank)
-    mine = x.narrow(dim, start, stop - start)
-    missing = sp.layout.local_length(n) - (stop - start)
-    if not missing:
-        return mine
-    shape = list(mine.shape)
-    shape[dim] = missing
-    return torch.cat([mine, mine.new_full(shape, pad_value)], dim)
+    parts = []
+    for start, stop in sp.layout.padded_spans(n, sp.rank):
+        real = max(0, min(stop, n) - start)
+        if real:
+            parts.append(x.narrow(dim, start, real))
+        if real < stop - start:
+            shape = list(x.shape)
+            shape[dim] = stop - start - real
+            parts.append(x.new_full(shape, pad_value))
+    # A rank that holds padding alone still belongs to the graph of `x`.
+    if len(parts) == 1 and sp.layout.spans(n, sp.rank):
+        return parts[0]
+    return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
 
 
 def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = None) -> Tensor:
-    """All ranks' parts of `x` along `dim`, in order, on every rank; cut to `length` tokens if given.
+    """All ranks' parts of `x` along `dim`, in the sequence's order, on every rank; cut to `length` tokens if given.
 
     Differentiable: each rank uses the whole for its own part of the loss, so the gradient of my part is the sum of
     what all ranks send back for it (a reduce-scatter).
@@ -89,22 +96,45 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
     Raises:
         LongspanError: if `length` does not belong to parts of this size.
     """
-    total = x.shape[dim] * sp.size
-    if length is not None and not total - sp.size < length <= total:
+    local = x.shape[dim]
+    total = local * sp.size
+    if length is not None and (length < 1 or sp.layout.local_length(length) != local):
+        shortest = next(n for n in range(max(1, total - 2 * sp.size), total + 1) if sp.layout.local_length(n) == local)
         raise LongspanError(
-            f"gather: {sp.size} ranks hold {x.shape[dim]} entries each, which is a sequence of "
-            f"{max(total - sp.size + 1, 1)} to {total}, not of length={length}"
+            f"gather: {sp.size} ranks hold {local} entries each, which is a sequence of {shortest} to {total}, not of "
+            f"length={length}"
         )
     if sp.size > 1:
         assert sp.group is not None
         first = x.movedim(dim, 0)
-        x = torch.ops.longspan.all_gather(first.contiguous(), sp.size, group_name(sp.group)).movedim(0, dim)
+        x = torch.ops.longspan.all_gather(first.contiguous(), sp.size, group_name(sp.group))
+        x = in_order(x, sp.layout, total).movedim(0, dim)
     return x if length is None else x.narrow(dim, 0, length)
 
 
+def in_order(x: Tensor, layout: Layout, n: int) -> Tensor:
+    """Tokens along dimension 0, rank after rank, put into the sequence's order; `n` tokens, padding included."""
+    held = [span for rank in range(layout.size) for span in layout.padded_spans(n, rank)]
+    order = sorted(range(len(held)), key=lambda i: held[i])
+    if order == list(range(len(held))):
+        return x
+    pieces = x.split([stop - start for start, stop in held])
+    return torch.cat([pieces[i] for i in order])
+
+
 # torch 2.13 renames the two collectives and warns of the old names; older versions have only those.
-gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """The backend's all-gather: every rank's `x` one after the other in `out`."""
+    getattr(dist, _GATHER)(out, x, group=group)
+
+
+def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
+    """The backend's reduce-scatter: my part of the sum of every rank's `x` in `out`."""
+    getattr(dist, _SCATTER)(out, x, group=group)
 
 
 @torch.library.custom_op("longspan::all_gather", mutates_args=())
@@ -321,6 +351,50 @@ def document_rows(documents: Tensor) -> Rows | None:
         spans = zip(ids, starts, [*starts[1:], n], strict=True)
         rows.append(tuple((start, stop) for i, start, stop in spans if i >= 0))
     return tuple(rows)
+
+
+def cu_seqlens_rows(cu_seqlens: Tensor, n: int) -> Rows:
+    """The documents of one row from where they begin, [documents + 1], the row's length `n` at the end.
+
+    Raises:
+        LongspanError: if they do not begin at 0, do not rise, or do not sum up to `n`.
+    """
+    ends = [int(end) for end in cu_seqlens.reshape(-1).tolist()]
+    if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
+        raise LongspanError(
+            f"`cu_seqlens` must rise from 0 to the length, one entry more than documents; got {_few(ends)}"
+        )
+    if ends[-1] != n:
+        raise LongspanError(
+            f"the documents of `cu_seqlens` have {ends[-1]} tokens together, the sequence has {n}; its last entry "
+            f"must be {n}"
+        )
+    return (tuple((a, b) for a, b in itertools.pairwise(ends) if b > a),)
+
+
+def _few(numbers: list[int]) -> str:
+    spelled = ", ".join(str(number) for number in numbers[:8])
+    return f"[{spelled}{', ...' if len(numbers) > 8 else ''}]"
+
+
+def paired_rows(documents: Tensor, kv_documents: Tensor) -> tuple[Rows, Rows]:
+    """For cross attention: run number m of the first attends to run number m of the second, which has its id.
+
+    Raises:
+        LongspanError: as `document_rows`.
+    """
+    out = []
+    for b in range(len(documents)):
+        q_runs, k_runs = (_runs_by_id(ids[b]) for ids in (documents, kv_documents))
+        both = [i for i in q_runs if i in k_runs]
+        out.append((tuple(q_runs[i] for i in both), tuple(k_runs[i] for i in both)))
+    return tuple(q for q, _ in out), tuple(k for _, k in out)
+
+
+def _runs_by_id(ids: Tensor) -> dict[int, tuple[int, int]]:
+    rows = document_rows(ids[None])
+    runs = rows[0] if rows is not None else ((0, len(ids)),)
+    return {int(ids[start]): (start, stop) for start, stop in runs}
 
 
 def _refuse_labels_on_padding(shifted: Tensor, rows: Rows, n: int) -> None:

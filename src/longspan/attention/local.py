@@ -1,134 +1,89 @@
 """Attention on one device: all tokens, my heads. Kernels by name, or any callable.
 
-`eager` is the plain reference: the formula written out, every mask, every option, S x S memory. `sdpa` is the default:
-whatever kernel torch picks under `scaled_dot_product_attention`, with windows and documents cut into calls whose cost
-follows the mask.
+`eager` is the plain reference: the formula written out, every mask, every option, S x S memory. `block` does the same
+by tiles, with the cost that the mask has. `sdpa` is whatever kernel torch picks under `scaled_dot_product_attention`,
+with windows, chunks and documents cut into calls.
 
-Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim.
+Shape suffixes: B batch, S tokens, T keys, H query heads, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib
-import inspect
 import itertools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.attention.kernels import Kernel, import_flash_attn, keywords_of
 from longspan.attention.mask import Mask
+from longspan.attention.ring import Ring, reference_ring, ring_attention
+from longspan.attention.scores import Scores
 from longspan.errors import LongspanError
-
-Kernel = str | Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How scores are made from Q and K: scale * q.k, then softcap; sinks join the softmax's denominator.
-
-    Attributes:
-        scale: None for 1/sqrt(head_dim).
-        softcap: scores become softcap * tanh(scores / softcap) (Gemma-2).
-        sinks: one learnt logit per query head, [H]; it takes weight from the keys and adds no value (gpt-oss).
-    """
-
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.softcap is not None and self.softcap <= 0:
-            raise LongspanError(f"softcap={self.softcap} must be above 0; leave it out for no softcap")
+from longspan.layout import Layout
 
 
 def local_attention(
-    q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scores: Scores, kernel: Kernel = "auto"
+    q_BSHD: Tensor,
+    k_BTKD: Tensor,
+    v_BTKD: Tensor,
+    mask: Mask,
+    scores: Scores,
+    kernel: Kernel,
+    spread: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Exact attention of all tokens on this device's heads.
 
     Args:
         q_BSHD: queries. Any strides with a contiguous last dimension.
-        k_BSKD: keys; K divides H.
-        v_BSKD: values; their head_dim may differ.
+        k_BTKD: keys; K divides H.
+        v_BTKD: values; their head_dim may differ.
         mask: who attends to whom. A query that may attend to nothing gives zero.
-        scores: scale, softcap, sinks.
-        kernel: "auto" (= "sdpa"), "sdpa", "flash_attn", "flex", "eager", or a callable
+        scores: scale, softcap, sinks, biases.
+        kernel: "sdpa", "block", "flash_attn", "flex" or "eager", as `choose_kernel` found it to fit; or a callable
             `f(q, k, v, *, causal, scale, **more)` on `[B, S, heads, D]`; `more` holds `window`, `rows`, `softcap`,
-            `sinks` when they are set, and a callable that has no such keyword is refused.
+            `sinks`, `mask_mod`, `alibi`, `bias` when they are set, and a callable that has no such keyword is refused.
+        spread: for every query head its KV head, where they are not in equal groups.
 
     Returns:
         `[B, S, H, Dv]`.
-
-    Raises:
-        LongspanError: for an unknown kernel, one that is not installed, or one that cannot take the mask or scores.
     """
     if q_BSHD.shape[2] == 0:  # a rank without heads still belongs to the graph, or its exchange would have no backward
-        return q_BSHD.new_empty(*q_BSHD.shape[:3], v_BSKD.shape[3]) + q_BSHD.sum()
-    mask = mask.limited_to(q_BSHD.shape[1])
+        return q_BSHD.new_empty(*q_BSHD.shape[:3], v_BTKD.shape[3]) + q_BSHD.sum()
+    if spread is not None:
+        index = torch.tensor(spread, device=k_BTKD.device)
+        k_BTKD, v_BTKD = k_BTKD.index_select(2, index), v_BTKD.index_select(2, index)
+    if kernel in ("block", "eager"):
+        ring = Ring(None, 0, Layout(), (q_BSHD.shape[1], k_BTKD.shape[1]))
+        by_tiles = ring_attention if kernel == "block" else reference_ring
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
+        return by_tiles(q, k, v, ring, mask, scores).transpose(1, 2)
+    mask = chunks_as_rows(mask.limited_to(k_BTKD.shape[1]), q_BSHD.shape[0], k_BTKD.shape[1])
     if not isinstance(kernel, str):
-        return _call(kernel, q_BSHD, k_BSKD, v_BSKD, mask, scores)
-    kernels = {"auto": _sdpa, "sdpa": _sdpa, "flash_attn": _flash_attn, "flex": _flex, "eager": _eager}
-    return kernels[kernel](q_BSHD, k_BSKD, v_BSKD, mask, scores)
+        return _call(kernel, q_BSHD, k_BTKD, v_BTKD, mask, scores)
+    kernels = {"sdpa": _sdpa, "flash_attn": _flash_attn, "flex": _flex}
+    return kernels[kernel](q_BSHD, k_BTKD, v_BTKD, mask, scores)
 
 
-def check_kernel(kernel: Kernel, mask: Mask, scores: Scores, *, device: torch.device, grad: bool) -> None:
-    """Refuse what `kernel` cannot do, before anything is sent.
-
-    Raises:
-        LongspanError: as `local_attention`.
-    """
-    more = [name for name in ("softcap", "sinks") if getattr(scores, name) is not None]
-    if callable(kernel):
-        _keywords(kernel, mask, scores)
-        return
-    if kernel not in ("auto", "sdpa", "flash_attn", "flex", "eager"):
-        raise LongspanError(
-            f"kernel={kernel!r} is unknown; choose auto, sdpa, flash_attn, flex, eager, or pass a callable"
+@functools.lru_cache(maxsize=64)
+def chunks_as_rows(mask: Mask, batch: int, length: int) -> Mask:
+    """Chunks are runs of tokens that attend among themselves, as documents are: cut every document at their borders."""
+    if mask.chunk is None or mask.kv_rows is not None:
+        return mask
+    chunk = mask.chunk
+    rows = mask.rows or (((0, length),),) * batch
+    cut = tuple(
+        tuple(
+            (max(start, c), min(stop, c + chunk))
+            for start, stop in row
+            for c in range(start // chunk * chunk, stop, chunk)
         )
-    if kernel in ("auto", "sdpa") and more:
-        raise LongspanError(
-            f"kernel={kernel!r} cannot do {' or '.join(more)}; use kernel='eager' (exact, but its memory grows with "
-            f"the square of the tokens){', or kernel=flex on a GPU' if more == ['softcap'] else ''}"
-        )
-    if kernel == "flex":
-        if "sinks" in more:
-            raise LongspanError("kernel='flex' cannot do sinks in this version; use kernel='eager'")
-        if device.type == "cpu" and grad:
-            raise LongspanError("kernel='flex': FlexAttention has no backward on CPU; use kernel='sdpa' or 'eager'")
-    if kernel == "flash_attn":
-        if "sinks" in more:
-            raise LongspanError("kernel='flash_attn' cannot do sinks; use kernel='eager'")
-        _import_flash_attn()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# eager: the formula.
-
-
-def _eager(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    B, S, H, D = q_BSHD.shape
-    dtype = torch.promote_types(q_BSHD.dtype, torch.float32)
-    group = H // k_BSKD.shape[2]
-    k_BHSD = k_BSKD.transpose(1, 2).repeat_interleave(group, 1).to(dtype)
-    v_BHSD = v_BSKD.transpose(1, 2).repeat_interleave(group, 1).to(dtype)
-    x_BHSS = q_BSHD.transpose(1, 2).to(dtype) @ k_BHSD.transpose(2, 3)
-    x_BHSS = x_BHSS * (1 / math.sqrt(D) if scores.scale is None else scores.scale)
-    if scores.softcap is not None:
-        x_BHSS = scores.softcap * torch.tanh(x_BHSS / scores.softcap)
-    x_BHSS = x_BHSS.masked_fill(~mask.dense(B, S, q_BSHD.device)[:, None], -math.inf)
-    if scores.sinks is not None:
-        sink = scores.sinks.to(dtype).view(1, H, 1, 1).expand(B, H, S, 1)
-        p_BHSS = torch.cat([x_BHSS, sink], -1).softmax(-1)[..., :-1]
-    else:
-        dead = torch.isneginf(x_BHSS).all(-1, keepdim=True)  # a softmax over nothing is NaN, here it is zero
-        p_BHSS = x_BHSS.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    return (p_BHSS @ v_BHSD).transpose(1, 2).to(q_BSHD.dtype)
+        for row in rows
+    )
+    return dataclasses.replace(mask, chunk=None, rows=cut)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,37 +166,74 @@ def _sdpa_window(q: Tensor, k: Tensor, v: Tensor, window: int, scores: Scores) -
 # flex and flash_attn.
 
 
-def _flex(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    B, S = q_BSHD.shape[:2]
-    ids = mask.ids(B, S, q_BSHD.device)
-
-    def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        ok = (ids[b, i] == ids[b, j]) & (ids[b, i] >= 0)
-        if mask.causal:
-            ok = ok & (j <= i)
-        return ok if mask.window is None else ok & (i - j < mask.window)
-
-    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert scores.softcap is not None
-        return scores.softcap * torch.tanh(score / scores.softcap)
+def _flex(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     on_gpu = q_BSHD.device.type != "cpu"
     run: Any = _compiled_flex() if on_gpu else flex_attention
-    plain = mask.rows is None and not mask.causal and mask.window is None
-    rows = B if mask.rows is not None else None
-    block_mask = None if plain else create_block_mask(allowed, rows, None, S, S, device=q_BSHD.device, _compile=on_gpu)
-    out: Tensor = run(
+    B, S, H = q_BSHD.shape[:3]
+    T = k_BTKD.shape[1]
+    plain = mask.is_plain and mask.rows is None and not mask.causal and mask.window is None
+    rows = B if mask.by_row or mask.mod is not None else None
+    heads = H if mask.mod is not None else None
+    allowed = _flex_mask(mask, scores, B, S, T, q_BSHD.device)
+    block_mask = None if plain else create_block_mask(allowed, rows, heads, S, T, device=q_BSHD.device, _compile=on_gpu)
+    options: dict[str, Any] = {} if scores.sinks is None else {"return_aux": AuxRequest(lse=True)}
+    result = run(
         q_BSHD.transpose(1, 2),
-        k_BSKD.transpose(1, 2),
-        v_BSKD.transpose(1, 2),
-        score_mod=None if scores.softcap is None else capped,
+        k_BTKD.transpose(1, 2),
+        v_BTKD.transpose(1, 2),
+        score_mod=_flex_scores(mask, scores),
         block_mask=block_mask,
         scale=scores.scale,
-        enable_gqa=q_BSHD.shape[2] != k_BSKD.shape[2],
+        enable_gqa=q_BSHD.shape[2] != k_BTKD.shape[2],
+        **options,
     )
-    return out.transpose(1, 2)
+    if scores.sinks is not None:  # one more key per head, whose value is zero
+        out, lse = result[0], result[1].lse
+        result = out * torch.sigmoid(lse - scores.sinks.to(lse.dtype)[:, None])[..., None].to(out.dtype)
+    whole: Tensor = result.transpose(1, 2)
+    return whole
+
+
+def _flex_mask(mask: Mask, scores: Scores, B: int, S: int, T: int, device: torch.device) -> Any:
+    """The mask as FlexAttention takes it: a function of one row, head, query and key."""
+    q_ids, k_ids = mask.ids(B, S, T, device)
+    prefix = mask.prefix
+    prefixes = torch.tensor(prefix if isinstance(prefix, tuple) else [prefix or 0] * B, device=device)
+
+    def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = i + mask.q_start
+        ok = j >= 0
+        if mask.causal:
+            ok = ok & (j <= at)
+        if mask.window is not None:
+            ok = ok & (at - j < mask.window) & (j - at < mask.window)
+        if mask.prefix is not None:
+            ok = ok | (j < prefixes[b])
+        if mask.rows is not None:
+            ok = ok & (q_ids[b, i] == k_ids[b, j]) & (q_ids[b, i] >= 0)
+        return ok if mask.mod is None else ok & mask.mod(b, h + scores.first_head, at, j)
+
+    return allowed
+
+
+def _flex_scores(mask: Mask, scores: Scores) -> Any:
+    """Softcap and biases as FlexAttention takes them; None for neither."""
+    if scores.softcap is None and not scores.has_bias:
+        return None
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = i + mask.q_start
+        if scores.softcap is not None:
+            score = scores.softcap * torch.tanh(score / scores.softcap)
+        if scores.alibi is not None:
+            score = score - scores.alibi[h] * (at - j).abs()
+        if scores.bias is not None:
+            score = score + scores.bias(h + scores.first_head, at, j)
+        return score
+
+    return changed
 
 
 @functools.cache
@@ -251,22 +243,13 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _import_flash_attn() -> Any:
-    try:
-        return importlib.import_module("flash_attn")
-    except ImportError as error:
-        raise LongspanError(
-            f"kernel='flash_attn' is not installed ({error}); `pip install flash-attn`, or use kernel='sdpa'"
-        ) from error
-
-
 def _flash_attn(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    flash = _import_flash_attn()
+    flash = import_flash_attn()
     B, S = q_BSHD.shape[:2]
     options = {
         "softmax_scale": scores.scale,
         "causal": mask.causal,
-        "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0),
+        "window_size": _window_size(mask),
         "softcap": scores.softcap or 0.0,
     }
     if mask.rows is None:
@@ -283,29 +266,19 @@ def _flash_attn(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scor
     return whole
 
 
+def _window_size(mask: Mask) -> tuple[int, int]:
+    """Keys to the left and to the right of a query, -1 for all."""
+    if mask.window is None:
+        return -1, -1
+    return mask.window - 1, 0 if mask.causal else mask.window - 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Any callable.
 
 
-def _keywords(kernel: Callable[..., Tensor], mask: Mask, scores: Scores) -> dict[str, Any]:
-    extra = {"window": mask.window, "rows": mask.rows, "softcap": scores.softcap, "sinks": scores.sinks}
-    extra = {name: value for name, value in extra.items() if value is not None}
-    name = getattr(kernel, "__name__", repr(kernel))
-    try:
-        parameters = inspect.signature(kernel).parameters.values()
-    except ValueError as error:
-        raise LongspanError(
-            f"the kernel {name} has no Python signature; wrap it in a function f(q, k, v, *, causal, scale)"
-        ) from error
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        missing = sorted({"causal", "scale", *extra} - {p.name for p in parameters})
-        if missing:
-            raise LongspanError(f"the kernel {name} has no keyword {', '.join(missing)}, which this attention needs")
-    return extra
-
-
-def _call(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    out = kernel(q, k, v, causal=mask.causal, scale=scores.scale, **_keywords(kernel, mask, scores))
+def _call(kernel: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    out: Tensor = kernel(q, k, v, causal=mask.causal, scale=scores.scale, **keywords_of(kernel, mask, scores))
     expected = (*q.shape[:3], v.shape[3])
     if tuple(out.shape) != expected:
         raise LongspanError(

@@ -184,10 +184,12 @@ def sharded_parts(
     first = torch.zeros(1, dtype=torch.int64, device=sp.device)
     yield "loss", (Part(first, out.loss.detach().reshape(1)), (1,))
     # From the layout, not from sp.positions(): what is under test must not choose what it is compared with.
-    start, stop = sp.layout.span(config.tokens, sp.rank)
+    spans = sp.layout.padded_spans(config.tokens, sp.rank)
+    mine = torch.cat([torch.arange(*span, device=sp.device) for span in spans])
+    real = mine < config.tokens
     rows_B = torch.arange(config.batch, device=sp.device) + sp.data_rank * config.batch
-    rows_BL = rows_B[:, None] * config.tokens + torch.arange(start, stop, device=sp.device)
-    logits_BLV = out.logits.detach()[:, : stop - start]
+    rows_BL = rows_B[:, None] * config.tokens + mine[real]
+    logits_BLV = out.logits.detach()[:, real]
     shape = (config.batch * config.data_degree * config.tokens, logits_BLV.shape[-1])
     yield "logits", (Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape)
     for name, parameter in model.named_parameters():
@@ -233,7 +235,7 @@ def make_report(
         criterion=criterion,
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
-        spans=tuple(link.gather((sp.data_rank, *sp.layout.span(config.tokens, sp.rank)))),
+        spans=tuple(link.gather((sp.data_rank, *sp.layout.spans(config.tokens, sp.rank)[0]))),
     )
 
 

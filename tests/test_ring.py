@@ -1,0 +1,288 @@
+"""Ring Attention and USP against the fp64 oracle: every layout, factorisation, mask and way of moving blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import longspan
+from longspan.attention import Mask
+from longspan.attention.ring import needs, work_of_blocks
+from longspan.layout import Layout, ring_routes
+from longspan.mesh import OneDeviceMesh
+from tests.counting import count_sent
+from tests.oracle import Case, make, options, oracle, relative_error
+from tests.pool import RankPool
+from tests.test_ulysses import CASES as PLAIN
+from tests.test_ulysses import _sharding, run
+
+HARD = {
+    "chunks": Case(chunk=5, n=23, batch=2),
+    "chunks and documents": Case(chunk=6, documents=(0,) * 9 + (1,) * 11, n=20),
+    "bidirectional window": Case(window=4, causal=False, n=25),
+    "long bidirectional window": Case(window=150, causal=False, n=500, q_heads=2, kv_heads=1),
+    "prefix": Case(prefix=7, n=22),
+    "a prefix for each row": Case(prefix=(0, 9, 20), n=20, batch=3),
+    "prefix and documents": Case(prefix=9, documents=(0,) * 6 + (1,) * 9, n=15),
+    "softcap": Case(softcap=2.0, n=18, q_heads=6, kv_heads=2),
+    "sinks": Case(sinks=True, n=19, q_heads=6, kv_heads=2),
+    "sinks, softcap and window": Case(softcap=5.0, sinks=True, window=4, n=21, q_heads=6, kv_heads=2),
+    "sinks and documents with padding": Case(sinks=True, documents=(-1,) * 3 + (0,) * 8 + (1,) * 6 + (-1,) * 2, n=19),
+    "alibi": Case(alibi=True, n=21, q_heads=6, kv_heads=3),
+    "alibi, bidirectional": Case(alibi=True, causal=False, n=21),
+    "a bias": Case(bias="waves", n=17, q_heads=6, kv_heads=2),
+    "a mask function": Case(mod="striped", n=21, q_heads=6, kv_heads=3, batch=2),
+    "a mask function that leaves rows empty": Case(mod="late", causal=False, n=17, batch=2),
+    "a mask function, documents, softcap": Case(mod="striped", documents=(0,) * 8 + (1,) * 5, n=13, softcap=3.0),
+    "cross attention": Case(causal=False, n=13, kv_n=30),
+    "cross attention, few keys": Case(causal=False, n=30, kv_n=5, batch=2),
+    "cross attention with documents": Case(
+        causal=False, n=10, kv_n=16, documents=(0,) * 4 + (1,) * 6, kv_documents=(0,) * 7 + (1,) * 6 + (-1,) * 3
+    ),
+    "chunked prefill": Case(n=9, kv_n=25, q_start=16),
+    "chunked prefill in the middle": Case(n=8, kv_n=40, q_start=11, window=9),
+    "chunked prefill with documents": Case(n=9, kv_n=25, q_start=16, documents=(0,) * 6 + (1,) * 14 + (2,) * 5),
+}
+CASES = {**PLAIN, **HARD}
+
+
+def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, float]:
+    """Relative errors of output and gradients against the oracle."""
+    ours, truth = run(case, sp, kernel), oracle(case, make(case))
+    return {name: relative_error(ours[name], truth[name]) for name in truth}
+
+
+def _limit(case: Case) -> float:
+    return 1e-12 if case.dtype == torch.float64 else 4e-6
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("kernel", ["auto", "eager"])
+def test_one_device(name: str, kernel: str) -> None:
+    case = HARD[name]
+    errors = compare(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), kernel)
+    assert max(errors.values()) <= _limit(case), errors
+
+
+def _everywhere(ring: int, layout: str, names: list[str], impl: str = "p2p") -> dict[str, dict[str, float]]:
+    sp = _sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+    return {name: compare(CASES[name], sp) for name in names}
+
+
+MESHES = [(2, 2), (4, 4), (4, 2), (4, 1)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("world", "ring"), MESHES)
+def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str) -> None:
+    for found in get_pool(world).run(_everywhere, ring, layout, list(CASES)):
+        for name, errors in found.items():
+            assert max(errors.values()) <= _limit(CASES[name]), (name, errors)
+
+
+@pytest.mark.parametrize("ring", [8, 4, 2])
+def test_exact_over_8_ranks(pool8: RankPool, ring: int) -> None:
+    names = [name for name in CASES if not name.startswith("long")]
+    for found in pool8.run(_everywhere, ring, "zigzag", names, timeout=120):
+        for name, errors in found.items():
+            assert max(errors.values()) <= _limit(CASES[name]), (name, errors)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_all_gathered_keys_and_values(pool4: RankPool, layout: str) -> None:
+    for found in pool4.run(_everywhere, 4, layout, list(CASES), "allgather"):
+        for name, errors in found.items():
+            assert max(errors.values()) <= _limit(CASES[name]), (name, errors)
+
+
+def _plain(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
+    sp = _sharding(dist.get_world_size() // ring, ring)
+    return {name: compare(CASES[name], sp, "eager") for name in names}
+
+
+@pytest.mark.parametrize("ring", [4, 2])
+def test_the_plain_ring(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_plain, ring, list(CASES)):
+        for name, errors in found.items():
+            assert max(errors.values()) <= _limit(CASES[name]), (name, errors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawn shapes.
+
+
+def _drawn(case: Case, ring: int, layout: str, impl: str, kv_replication: bool) -> dict[str, float]:
+    sp = _sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl, kv_replication=kv_replication)
+    return compare(case, sp)
+
+
+shapes = st.builds(
+    lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
+    kv=st.integers(1, 6),
+    group=st.integers(1, 5),
+    n=st.integers(1, 60),
+    batch=st.integers(1, 3),
+    dim=st.sampled_from([4, 8, 24]),
+    v_dim=st.sampled_from([4, 8]),
+    causal=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=st.integers(0, 3),
+    window=st.none() | st.integers(1, 12),
+    chunk=st.none() | st.integers(1, 9),
+    sinks=st.booleans(),
+    softcap=st.none() | st.floats(1, 10),
+    alibi=st.booleans(),
+    mod=st.none() | st.sampled_from(["striped"]),
+)
+
+
+@settings(max_examples=50)
+@given(
+    case=shapes,
+    mesh=st.sampled_from([(2, 2), (4, 4), (4, 2)]),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    impl=st.sampled_from(["p2p", "allgather"]),
+    cuts=st.none() | st.lists(st.integers(0, 60), max_size=3),
+)
+def test_exact_for_drawn_shapes(get_pool: Any, case: Case, mesh: Any, layout: str, impl: str, cuts: Any) -> None:
+    ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
+    case = dataclasses.replace(case, documents=ids)
+    world, ring = mesh
+    for errors in get_pool(world).run(_drawn, case, ring, layout, impl, True):
+        assert max(errors.values()) <= _limit(case), (case, errors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts, routes, work.
+
+
+@given(n=st.integers(1, 10**6), ring=st.integers(1, 33), ulysses=st.integers(1, 9), zigzag=st.booleans())
+def test_every_token_has_one_rank(n: int, ring: int, ulysses: int, zigzag: bool) -> None:
+    layout = Layout(ring, ulysses, "zigzag" if zigzag else "contiguous")
+    held = sorted(span for rank in range(layout.size) for span in layout.spans(n, rank))
+    assert held[0][0] == 0 and held[-1][1] == n
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
+    padded = [layout.padded_spans(n, rank) for rank in range(layout.size)]
+    assert {sum(b - a for a, b in spans) for spans in padded} == {layout.local_length(n)}
+    assert layout.padded_length(n) - n < 2 * layout.size
+
+
+def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
+    for ring in (2, 4, 8):
+        zigzag = [sum(row) for row in work_of_blocks(Layout(ring, 1, "zigzag"), (8192, 8192), Mask(), 1)]
+        assert max(zigzag) <= 1.05 * sum(zigzag) / ring
+        contiguous = [sum(row) for row in work_of_blocks(Layout(ring, 1), (8192, 8192), Mask(), 1)]
+        assert sum(contiguous) == sum(zigzag) == 8192 * 8193 // 2
+        assert max(contiguous) / max(zigzag) > 2 - 1.1 / ring
+
+
+@given(
+    st.integers(1, 9).flatmap(
+        lambda r: st.lists(st.lists(st.booleans(), min_size=r, max_size=r), min_size=r, max_size=r)
+    )
+)
+def test_routes_reach_all_that_need_a_block_by_the_fewest_hops(wanted: list[list[bool]]) -> None:
+    size, routes = len(wanted), ring_routes(wanted)
+    for j in range(size):
+        reached = {(j + s) % size for s in range(1, routes.right[j] + 1)}
+        reached |= {(j - s) % size for s in range(1, routes.left[j] + 1)}
+        needing = {i for i in range(size) if wanted[i][j] and i != j}
+        assert needing <= reached
+        assert routes.right[j] + routes.left[j] <= size - 1
+        fewest = min(
+            right + left
+            for right in range(size)
+            for left in range(size)
+            if needing <= {(j + s) % size for s in range(1, right + 1)} | {(j - s) % size for s in range(1, left + 1)}
+        )
+        assert routes.right[j] + routes.left[j] == fewest
+
+
+def test_a_window_needs_its_neighbours_only() -> None:
+    contiguous = ring_routes(needs(Layout(8), (800, 800), Mask(window=50), 1))
+    assert contiguous.right == (1,) * 7 + (0,) and contiguous.left == (0,) * 8
+    zigzag = ring_routes(needs(Layout(8, 1, "zigzag"), (800, 800), Mask(window=50), 1))
+    assert zigzag.rounds == 1 and sum(zigzag.right) == sum(zigzag.left) == 7
+    documents = Mask(rows=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
+    assert ring_routes(needs(Layout(8), (800, 800), documents, 1)).rounds == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent.
+
+
+def _sent(case: Case, ring: int, layout: str, impl: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    sp = _sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+    x = make(case)
+    q, k, v = (sp.shard(x[name]).clone().requires_grad_() for name in "qkv")
+    with count_sent() as log:
+        out = longspan.attention(q, k, v, sp, **options(case, x))
+        forward = len(log)
+        out.backward(torch.ones_like(out))
+    sent = [(entry.op, entry.bytes) for entry in log]
+    return sent[:forward], sent[forward:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ring_sends_kv_heads_only_and_gradients_in_fp32(pool4: RankPool, dtype: torch.dtype) -> None:
+    case = Case(n=32, batch=2, q_heads=8, kv_heads=2, dtype=dtype)
+    block = case.batch * case.n // 4 * case.kv_heads * (case.dim + case.v_dim)  # elements of K and V together
+    for forward, backward in pool4.run(_sent, case, 4, "zigzag", "p2p"):
+        assert forward == [("p2p", block * dtype.itemsize)] * 3
+        assert sorted(backward) == sorted([("p2p", block * dtype.itemsize)] * 3 + [("p2p", block * 4)] * 3)
+    for forward, backward in pool4.run(_sent, case, 4, "zigzag", "allgather"):
+        assert forward == [("all_gather", 3 * block * dtype.itemsize)]
+        assert backward == [("all_gather", 3 * block * dtype.itemsize), ("reduce_scatter", 3 * block * 4)]
+
+
+def test_usp_rings_its_own_heads(pool4: RankPool) -> None:
+    case = Case(n=32, q_heads=8, kv_heads=2)
+    for forward, _ in pool4.run(_sent, case, 2, "zigzag", "p2p"):
+        names = [op for op, _ in forward]
+        assert names == ["all_to_all", "p2p", "all_to_all"]
+        assert forward[1][1] == 4 * (case.n // 2) * 1 * (case.dim + case.v_dim)  # one KV head of the two
+
+
+def test_an_uneven_kv_group_is_repeated_on_arrival_not_sent_twice(pool4: RankPool) -> None:
+    # 6 query heads over 3 KV heads and 2 Ulysses ranks: 3 and 3, which cuts the second group of 2 in its middle.
+    sent = pool4.run(_sent, Case(n=16, q_heads=6, kv_heads=3), 2, "zigzag", "p2p")
+    assert [forward[1] for forward, _ in sent] == [("p2p", 4 * 8 * 2 * 16)] * 4
+
+
+def test_what_the_mask_makes_empty_is_not_sent(pool4: RankPool) -> None:
+    block = 4 * 8 * 2 * 16
+    window = pool4.run(_sent, Case(n=32, window=5), 4, "contiguous", "p2p")
+    assert [[size for _, size in forward] for forward, _ in window] == [[block], [block], [block], []]
+    causal = pool4.run(_sent, Case(n=32), 4, "contiguous", "p2p")
+    assert [len(forward) for forward, _ in causal] == [1, 2, 3, 0]
+    documents = pool4.run(_sent, Case(n=32, documents=(0,) * 8 + (1,) * 16 + (2,) * 8), 4, "contiguous", "p2p")
+    assert [len(forward) for forward, _ in documents] == [0, 1, 0, 0]
+    assert [len(backward) for _, backward in documents] == [0, 1, 1, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bf16.
+
+
+def _bf16(case: Case, ring: int, impl: str) -> list[tuple[float, float]]:
+    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl=impl)
+    truth, ours = oracle(case, make(case)), run(case, sp)
+    single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), "sdpa")
+    return [(relative_error(ours[name], truth[name]), relative_error(single[name], truth[name])) for name in truth]
+
+
+@pytest.mark.parametrize("impl", ["p2p", "allgather"])
+@pytest.mark.parametrize(("world", "ring"), [(2, 2), (4, 4), (4, 2), (8, 8)])
+def test_bf16_is_as_near_to_fp64_as_one_device(get_pool: Any, world: int, ring: int, impl: str) -> None:
+    for errors in get_pool(world).run(
+        _bf16, Case(n=256, q_heads=8, dim=32, v_dim=32, dtype=torch.bfloat16), ring, impl
+    ):
+        for ours, single in errors:
+            assert ours <= 1.2 * single
