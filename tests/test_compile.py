@@ -40,13 +40,13 @@ def _gradients(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
 
 
-def _compare(q_heads: int, kv_heads: int, length: int, backend: str) -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
+def _compare(q_heads: int, kv_heads: int, length: int, backend: str, ring: int = 1) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring))
     block = _Block(sp, q_heads, kv_heads, length)
     x = sp.shard(torch.randn(2, length, 32))
     eager = _gradients(block, x)
     torch._dynamo.reset()
-    compiled = _gradients(torch.compile(block, fullgraph=True, backend=backend), x)  # type: ignore[arg-type]
+    compiled = _gradients(torch.compile(block, fullgraph=ring == 1, backend=backend), x)  # type: ignore[arg-type]
     for name, grad in eager.items():
         assert grad.abs().max() > 0, name
         assert torch.allclose(compiled[f"_orig_mod.{name}" if name != "x" else name], grad, rtol=1e-4, atol=1e-5), name
@@ -55,6 +55,12 @@ def _compare(q_heads: int, kv_heads: int, length: int, backend: str) -> None:
 @pytest.mark.parametrize(("q_heads", "kv_heads", "length"), [(4, 2, 16), (6, 3, 15), (4, 1, 16)])
 def test_compiled_gradients_equal_eager(pool2: RankPool, q_heads: int, kv_heads: int, length: int) -> None:
     pool2.run(_compare, q_heads, kv_heads, length, "aot_eager", timeout=180)
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_compiled_gradients_of_a_ring_equal_eager(pool4: RankPool, ring: int) -> None:
+    """The ring itself is not compiled: the graph breaks around it, and its gradients are its own."""
+    pool4.run(_compare, 4, 2, 18, "aot_eager", ring, timeout=180)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler (g++) on CPU")

@@ -214,7 +214,8 @@ BAD = [
     (
         _shapes(k=(1, 4, 1, 8)),
         {"sharding": {"kv_replication": False}},
-        "`ulysses=2` needs at least 2 KV heads when KV replication is refused, the model has 1; try `ulysses=1, ring=2`",
+        "`ulysses=2` needs at least 2 KV heads when KV replication is refused, the model has 1; "
+        "try `ulysses=1, ring=2`",
     ),
 ]
 

@@ -230,6 +230,9 @@ def _checked(
             f"{lengths[0]} queries and {lengths[1]} keys: say where the queries are among the keys (q_start="
             f"{max(0, lengths[1] - lengths[0])} for the last of them), or causal=False"
         )
+    if mask.mod is not None:
+        at = torch.zeros(1, dtype=torch.int64, device=q.device)
+        mask.mod_of((0, 1), (0, 1), at, at)  # refuses what is no mask
     scores.check(q.shape[2])
     check_heads(q.shape[2], k.shape[2])
     _check_mesh(k.shape[2], sp)

@@ -1,0 +1,223 @@
+"""Which kernel is taken and why; what each refuses, with the way out."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.attention import kernels
+from longspan.errors import LongspanError
+from longspan.mesh import OneDeviceMesh
+from tests.counting import count_sent
+from tests.oracle import Case, make, options, oracle, relative_error
+from tests.pool import RankPool
+from tests.test_ring import HARD
+from tests.test_ulysses import _sharding
+
+
+def _one() -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
+
+
+def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
+    return [torch.zeros(1, n, h, 8) for h in (heads, 2, 2)]
+
+
+EXPLAINED = [
+    ({}, "sdpa: torch's scaled_dot_product_attention takes this mask, run by run"),
+    ({"window": 3}, "sdpa: "),
+    ({"chunk": 3}, "sdpa: "),
+    ({"softcap": 3.0}, "block: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
+    ({"prefix": 3}, "block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
+    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "block: sdpa cannot do sinks, alibi; tiles through"),
+    ({"window": 3, "causal": False}, "block: sdpa cannot do a window to both sides"),
+    ({"kernel": "eager"}, "eager: the formula written out; its memory grows with the square of the tokens"),
+    ({"kernel": lambda q, k, v, *, causal, scale: q}, "<lambda>: passed as a callable"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), EXPLAINED)
+def test_the_choice_is_explained(options: dict[str, Any], text: str) -> None:
+    assert str(longspan.explain_kernel(*_qkv(), _one(), **options)).startswith(text)
+
+
+def _explained_in_a_ring() -> str:
+    sp = _sharding(1, dist.get_world_size())
+    with count_sent() as log:
+        choice = longspan.explain_kernel(*_qkv(4), sp, kernel="sdpa")
+    assert not log
+    return str(choice)
+
+
+def test_a_ring_is_explained_and_sends_nothing_for_it(pool2: RankPool) -> None:
+    text = (
+        "block: in a ring blocks are added up by log-sum-exps; tiles through torch's flash attention for CPU, in fp32"
+    )
+    assert pool2.run(_explained_in_a_ring) == [text] * 2
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels.tell.cache_clear()
+    with caplog.at_level(logging.INFO, logger="longspan"):
+        for _ in range(3):
+            longspan.attention(*_qkv(), _one(), prefix=2)
+    told = [record.message for record in caplog.records]
+    assert told == [
+        "attention kernel block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
+    ]
+
+
+def test_on_a_gpu_flex_takes_what_sdpa_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.attention import Mask, Scores
+
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
+    gpu = torch.device("cuda")
+    choice = kernels.choose_kernel("auto", Mask(prefix=3), Scores(), device=gpu, grad=True)
+    assert str(choice) == "flex: sdpa cannot do prefix; FlexAttention compiles it"
+    assert kernels.choose_kernel("auto", Mask(prefix=3), Scores(), device=gpu, grad=True, ring=2).name == "block"
+
+
+FLEX = [name for name in HARD if "cross" not in name]
+
+
+@pytest.mark.parametrize("name", FLEX)
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_forward_takes_every_mask(name: str) -> None:
+    case = HARD[name]
+    x = make(case)
+    with torch.no_grad():
+        out = longspan.attention(
+            x["q"], x["k"], x["v"], _one(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
+        )
+    assert relative_error(out, oracle(case, x)["out"]) < 2e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learnt biases.
+
+
+class _Table(torch.nn.Module):
+    """A bias by distance, learnt: what T5 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 7, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.weight[h, (q - kv).clamp(-3, 3) + 3]
+
+
+def _learnt(ring: int) -> Tensor:
+    sp = _sharding(dist.get_world_size() // ring, ring) if ring else _one()
+    x, table = make(Case(n=13)), _Table()
+    q, k, v = (sp.shard(x[name]) for name in "qkv")
+    out = longspan.attention(q, k, v, sp, length=13, bias=table, kernel="eager")
+    out.backward(sp.shard(x["grad"]))
+    grad = table.weight.grad
+    assert grad is not None
+    if sp.size > 1:
+        dist.all_reduce(grad, group=sp.group)
+    return grad
+
+
+def test_eager_learns_a_bias_on_every_mesh(pool4: RankPool) -> None:
+    single = _learnt(0)
+    assert single.abs().max() > 0.1
+    for ring in (1, 2, 4):
+        for grad in pool4.run(_learnt, ring):
+            assert relative_error(grad, single) < 2e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input.
+
+
+def _not_boolean(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q - kv
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    return q
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"window": 0}, "window=0 must be at least 1 token"),
+    ({"window": -3}, "window=-3 must be at least 1 token"),
+    ({"chunk": 0}, "chunk=0 must be at least 1 token"),
+    ({"prefix": -1}, "prefix=-1 must be at least 0"),
+    ({"prefix": 9}, "prefix=9 is longer than the 8 keys"),
+    ({"prefix": (1, 2)}, "`prefix` has 2 entries, the tensors have a batch of 1"),
+    ({"prefix": 2, "causal": False}, "prefix is what is seen in spite of `causal`"),
+    ({"prefix": 2, "window": 3}, "prefix together with window or chunk .* mask_mod"),
+    (
+        {"cu_seqlens": torch.tensor([0, 3, 7])},
+        "documents of `cu_seqlens` have 7 tokens together, the sequence has 8; .*8",
+    ),
+    ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, r"`cu_seqlens` must rise from 0 to the length.* got \[0, 5, 3, 8\]"),
+    ({"cu_seqlens": torch.tensor([2, 8])}, "`cu_seqlens` must rise from 0"),
+    ({"cu_seqlens": torch.tensor([0, 8]), "documents": torch.zeros(1, 8)}, "say the same in two ways"),
+    ({"documents": torch.zeros(1, 9, dtype=torch.int64)}, r"`documents` has the shape \(1, 9\), .* \(1, 8\)"),
+    ({"kv_documents": torch.zeros(1, 9), "causal": False}, r"`kv_documents` has the shape \(1, 9\)"),
+    ({"kv_documents": torch.zeros(1, 8)}, r"cross attention\) have no order with the queries; use causal=False"),
+    ({"alibi": torch.zeros(3)}, r"`alibi` has the shape \(3,\), one per query head is \(4,\)"),
+    ({"softcap": 0.0}, "softcap=0.0 must be above 0"),
+    ({"mask_mod": "causal"}, r"mask_mod must be a function \(b, h, q, kv\)"),
+    ({"mask_mod": _not_boolean}, "mask_mod must return booleans, it returned torch.int64"),
+    ({"mask_mod": _not_boolean, "kernel": "sdpa"}, "kernel='sdpa' cannot do mask_mod; use kernel='auto'"),
+    ({"mask_mod": _not_boolean, "kernel": _plain}, "the kernel _plain has no keyword mask_mod"),
+    ({"prefix": 3, "kernel": _plain}, "the kernel _plain cannot be told of prefix; use kernel='auto'"),
+    ({"q_start": 1}, "queries at 1 to 8 lie behind the 8 keys"),
+    ({"q_start": -1}, "q_start=-1 must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD)
+def test_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(LongspanError) as error:
+        longspan.attention(*_qkv(), _one(), **options)
+    assert re.search(text, str(error.value)), error.value
+
+
+def test_a_learnt_bias_needs_eager() -> None:
+    q, k, v = _qkv()
+    with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt; use kernel='eager'"):
+        longspan.attention(q.requires_grad_(), k, v, _one(), bias=_Table())
+    with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt"):
+        longspan.attention(q, k, v, _one(), alibi=torch.ones(4, requires_grad=True))
+
+
+def _refused_in_a_ring(options: dict[str, Any], sharding: dict[str, Any]) -> str:
+    sp = _sharding(sharding.pop("ulysses", 1), sharding.pop("ring", 1), **sharding)
+    with count_sent() as log, pytest.raises(LongspanError) as error:
+        longspan.attention(*_qkv(4), sp, **options)
+    assert not log
+    return str(error.value)
+
+
+RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"kernel": "flash_attn"}, {"ring": 4}, "kernel='flash_attn' cannot be used in a ring of 4; use kernel='auto'"),
+    ({"kernel": "flex"}, {"ring": 4}, "kernel='flex' cannot be used in a ring of 4"),
+    ({"kernel": _plain}, {"ring": 4}, "the kernel _plain gives no log-sum-exps, by which a ring of 4 adds up blocks"),
+    (
+        {},
+        {"ulysses": 4, "kv_replication": False},
+        "`ulysses=4` needs at least 4 KV heads when KV replication is refused, the model has 2; try `ulysses=2, ring=2`, "
+        "or allow `kv_replication=True`",
+    ),
+    ({"length": 30}, {"ring": 4}, "length=30 over 4 ranks gives 8 tokens to each, the tensors have 4"),
+]
+
+
+@pytest.mark.parametrize(("options", "sharding", "text"), RING_BAD)
+def test_refused_alike_on_all_ranks_of_a_ring(
+    pool4: RankPool, options: dict[str, Any], sharding: dict[str, Any], text: str
+) -> None:
+    messages = pool4.run(_refused_in_a_ring, options, sharding)
+    assert len(set(messages)) == 1 and text in messages[0]

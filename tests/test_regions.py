@@ -1,0 +1,88 @@
+"""Regions and their tiles against sets of pairs, counted one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan import regions
+from longspan.regions import Region, overlap, tiles
+
+spans = st.tuples(st.integers(0, 60), st.integers(1, 50)).map(lambda x: (x[0], x[0] + x[1]))
+drawn = st.builds(
+    lambda q, k, lo, width: Region(*q, *k, lo, None if width is None else (lo or 0) + width),
+    spans,
+    spans,
+    st.sampled_from([None, 0, 0, -5, 3]),
+    st.none() | st.integers(0, 40),
+)
+
+
+def pairs(r: Region) -> set[tuple[int, int]]:
+    return {
+        (i, j)
+        for i in range(r.q0, r.q1)
+        for j in range(r.k0, r.k1)
+        if (r.lo is None or i - j >= r.lo) and (r.hi is None or i - j <= r.hi)
+    }
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small regions have many tiles."""
+    monkeypatch.setattr(regions, "TILE", (8, 16))
+    monkeypatch.setattr(regions, "_NARROW", 4)
+
+
+@given(drawn)
+def test_pairs_are_counted_without_listing_them(r: Region) -> None:
+    assert r.pairs == len(pairs(r))
+
+
+@given(drawn, spans, spans)
+def test_a_part_holds_just_what_lies_in_it(r: Region, q: Any, k: Any) -> None:
+    wanted = {(i, j) for i, j in pairs(r) if q[0] <= i < q[1] and k[0] <= j < k[1]}
+    part = r.within(q, k)
+    assert (pairs(part) if part else set()) == wanted
+    if part:  # trimmed: no row and no column is empty
+        assert {i for i, _ in wanted} == set(range(part.q0, part.q1))
+        assert {j for _, j in wanted} == set(range(part.k0, part.k1))
+
+
+@settings(max_examples=300)
+@given(drawn, st.booleans())
+def test_tiles_cover_a_region_once_and_are_what_they_say(r: Region, written_out: bool) -> None:
+    trimmed = r.within((0, 1000), (0, 1000))
+    seen: list[tuple[int, int]] = []
+    for tile in tiles(trimmed, written_out=written_out) if trimmed else ():
+        part, mine = tile.region, pairs(tile.region)
+        rows, columns = part.q1 - part.q0, part.k1 - part.k0
+        if tile.kind == "full":
+            assert len(mine) == rows * columns
+        elif tile.kind == "causal":
+            assert rows == columns and len(mine) == rows * (rows + 1) // 2
+            assert all(i - part.q0 >= j - part.k0 for i, j in mine)
+        else:
+            assert rows <= 8 and columns <= 16
+        seen += mine
+    assert len(seen) == len(set(seen)) and set(seen) == pairs(r)
+
+
+def test_a_window_costs_its_width_not_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regions, "TILE", (256, 1024))
+    monkeypatch.setattr(regions, "_NARROW", 128)
+    for window in (64, 512, 4096):
+        n = 65536
+        band = Region(0, n, 0, n, 0, window - 1)
+        work = sum((t.region.q1 - t.region.q0) * (t.region.k1 - t.region.k0) for t in tiles(band))
+        assert work <= n * (2 * window + 256)
+
+
+def test_overlap_looks_at_every_pair_of_runs() -> None:
+    causal = [Region(0, 40, 0, 40, 0)]
+    zigzag = ((0, 5), (35, 40))
+    found = list(overlap(causal, zigzag, zigzag))
+    assert sum(part.pairs for part in found) == 15 + 25 + 15
