@@ -143,6 +143,10 @@ def _not_boolean(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q - kv
 
 
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
     return q
 
@@ -170,8 +174,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"softcap": 0.0}, "softcap=0.0 must be above 0"),
     ({"mask_mod": "causal"}, r"mask_mod must be a function \(b, h, q, kv\)"),
     ({"mask_mod": _not_boolean}, "mask_mod must return booleans, it returned torch.int64"),
-    ({"mask_mod": _not_boolean, "kernel": "sdpa"}, "kernel='sdpa' cannot do mask_mod; use kernel='auto'"),
-    ({"mask_mod": _not_boolean, "kernel": _plain}, "the kernel _plain has no keyword mask_mod"),
+    ({"mask_mod": _causal, "kernel": "sdpa"}, "kernel='sdpa' cannot do mask_mod; use kernel='auto'"),
+    ({"mask_mod": _causal, "kernel": _plain}, "the kernel _plain has no keyword mask_mod"),
     ({"prefix": 3, "kernel": _plain}, "the kernel _plain cannot be told of prefix; use kernel='auto'"),
     ({"q_start": 1}, "queries at 1 to 8 lie behind the 8 keys"),
     ({"q_start": -1}, "q_start=-1 must be at least 0"),
@@ -208,8 +212,8 @@ RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"ulysses": 4, "kv_replication": False},
-        "`ulysses=4` needs at least 4 KV heads when KV replication is refused, the model has 2; try `ulysses=2, ring=2`, "
-        "or allow `kv_replication=True`",
+        "`ulysses=4` needs at least 4 KV heads when KV replication is refused, the model has 2; try "
+        "`ulysses=2, ring=2`, or allow `kv_replication=True`",
     ),
     ({"length": 30}, {"ring": 4}, "length=30 over 4 ranks gives 8 tokens to each, the tensors have 4"),
 ]

@@ -11,11 +11,11 @@ from torch import Tensor
 from longspan.attention.kernels import Choice, Kernel, choose_kernel, tell
 from longspan.attention.local import local_attention
 from longspan.attention.mask import Mask, MaskMod
-from longspan.attention.ring import Ring, choose_impl, reference_ring, ring_attention
+from longspan.attention.ring import Ring, reference_ring, ring_attention
 from longspan.attention.scores import Bias, Scores
 from longspan.attention.ulysses import ulysses_attention
 from longspan.errors import LongspanError
-from longspan.layout import HeadShare, check_heads, split_heads
+from longspan.layout import HeadShare, check_heads, choose_impl, split_heads
 from longspan.shard import Rows, cu_seqlens_rows, document_rows, paired_rows
 
 if TYPE_CHECKING:

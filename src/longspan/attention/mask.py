@@ -7,9 +7,11 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from longspan.errors import LongspanError
 from longspan.layout import Span
@@ -182,13 +184,17 @@ class Mask:
         return _ids(rows, i), _ids(rows if self.kv_rows is None else self.kv_rows, j)
 
     def mod_of(self, rows: Span, heads: Span, i: Tensor, j: Tensor) -> Tensor:
-        """`mod` called as FlexAttention calls it, for all rows, heads and positions: bool [B, H, Q, K].
+        """`mod` called as FlexAttention calls it, for all rows, heads and positions: bool [B or 1, H or 1, Q, K].
+
+        One row or head stands for all where `mod` does not look at its number.
 
         Raises:
             LongspanError: if it does not give one truth value for each.
         """
         assert self.mod is not None
-        b, h = torch.arange(*rows, device=i.device), torch.arange(*heads, device=i.device)
+        by_row, by_head = _looks_at(self.mod, i.device)
+        b = torch.arange(rows[0], rows[1] if by_row else rows[0] + 1, device=i.device)
+        h = torch.arange(heads[0], heads[1] if by_head else heads[0] + 1, device=i.device)
         allowed = over_indices(self.mod, b, h, i, j)
         if allowed.dtype != torch.bool:
             raise LongspanError(f"mask_mod must return booleans, it returned {allowed.dtype}")
@@ -226,6 +232,27 @@ def over_indices(function: Callable[..., Tensor], *indices: Tensor) -> Tensor:
     for dim in reversed(range(len(indices))):
         function = torch.vmap(function, in_dims=tuple(0 if d == dim else None for d in range(len(indices))))
     return function(*indices)
+
+
+class _Watched(Tensor):
+    """A number that knows whether anybody has looked at it."""
+
+    seen = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, _Watched):
+                x.seen = True
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _looks_at(mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
+    """Whether a mask function uses the row of the batch, and the head: most use neither, and need one call for all."""
+    b, h = (torch.zeros((), dtype=torch.int64, device=device).as_subclass(_Watched) for _ in range(2))
+    at = torch.zeros((), dtype=torch.int64, device=device)
+    mod(b, h, at, at)
+    return b.seen, h.seen
 
 
 def _common(a: Span, b: Span) -> Span:

@@ -31,9 +31,6 @@ from longspan.layout import Layout, Routes, Span, ring_routes
 from longspan.regions import overlap
 from longspan.shard import gather_into, scatter_into
 
-SMALL = 1 << 20
-"""Bytes of the ring's keys and values together below which messages cost their start and not their length."""
-
 # Which way a parcel goes. Both sides sort by it.
 _KV_RIGHT, _KV_LEFT, _GRAD_RIGHT, _GRAD_LEFT, _HOME_RIGHT, _HOME_LEFT = range(6)
 
@@ -111,26 +108,6 @@ def work_of_blocks(layout: Layout, lengths: Span, mask: Mask, batch: int) -> lis
             row.append(sum(n * sum(part.pairs for part in overlap(of, q_runs, k_runs)) for n, of in regions))
         out.append(row)
     return out
-
-
-def choose_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
-    """The rule for `ring_impl="auto"`, the planner's too: "p2p" hides what it sends behind the attention to the block
-    at hand, and sends a block only where it is needed; all-gathering saves nothing but the start of R - 2 messages.
-
-    So it is worth it only where all keys and values of the ring together are small (`SMALL` bytes) and every rank
-    needs every block.
-
-    Args:
-        asked: "auto", "p2p" or "allgather".
-        kv_bytes: keys and values of the whole ring.
-        routes: how far blocks travel; None for all the way.
-    """
-    if asked != "auto":
-        return asked
-    everywhere = routes is None or all(
-        sum(hops) == len(routes.right) - 1 for hops in zip(routes.right, routes.left, strict=True)
-    )
-    return "allgather" if everywhere and kv_bytes <= SMALL else "p2p"
 
 
 def ring_attention(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, ring: Ring, mask: Mask, scores: Scores) -> Tensor:

@@ -111,8 +111,10 @@ def forward(
     q_BHQD, k_BKTD, v_BKTD = _for_device(q_BHQD, k_BKTD, v_BKTD)
     for call in todo:
         q, k, v = _cut(call, q_BHQD, k_BKTD, v_BKTD)
-        bias = _bias(call, mask, scores, q)
-        out, lse = _forward(q, k, v, call.tile.kind, bias, scale, scores.softcap)
+        masked = _masked(call, mask, scores, q)
+        if masked is None:
+            continue
+        out, lse = _forward(q, k, v, *masked, scale, scores.softcap)
         partial.add(out, lse, call.rows, call.queries)
 
 
@@ -148,10 +150,10 @@ def backward(
     for call in todo:
         q, k, v = _cut(call, q_BHQD, k_BKTD, v_BKTD)
         mine = slice(*call.rows), slice(None), slice(*call.queries)
-        bias = _bias(call, mask, scores, q)
-        parts = _backward(
-            grad_BHQD[mine], q, k, v, out_BHQD[mine], lse_BHQ[mine], call.tile.kind, bias, scale, scores.softcap
-        )
+        masked = _masked(call, mask, scores, q)
+        if masked is None:
+            continue
+        parts = _backward(grad_BHQD[mine], q, k, v, out_BHQD[mine], lse_BHQ[mine], *masked, scale, scores.softcap)
         theirs = slice(*call.rows), slice(None), slice(*call.keys)
         for total, at, part in ((dq, mine, parts[0]), (dk, theirs, parts[1]), (dv, theirs, parts[2])):
             total[at] += part
@@ -162,10 +164,13 @@ def _cut(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return q[rows, :, queries], k[rows, :, keys], v[rows, :, keys]
 
 
-def _bias(call: Call, mask: Mask, scores: Scores, q: Tensor) -> Tensor | None:
-    """What is added to the scores of a tile, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for nothing."""
+def _masked(call: Call, mask: Mask, scores: Scores, q: Tensor) -> tuple[TileKind, Tensor | None] | None:
+    """The kind of a tile, and what is added to its scores, -inf where nothing attends: [B or 1, H or 1, Q, T].
+
+    None where a mask function leaves nothing of the tile.
+    """
     if call.tile.kind != "masked":
-        return None
+        return call.tile.kind, None
     r = call.tile.region
     dtype = torch.promote_types(q.dtype, torch.float32)
     i, j = torch.arange(r.q0, r.q1, device=q.device), torch.arange(r.k0, r.k1, device=q.device)
@@ -176,12 +181,16 @@ def _bias(call: Call, mask: Mask, scores: Scores, q: Tensor) -> Tensor | None:
         heads = scores.first_head, scores.first_head + q.shape[1]
         of_mod = mask.mod_of(call.rows, heads, i, j)
         allowed = of_mod if allowed is None else of_mod & allowed
+        if q.device.type == "cpu":  # on a GPU asking would wait for it
+            if not bool(allowed.any()):
+                return None
+            allowed = None if bool(allowed.all()) else allowed
     if allowed is None:
-        return added
+        return "full" if added is None else "masked", added
     if added is None:
         added = torch.zeros((), dtype=dtype, device=q.device)
     out = added.masked_fill(~allowed, -math.inf)
-    return out if out.dim() == 4 else out.view(1, 1, *out.shape[-2:])
+    return "masked", out if out.dim() == 4 else out.view(1, 1, *out.shape[-2:])
 
 
 def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:

@@ -1,0 +1,113 @@
+"""What a mask costs: time of attention forward + backward beside the full causal one, and the pairs that attend.
+
+    python benchmarks/mask_cost.py
+
+One process, one thread. A window of W should cost O(S W), documents the sum of their squares, chunks likewise, and a
+mask function only what it leaves of 256 x 1024 tiles. All candidates alternate within a round; medians of the ratios
+within a round to the causal attention of the same kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.attention import Mask
+from longspan.attention.ring import work_of_blocks
+from longspan.layout import Layout
+from longspan.shard import cu_seqlens_rows
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+
+def local_blocks(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """As a user would write a window of 1,024 for FlexAttention."""
+    return (q >= kv) & (q - kv < 1024)
+
+
+def masks(n: int) -> dict[str, dict[str, Any]]:
+    ends = [0, n // 16, n // 16 + n // 8, n // 2, n]
+    return {
+        "causal": {},
+        "bidirectional": {"causal": False},
+        "window 256": {"window": 256},
+        "window 1,024": {"window": 1024},
+        "window 4,096": {"window": 4096},
+        "chunks of 1,024": {"chunk": 1024},
+        "4 documents": {"cu_seqlens": torch.tensor(ends)},
+        "16 documents": {"cu_seqlens": torch.arange(0, n + 1, n // 16)},
+        "prefix of a quarter": {"prefix": n // 4},
+        "mask_mod: window 1,024": {"mask_mod": local_blocks},
+    }
+
+
+def pairs(n: int, options: dict[str, Any]) -> int:
+    """Pairs of query and key that attend, for masks that are known by name."""
+    named = {k: v for k, v in options.items() if k not in ("cu_seqlens", "mask_mod")}
+    rows = cu_seqlens_rows(options["cu_seqlens"], n) if "cu_seqlens" in options else None
+    if "mask_mod" in options:
+        named["window"] = 1024
+    return work_of_blocks(Layout(), (n, n), Mask(rows=rows, **named), 1)[0][0]
+
+
+def step(n: int, kernel: str, options: dict[str, Any]) -> Callable[[], float]:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    q, k, v = (torch.randn(1, n, heads, DIM).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    grad = torch.randn(1, n, HEADS, DIM)
+
+    def run() -> float:
+        start = time.perf_counter()
+        longspan.attention(q, k, v, sp, kernel=kernel, **options).backward(grad)
+        return time.perf_counter() - start
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", default="mask-cost", help="name of the report")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    env = common.environment(["torch"])
+    n = args.tokens
+    rows = []
+    for kernel in ("sdpa", "block"):
+        runs = {
+            name: step(n, kernel, options)
+            for name, options in masks(n).items()
+            if kernel == "block" or not {"prefix", "mask_mod"} & options.keys()
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for turn in range(args.repeats + 1):
+            for name in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
+                taken = runs[name]()
+                if turn:
+                    seconds[name].append(taken)
+        whole = pairs(n, {})
+        for name, options in itertools.islice(masks(n).items(), 99):
+            if name in runs:
+                ratio = common.paired_ratio(seconds[name], seconds["causal"])
+                share = pairs(n, options) / whole
+                rows.append({"kernel": kernel, "mask": name, "pairs": share, "time": ratio,
+                             "seconds": common.median(seconds[name])})  # fmt: skip
+                print(rows[-1], flush=True)
+    cells = [[r["kernel"], r["mask"], f"{r['pairs']:.3f}", f"{r['time']:.3f}", f"{r['seconds']:.2f}"] for r in rows]
+    text = common.table(["kernel", "mask", "pairs / causal", "time / causal", "seconds"], cells) + (
+        f"\n\n{n:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, forward + backward; medians of {args.repeats} rounds."
+    )
+    print(text)
+    common.write_report(args.name, "What a mask costs", env, text, rows)
+
+
+if __name__ == "__main__":
+    main()
