@@ -103,7 +103,8 @@ def main() -> None:
                 print(rows[-1], flush=True)
     cells = [[r["kernel"], r["mask"], f"{r['pairs']:.3f}", f"{r['time']:.3f}", f"{r['seconds']:.2f}"] for r in rows]
     text = common.table(["kernel", "mask", "pairs / causal", "time / causal", "seconds"], cells) + (
-        f"\n\n{n:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, forward + backward; medians of {args.repeats} rounds."
+        f"\n\n{n:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, forward + backward; medians of "
+        f"{args.repeats} rounds."
     )
     print(text)
     common.write_report(args.name, "What a mask costs", env, text, rows)

@@ -89,8 +89,8 @@ def main() -> None:
     ratios = [r["ours"] / r["single"] for r in rows]
     header = ["ring x ulysses", "blocks move by", "heads", "of", "error", "one device", "ratio"]
     text = common.table(header, cells) + (
-        f"\n\n{args.tokens:,} tokens, head_dim 64, causal, zigzag, bf16. Ratio: median {common.median(ratios):.3f}, most "
-        f"{max(ratios):.3f}."
+        f"\n\n{args.tokens:,} tokens, head_dim 64, causal, zigzag, bf16. Ratio: median "
+        f"{common.median(ratios):.3f}, most {max(ratios):.3f}."
     )
     print(text)
     common.write_report(args.name, "Ring and USP in bf16 against fp64", env, text, rows)

@@ -90,7 +90,10 @@ def main() -> None:
                 a, b = run[clock][f"contiguous {part}"], run[clock][f"zigzag {part}"]
                 cells.append([str(run["ring"]), part, clock, f"{common.median(a):.3f}", f"{common.median(b):.3f}",
                               f"{common.paired_ratio(a, b):.3f}"])  # fmt: skip
-    text += f"Timed: {args.tokens:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, causal; seconds of the busiest
+    text += (
+        f"Timed: {args.tokens:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, causal; seconds of the busiest rank."
+        "\n\n"
+    )
     rank.\n\n" text += common.table(["ring", "part", "clock", "contiguous", "zigzag", "contiguous / zigzag"], cells)
     text += f"\n\nA ring of 4 shares {env['cores']} cores here: its wall time is no rank's own, its CPU time is."
     print(text)

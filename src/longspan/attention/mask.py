@@ -244,7 +244,7 @@ class _Watched(Tensor):
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, _Watched):
                 x.seen = True
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def _looks_at(mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
