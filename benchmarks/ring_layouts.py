@@ -94,7 +94,7 @@ def main() -> None:
         f"Timed: {args.tokens:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, causal; seconds of the busiest rank."
         "\n\n"
     )
-    rank.\n\n" text += common.table(["ring", "part", "clock", "contiguous", "zigzag", "contiguous / zigzag"], cells)
+    text += common.table(["ring", "part", "clock", "contiguous", "zigzag", "contiguous / zigzag"], cells)
     text += f"\n\nA ring of 4 shares {env['cores']} cores here: its wall time is no rank's own, its CPU time is."
     print(text)
     common.write_report(args.name, "Zigzag against contiguous blocks", env, text, {"counted": counts, "timed": timed})
