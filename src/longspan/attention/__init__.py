@@ -187,7 +187,7 @@ def attend(
 
         def inner(q: Tensor, k: Tensor, v: Tensor, scores: Scores, share: HeadShare) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            ring = Ring(sp.ring_group, sp.ring_rank, sp.layout, lengths, "p2p", share.spread)
+            ring = Ring(sp.ring_group, sp.ring_rank, sp.layout, lengths, "p2p", share.spread, choice.name)
             if resolved == "eager":
                 return reference_ring(q, k, v, ring, mask, scores).transpose(1, 2)
             kv_bytes = (k.numel() + v.numel()) * k.element_size() * sp.ring_size

@@ -86,12 +86,16 @@ def choose_kernel(
 def _auto(mask: Mask, scores: Scores, device: torch.device, ring: int, same_length: bool) -> Choice:
     more = beyond_sdpa(mask, scores, same_length)
     tiles = _how_tiles_run(mask, scores, device)
+    compiles = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     if ring > 1:
+        written_out = mask.mod is not None or mask.window is not None or scores.softcap is not None or scores.has_bias
+        if compiles and written_out:
+            return Choice("flex", "a ring adds up blocks by their log-sum-exps; FlexAttention compiles mask and scores")
         return Choice("block", f"a ring adds up blocks by their log-sum-exps; {tiles}")
     if not more:
         return Choice("sdpa", "torch's scaled_dot_product_attention takes this mask, run by run")
     wanted = f"sdpa cannot do {', '.join(more)}"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if compiles:
         return Choice("flex", f"{wanted}; FlexAttention compiles it")
     return Choice("block", f"{wanted}; {tiles}")
 
@@ -124,9 +128,9 @@ def _how_tiles_run(mask: Mask, scores: Scores, device: torch.device) -> str:
 def _check_named(kernel: str, more: list[str], device: torch.device, grad: bool, ring: int) -> None:
     if kernel == "sdpa" and more:
         raise LongspanError(f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto', which takes one that can")
-    if kernel in ("flex", "flash_attn") and ring > 1:
+    if kernel == "flash_attn" and ring > 1:
         raise LongspanError(
-            f"kernel={kernel!r} cannot be used in a ring of {ring}; use kernel='auto' (torch's flash attention by "
+            f"kernel='flash_attn' cannot be used in a ring of {ring}; use kernel='auto' (torch's flash attention by "
             f"tiles), or ring=1"
         )
     if kernel == "flex" and device.type == "cpu" and grad:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.attention.flex import flex, with_sinks
 from longspan.attention.kernels import Kernel, import_flash_attn, keywords_of
 from longspan.attention.mask import Mask
 from longspan.attention.ring import Ring, reference_ring, ring_attention
@@ -167,80 +168,14 @@ def _sdpa_window(q: Tensor, k: Tensor, v: Tensor, window: int, scores: Scores) -
 
 
 def _flex(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
-    on_gpu = q_BSHD.device.type != "cpu"
-    run: Any = _compiled_flex() if on_gpu else flex_attention
-    B, S, H = q_BSHD.shape[:3]
-    T = k_BTKD.shape[1]
-    plain = mask.is_plain and mask.rows is None and not mask.causal and mask.window is None
-    rows = B if mask.by_row or mask.mod is not None else None
-    heads = H if mask.mod is not None else None
-    allowed = _flex_mask(mask, scores, B, S, T, q_BSHD.device)
-    block_mask = None if plain else create_block_mask(allowed, rows, heads, S, T, device=q_BSHD.device, _compile=on_gpu)
-    options: dict[str, Any] = {} if scores.sinks is None else {"return_aux": AuxRequest(lse=True)}
-    result = run(
-        q_BSHD.transpose(1, 2),
-        k_BTKD.transpose(1, 2),
-        v_BTKD.transpose(1, 2),
-        score_mod=_flex_scores(mask, scores),
-        block_mask=block_mask,
-        scale=scores.scale,
-        enable_gqa=q_BSHD.shape[2] != k_BTKD.shape[2],
-        **options,
-    )
-    if scores.sinks is not None:  # one more key per head, whose value is zero
-        out, lse = result[0], result[1].lse
-        result = out * torch.sigmoid(lse - scores.sinks.to(lse.dtype)[:, None])[..., None].to(out.dtype)
-    whole: Tensor = result.transpose(1, 2)
-    return whole
-
-
-def _flex_mask(mask: Mask, scores: Scores, B: int, S: int, T: int, device: torch.device) -> Any:
-    """The mask as FlexAttention takes it: a function of one row, head, query and key."""
-    q_ids, k_ids = mask.ids(B, S, T, device)
-    prefix = mask.prefix
-    prefixes = torch.tensor(prefix if isinstance(prefix, tuple) else [prefix or 0] * B, device=device)
-
-    def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        at = i + mask.q_start
-        ok = j >= 0
-        if mask.causal:
-            ok = ok & (j <= at)
-        if mask.window is not None:
-            ok = ok & (at - j < mask.window) & (j - at < mask.window)
-        if mask.prefix is not None:
-            ok = ok | (j < prefixes[b])
-        if mask.rows is not None:
-            ok = ok & (q_ids[b, i] == k_ids[b, j]) & (q_ids[b, i] >= 0)
-        return ok if mask.mod is None else ok & mask.mod(b, h + scores.first_head, at, j)
-
-    return allowed
-
-
-def _flex_scores(mask: Mask, scores: Scores) -> Any:
-    """Softcap and biases as FlexAttention takes them; None for neither."""
-    if scores.softcap is None and not scores.has_bias:
-        return None
-
-    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        at = i + mask.q_start
-        if scores.softcap is not None:
-            score = scores.softcap * torch.tanh(score / scores.softcap)
-        if scores.alibi is not None:
-            score = score - scores.alibi[h] * (at - j).abs()
-        if scores.bias is not None:
-            score = score + scores.bias(h + scores.first_head, at, j)
-        return score
-
-    return changed
-
-
-@functools.cache
-def _compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
+    S, T = q_BSHD.shape[1], k_BTKD.shape[1]
+    i = torch.arange(mask.q_start, mask.q_start + S, device=q_BSHD.device)
+    j = torch.arange(T, device=q_BSHD.device)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
+    out, lse = flex(q, k, v, i, j, (mask.q_start + S, T), mask, scores)
+    if scores.sinks is not None:
+        out = with_sinks(out, lse, scores.sinks)
+    return out.transpose(1, 2)
 
 
 def _flash_attn(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, mask: Mask, scores: Scores) -> Tensor:

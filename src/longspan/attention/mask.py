@@ -167,21 +167,21 @@ class Mask:
             prefixes = torch.tensor(self._prefixes, device=i.device)[:, None, None]
             allowed = allowed | (kj < prefixes)
         if self.rows is not None:
-            q_ids = _ids(self.rows, i)
-            k_ids = _ids(self.rows if self.kv_rows is None else self.kv_rows, j)
+            q_ids, k_ids = self.ids(batch, i, j)
             allowed = allowed & (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
         allowed = allowed[:, None]
         if self.mod is not None:
             allowed = allowed & self.mod_of((0, batch), (first_head, first_head + heads), i, j)
         return allowed
 
-    def ids(self, batch: int, queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The number of the run that every query and every key lies in, int64 [B, queries] and [B, keys]; -1 for
-        none.
+    def ids(self, batch: int, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of the run that each position of a query and of a key lies in: int64 [B, len(i)] and [B, len(j)].
+
+        -1 for none.
         """
-        i, j = torch.arange(self.q_start, self.q_start + queries, device=device), torch.arange(keys, device=device)
-        rows = self.rows or (((0, max(keys, queries)),),) * batch
-        return _ids(rows, i), _ids(rows if self.kv_rows is None else self.kv_rows, j)
+        if self.rows is None:
+            return i.new_zeros(batch, len(i)), j.new_zeros(batch, len(j))
+        return _ids(self.rows, i), _ids(self.rows if self.kv_rows is None else self.kv_rows, j)
 
     def mod_of(self, rows: Span, heads: Span, i: Tensor, j: Tensor) -> Tensor:
         """`mod` called as FlexAttention calls it, for all rows, heads and positions: bool [B or 1, H or 1, Q, K].

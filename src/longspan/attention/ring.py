@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attention import tiles
+from longspan.attention import flex, tiles
 from longspan.attention.mask import Mask, row_groups
 from longspan.attention.scores import Scores
 from longspan.exchange import Parcel, post, ring_shift
@@ -47,6 +47,7 @@ class Ring:
         impl: "p2p" or "allgather".
         spread: for every query head its KV head, where they are not in equal groups. They are repeated on arrival: what
             travels is each KV head once.
+        kernel: "block" (tiles), or "flex": FlexAttention on each block as a whole.
     """
 
     group: dist.ProcessGroup | None
@@ -55,6 +56,7 @@ class Ring:
     lengths: Span
     impl: str = "p2p"
     spread: tuple[int, ...] | None = None
+    kernel: str = "block"
 
     @property
     def size(self) -> int:
@@ -73,6 +75,11 @@ class Ring:
     def k_runs(self, rank: int) -> tuple[Span, ...]:
         """Positions of the keys of one rank's block."""
         return self.layout.block(self.lengths[1], rank)
+
+    def places(self, block: int, mask: Mask, like: Tensor) -> tuple[Tensor, Tensor, Span]:
+        """Positions of my queries and of a block's keys, and the ends of the real ones, for FlexAttention."""
+        i, j = (_positions(runs, like.device) for runs in (self.q_runs(self.rank, mask), self.k_runs(block)))
+        return i, j, (mask.q_start + self.lengths[0], self.lengths[1])
 
     def calls(self, mask: Mask, batch: int, scores: Scores, block: int) -> tuple[tiles.Call, ...]:
         """The tiles of my queries against one block."""
@@ -151,7 +158,13 @@ class _RingAttention(torch.autograd.Function):
             for block in blocks:
                 todo = ring.calls(mask, batch, scores, block.rank)
                 keys, values = _spread(block.held.k, ring), _spread(block.held.v, ring)
-                tiles.forward(partial, q, keys, values, todo, mask, scores)
+                if todo and ring.kernel == "flex":
+                    everywhere = (0, batch), (0, q.shape[2])
+                    partial.add(
+                        *flex.flex(q, keys, values, *ring.places(block.rank, mask, q), mask, scores), *everywhere
+                    )
+                elif todo:
+                    tiles.forward(partial, q, keys, values, todo, mask, scores)
         out, lse = partial.out, partial.lse
         if sinks is not None:  # one more key per head, whose value is zero
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -187,7 +200,13 @@ class _RingAttention(torch.autograd.Function):
                     if ring.spread is None
                     else (into.k.new_zeros(keys.shape), into.v.new_zeros(values.shape))
                 )
-                tiles.backward(grad, q, keys, values, out, lse, todo, ctx.mask, ctx.scores, (dq, dk, dv))
+                if todo and ring.kernel == "flex":
+                    places = ring.places(block.rank, ctx.mask, q)
+                    parts = flex.backward(grad, q, keys, values, out, lse, *places, ctx.mask, ctx.scores)
+                    for total, part in zip((dq, dk, dv), parts, strict=True):
+                        total += part
+                elif todo:
+                    tiles.backward(grad, q, keys, values, out, lse, todo, ctx.mask, ctx.scores, (dq, dk, dv))
                 if ring.spread is not None:
                     index = torch.tensor(ring.spread, device=q.device)
                     into.k.index_add_(1, index, dk)

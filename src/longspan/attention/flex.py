@@ -1,0 +1,157 @@
+"""FlexAttention as a kernel: one compiled call for any mask and score (torch.nn.attention.flex_attention).
+
+Masks and scores go by positions in the whole sequence, given for queries and keys, so that the same call serves one
+device, all tokens of a Ulysses rank, and one block of a ring. It has no backward on a CPU.
+
+Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention.mask import Mask
+from longspan.attention.scores import Scores
+from longspan.layout import Span
+
+
+def flex(
+    q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, i: Tensor, j: Tensor, ends: Span, mask: Mask, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries at positions `i` over keys at positions `j`; sinks are left out.
+
+    Args:
+        q_BHQD: queries.
+        k_BKTD: keys.
+        v_BKTD: values.
+        i: int64 [Q].
+        j: int64 [T].
+        ends: positions from which on queries and keys are padding.
+        mask: who attends to whom.
+        scores: scale, softcap, biases.
+
+    Returns:
+        [B, H, Q, Dv] and fp32 [B, H, Q], zero and -inf where a query sees none of these keys.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+    B, H, Q = q_BHQD.shape[:3]
+    T = k_BKTD.shape[2]
+    on_gpu = q_BHQD.device.type != "cpu"
+    rows = B if mask.by_row or mask.mod is not None else None
+    heads = H if mask.mod is not None else None
+    allowed = _mask_function(mask, scores, B, i, j, ends)
+    block_mask = create_block_mask(allowed, rows, heads, Q, T, device=q_BHQD.device, _compile=on_gpu)
+    out, aux = _flex_attention(on_gpu)(
+        q_BHQD,
+        k_BKTD,
+        v_BKTD,
+        score_mod=_score_function(scores, i, j),
+        block_mask=block_mask,
+        scale=scores.scale,
+        enable_gqa=k_BKTD.shape[1] != H,
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def backward(
+    grad_BHQD: Tensor,
+    q_BHQD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    out_BHQD: Tensor,
+    lse_BHQ: Tensor,
+    i: Tensor,
+    j: Tensor,
+    ends: Span,
+    mask: Mask,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of one block of keys, by its forward once more and FlexAttention's own backward.
+
+    The whole output is the sum of partial outputs o_b with weights w_b = exp(lse_b - lse), so the gradient that
+    reaches o_b is w_b dO, and the one that reaches lse_b is w_b (dO . (o_b - O)).
+
+    Args:
+        grad_BHQD: gradient of the whole output.
+        q_BHQD: my queries.
+        k_BKTD: the block's keys.
+        v_BKTD: the block's values.
+        out_BHQD: the whole output, of all blocks.
+        lse_BHQ: the whole row's log-sum-exp.
+        i: as in `flex`.
+        j: as in `flex`.
+        ends: as in `flex`.
+        mask: as in `flex`.
+        scores: as in `flex`.
+    """
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q_BHQD, k_BKTD, v_BKTD))
+        out, lse = flex(q, k, v, i, j, ends, mask, scores)
+    part, wide = out.detach().to(lse_BHQ.dtype), grad_BHQD.to(lse_BHQ.dtype)
+    weight = (lse.detach() - lse_BHQ).exp()
+    grad_out = weight[..., None] * wide
+    grad_lse = (grad_out * (part - out_BHQD)).sum(-1)
+    grads = torch.autograd.grad([out, lse], [q, k, v], [grad_out.to(out.dtype), grad_lse.to(lse.dtype)])
+    return grads[0], grads[1], grads[2]
+
+
+def _mask_function(mask: Mask, scores: Scores, B: int, i: Tensor, j: Tensor, ends: Span) -> Any:
+    """The mask as FlexAttention takes it: a function of a row, head, query and key, by their places in the tensors."""
+    q_ids, k_ids = mask.ids(B, i, j)
+    prefix = mask.prefix
+    prefixes = torch.tensor(prefix if isinstance(prefix, tuple) else [prefix or 0] * B, device=i.device)
+
+    def allowed(b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+        q, kv = i[at_q], j[at_k]
+        ok = torch.ones_like(kv, dtype=torch.bool)
+        if mask.causal:
+            ok = ok & (kv <= q)
+        if mask.window is not None:
+            ok = ok & (q - kv < mask.window) & (kv - q < mask.window)
+        if mask.chunk is not None:
+            ok = ok & (q // mask.chunk == kv // mask.chunk)
+        if mask.prefix is not None:
+            ok = ok | (kv < prefixes[b])
+        if mask.rows is not None:
+            ok = ok & (q_ids[b, at_q] == k_ids[b, at_k]) & (q_ids[b, at_q] >= 0)
+        ok = ok & (q < ends[0]) & (kv < ends[1])
+        return ok if mask.mod is None else ok & mask.mod(b, h + scores.first_head, q, kv)
+
+    return allowed
+
+
+def _score_function(scores: Scores, i: Tensor, j: Tensor) -> Any:
+    """Softcap and biases as FlexAttention takes them; None for neither."""
+    if scores.softcap is None and not scores.has_bias:
+        return None
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+        q, kv = i[at_q], j[at_k]
+        if scores.softcap is not None:
+            score = scores.softcap * torch.tanh(score / scores.softcap)
+        if scores.alibi is not None:
+            score = score - scores.alibi[h] * (q - kv).abs()
+        if scores.bias is not None:
+            score = score + scores.bias(h + scores.first_head, q, kv)
+        return score
+
+    return changed
+
+
+@functools.cache
+def _flex_attention(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output when one more key per head, of value zero, takes part in the softmax."""
+    weight = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * torch.where(torch.isneginf(lse), 0.0, weight)[..., None].to(out.dtype)
