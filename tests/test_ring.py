@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import longspan
 from longspan.attention import Mask
-from longspan.attention.ring import needs, work_of_blocks
-from longspan.layout import Layout, ring_routes
+from longspan.attention.ring import work_of_blocks
+from longspan.layout import Layout, Routes, ring_routes
 from longspan.mesh import OneDeviceMesh
 from tests.counting import count_sent
 from tests.oracle import Case, make, options, oracle, relative_error
@@ -205,13 +205,17 @@ def test_routes_reach_all_that_need_a_block_by_the_fewest_hops(wanted: list[list
         assert routes.right[j] + routes.left[j] == fewest
 
 
+def _routes(layout: Layout, n: int, mask: Mask) -> Routes:
+    return ring_routes([[work > 0 for work in row] for row in work_of_blocks(layout, (n, n), mask, 1)])
+
+
 def test_a_window_needs_its_neighbours_only() -> None:
-    contiguous = ring_routes(needs(Layout(8), (800, 800), Mask(window=50), 1))
+    contiguous = _routes(Layout(8), 800, Mask(window=50))
     assert contiguous.right == (1,) * 7 + (0,) and contiguous.left == (0,) * 8
-    zigzag = ring_routes(needs(Layout(8, 1, "zigzag"), (800, 800), Mask(window=50), 1))
+    zigzag = _routes(Layout(8, 1, "zigzag"), 800, Mask(window=50))
     assert zigzag.rounds == 1 and sum(zigzag.right) == sum(zigzag.left) == 7
     documents = Mask(rows=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
-    assert ring_routes(needs(Layout(8), (800, 800), documents, 1)).rounds == 0
+    assert _routes(Layout(8), 800, documents).rounds == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

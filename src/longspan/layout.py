@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from longspan.errors import LongspanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 Span = tuple[int, int]
 """A run of tokens [start, stop)."""
@@ -73,6 +73,11 @@ class Layout:
         half, mirrored = size // 2, 2 * self.ring - 1 - ring_rank
         front, back = (ring_rank * half, (ring_rank + 1) * half), (mirrored * half, (mirrored + 1) * half)
         return ((front[0], back[1]),) if front[1] == back[0] else (front, back)
+
+    def runs(self, n: int) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+        """The runs of tokens of all blocks in the sequence's order, and whose block each belongs to."""
+        held = sorted((run, rank) for rank in range(self.ring) for run in self.block(n, rank))
+        return tuple(run for run, _ in held), tuple(rank for _, rank in held)
 
     def padded_spans(self, n: int, rank: int) -> tuple[Span, ...]:
         """The runs of tokens [start, stop) of `rank`, in the order in which it holds them; they reach into the
@@ -138,19 +143,50 @@ def ring_routes(needs: Sequence[Sequence[bool]]) -> Routes:
     Args:
         needs: `needs[i][j]`: whether the queries of rank i attend to anything in block j.
     """
-    size = len(needs)
-    right, left = [], []
-    for j in range(size):
-        offsets = [s for s in range(1, size) if needs[(j + s) % size][j]]
-        # The first k of them are reached to the right, the others to the left.
-        ways = [
-            ((offsets[k - 1] if k else 0), (size - offsets[k] if k < len(offsets) else 0))
-            for k in range(len(offsets) + 1)
-        ]
-        best = min(ways, key=lambda way: (way[0] + way[1], -way[0]))
-        right.append(best[0])
-        left.append(best[1])
-    return Routes(tuple(right), tuple(left))
+    return routes_to([[i for i, row in enumerate(needs) if row[j]] for j in range(len(needs))])
+
+
+def routes_to(readers: Sequence[Collection[int]]) -> Routes:
+    """`ring_routes` from lists: `readers[j]` are the ranks that need block j, rank j itself among them or not."""
+    size = len(readers)
+    ways = [_shortest_way(j, ranks, size) for j, ranks in enumerate(readers)]
+    return Routes(tuple(right for right, _ in ways), tuple(left for _, left in ways))
+
+
+def _shortest_way(block: int, ranks: Collection[int], size: int) -> tuple[int, int]:
+    """Hops of a block to the right and to the left that reach all `ranks`."""
+    if len(ranks) == size:
+        return size - 1, 0
+    offsets = sorted((rank - block) % size for rank in ranks if rank != block)
+    # The first k of them are reached to the right, the others to the left.
+    ways = [
+        ((offsets[k - 1] if k else 0), (size - offsets[k] if k < len(offsets) else 0)) for k in range(len(offsets) + 1)
+    ]
+    return min(ways, key=lambda way: (way[0] + way[1], -way[0]))
+
+
+SMALL = 1 << 20
+"""Bytes of the ring's keys and values together below which messages cost their start and not their length."""
+
+
+def choose_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
+    """The rule for `ring_impl="auto"`, the planner's too: "p2p" hides what it sends behind the attention to the block
+    at hand, and sends a block only where it is needed; all-gathering saves nothing but the start of R - 2 messages.
+
+    So it is worth it only where all keys and values of the ring together are small (`SMALL` bytes) and every rank
+    needs every block.
+
+    Args:
+        asked: "auto", "p2p" or "allgather".
+        kv_bytes: keys and values of the whole ring.
+        routes: how far blocks travel; None for all the way.
+    """
+    if asked != "auto":
+        return asked
+    everywhere = routes is None or all(
+        sum(hops) == len(routes.right) - 1 for hops in zip(routes.right, routes.left, strict=True)
+    )
+    return "allgather" if everywhere and kv_bytes <= SMALL else "p2p"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ class SequenceSharding:
         ring_impl: how keys and values go round: "p2p" (neighbour to neighbour, the next block in flight while the
             current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
             for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
-            overlap; see `longspan.attention.ring.choose_impl`.
+            overlap; see `longspan.layout.choose_impl`.
 
     Attributes:
         size: ranks of the sequence group.

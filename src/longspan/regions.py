@@ -7,6 +7,7 @@ counts with it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -160,12 +161,25 @@ def _small(r: Region) -> Iterator[Tile]:
                 yield Tile(part, "masked")
 
 
-def overlap(regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]) -> Iterator[Region]:
-    """What of `regions` lies among these runs of queries and keys."""
+def meeting(
+    regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]
+) -> Iterator[tuple[int, int, Region]]:
+    """What of `regions` lies in which run of queries and which run of keys: their numbers, and the part.
+
+    Args:
+        regions: any number of them: a packed sequence has thousands, most of which meet few runs.
+        q_runs: disjoint, sorted.
+        k_runs: disjoint, sorted.
+    """
+    q_starts, k_starts = [start for start, _ in q_runs], [start for start, _ in k_runs]
     for region in regions:
-        for q in q_runs:
-            if region.q0 < q[1] and q[0] < region.q1:
-                for k in k_runs:
-                    part = region.within(q, k)
-                    if part is not None:
-                        yield part
+        for m in range(max(0, bisect_right(q_starts, region.q0) - 1), bisect_left(q_starts, region.q1)):
+            for n in range(max(0, bisect_right(k_starts, region.k0) - 1), bisect_left(k_starts, region.k1)):
+                part = region.within(q_runs[m], k_runs[n])
+                if part is not None:
+                    yield m, n, part
+
+
+def overlap(regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]) -> Iterator[Region]:
+    """What of `regions` lies among these runs of queries and keys (each disjoint and sorted)."""
+    return (part for _, _, part in meeting(regions, q_runs, k_runs))

@@ -69,7 +69,7 @@ def local_attention(
     return kernels[kernel](q_BSHD, k_BTKD, v_BTKD, mask, scores)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def chunks_as_rows(mask: Mask, batch: int, length: int) -> Mask:
     """Chunks are runs of tokens that attend among themselves, as documents are: cut every document at their borders."""
     if mask.chunk is None or mask.kv_rows is not None:

@@ -268,7 +268,7 @@ def _ids(rows: Rows, positions: Tensor) -> Tensor:
     return ids
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def row_groups(mask: Mask, batch: int) -> tuple[Span, ...]:
     """Runs of rows of the batch [b0, b1) that have the same mask, so that they can be computed together."""
     if not mask.by_row:

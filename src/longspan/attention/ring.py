@@ -28,7 +28,7 @@ from longspan.attention.mask import Mask, row_groups
 from longspan.attention.scores import Scores
 from longspan.exchange import Parcel, post, ring_shift
 from longspan.layout import Layout, Routes, Span, ring_routes
-from longspan.regions import overlap
+from longspan.regions import meeting
 from longspan.shard import gather_into, scatter_into
 
 # Which way a parcel goes. Both sides sort by it.
@@ -81,40 +81,32 @@ class Ring:
         i, j = (_positions(runs, like.device) for runs in (self.q_runs(self.rank, mask), self.k_runs(block)))
         return i, j, (mask.q_start + self.lengths[0], self.lengths[1])
 
-    def calls(self, mask: Mask, batch: int, scores: Scores, block: int) -> tuple[tiles.Call, ...]:
-        """The tiles of my queries against one block."""
+    def calls(self, mask: Mask, batch: int, scores: Scores) -> tuple[tuple[tiles.Call, ...], ...]:
+        """The tiles of my queries against every block."""
+        q_runs, (k_runs, owners) = self.q_runs(self.rank, mask), self.layout.runs(self.lengths[1])
         written_out = tiles.must_write_out(mask, scores)
-        q_runs = self.q_runs(self.rank, mask)
-        return tiles.calls(mask.without_mod(), batch, self.lengths, q_runs, self.k_runs(block), written_out)
+        return tiles.calls(mask.without_mod(), batch, self.lengths, q_runs, k_runs, owners, written_out)
 
     def routes(self, mask: Mask, batch: int) -> Routes:
         """How far every block travels."""
         return _routes(self.layout, self.lengths, mask.without_mod(), batch)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _routes(layout: Layout, lengths: Span, mask: Mask, batch: int) -> Routes:
-    return ring_routes(needs(layout, lengths, mask, batch))
-
-
-def needs(layout: Layout, lengths: Span, mask: Mask, batch: int) -> list[list[bool]]:
-    """`needs[i][j]`: whether any query of block i attends to any key of block j, in any row of the batch."""
-    return [[work > 0 for work in row] for row in work_of_blocks(layout, lengths, mask, batch)]
+    return ring_routes([[work > 0 for work in row] for row in work_of_blocks(layout, lengths, mask, batch)])
 
 
 def work_of_blocks(layout: Layout, lengths: Span, mask: Mask, batch: int) -> list[list[int]]:
     """`work[i][j]`: pairs of queries of block i and keys of block j that attend to each other."""
-    groups = row_groups(mask, batch)
-    regions = [(b1 - b0, mask.regions(b0, *lengths)) for b0, b1 in groups]
-    out = []
-    for i in range(layout.ring):
-        q_runs = tuple((a + mask.q_start, b + mask.q_start) for a, b in layout.block(lengths[0], i))
-        row = []
-        for j in range(layout.ring):
-            k_runs = layout.block(lengths[1], j)
-            row.append(sum(n * sum(part.pairs for part in overlap(of, q_runs, k_runs)) for n, of in regions))
-        out.append(row)
-    return out
+    work = [[0] * layout.ring for _ in range(layout.ring)]
+    q_runs, q_owners = layout.runs(lengths[0])
+    k_runs, k_owners = layout.runs(lengths[1])
+    q_runs = tuple((start + mask.q_start, stop + mask.q_start) for start, stop in q_runs)
+    for b0, b1 in row_groups(mask, batch):
+        for m, n, part in meeting(mask.regions(b0, *lengths), q_runs, k_runs):
+            work[q_owners[m]][k_owners[n]] += (b1 - b0) * part.pairs
+    return work
 
 
 def ring_attention(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, ring: Ring, mask: Mask, scores: Scores) -> Tensor:
@@ -154,9 +146,10 @@ class _RingAttention(torch.autograd.Function):
         batch = q.shape[0]
         mine = _Block(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
         partial = tiles.Partial(q, v.shape[3])
+        calls = ring.calls(mask, batch, scores)
         for _, blocks in _rounds(mine, ring, ring.routes(mask, batch)):
             for block in blocks:
-                todo = ring.calls(mask, batch, scores, block.rank)
+                todo = calls[block.rank]
                 keys, values = _spread(block.held.k, ring), _spread(block.held.v, ring)
                 if todo and ring.kernel == "flex":
                     everywhere = (0, batch), (0, q.shape[2])
@@ -190,10 +183,11 @@ class _RingAttention(torch.autograd.Function):
         travel: _Homeward | _Scattered = (
             _Scattered(home, ring) if ring.impl == "allgather" else _Homeward(home, ring, routes)
         )
+        calls = ring.calls(ctx.mask, batch, ctx.scores)
         for hop, blocks in _rounds(mine, ring, routes):
             for block in blocks:
                 into = home if block.rank == ring.rank else home.zeros(lse.dtype)
-                todo = ring.calls(ctx.mask, batch, ctx.scores, block.rank)
+                todo = calls[block.rank]
                 keys, values = _spread(block.held.k, ring), _spread(block.held.v, ring)
                 dk, dv = (
                     (into.k, into.v)

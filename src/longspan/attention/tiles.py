@@ -23,7 +23,7 @@ from torch import Tensor
 from longspan.attention.mask import Mask, row_groups
 from longspan.attention.scores import Scores
 from longspan.layout import Span
-from longspan.regions import Region, Tile, TileKind, overlap, tiles
+from longspan.regions import Region, Tile, TileKind, meeting, tiles
 
 _flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -41,38 +41,46 @@ class Call:
     tile: Tile
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=32)
 def calls(
-    mask: Mask, batch: int, lengths: Span, q_runs: tuple[Span, ...], k_runs: tuple[Span, ...], written_out: bool
-) -> tuple[Call, ...]:
-    """The tiles of my queries against one block of keys.
+    mask: Mask,
+    batch: int,
+    lengths: Span,
+    q_runs: tuple[Span, ...],
+    k_runs: tuple[Span, ...],
+    owners: tuple[int, ...],
+    written_out: bool,
+) -> tuple[tuple[Call, ...], ...]:
+    """The tiles of my queries against every block of keys, block by block.
 
     Args:
         mask: without a `mod`, so that nothing of the user's is kept alive here.
         batch: rows of the batch.
         lengths: real queries and real keys of the whole sequence.
         q_runs: positions of my queries, in the order in which I hold them.
-        k_runs: positions of the block's keys.
+        k_runs: positions of all keys, run by run.
+        owners: for each of them the block that it belongs to, where it lies behind the block's earlier runs.
         written_out: as in `longspan.regions.tiles`.
     """
-    out = []
+    out: list[list[Call]] = [[] for _ in range(max(owners) + 1)]
+    q_at, k_at = _places(q_runs, (0,) * len(q_runs)), _places(k_runs, owners)
     for rows in row_groups(mask, batch):
-        regions = mask.regions(rows[0], *lengths)
-        for part in overlap(regions, q_runs, k_runs):
+        for m, n, part in meeting(mask.regions(rows[0], *lengths), q_runs, k_runs):
             for tile in tiles(part, written_out=written_out):
                 r = tile.region
-                out.append(Call(rows, _place(q_runs, r.q0, r.q1), _place(k_runs, r.k0, r.k1), tile))
-    return tuple(out)
+                queries, keys = (r.q0 + q_at[m], r.q1 + q_at[m]), (r.k0 + k_at[n], r.k1 + k_at[n])
+                out[owners[n]].append(Call(rows, queries, keys, tile))
+    return tuple(map(tuple, out))
 
 
-def _place(runs: tuple[Span, ...], start: int, stop: int) -> Span:
-    """Where positions [start, stop), which lie in one of the runs, are held."""
-    at = 0
-    for a, b in runs:
-        if a <= start and stop <= b:
-            return at + start - a, at + stop - a
-        at += b - a
-    raise AssertionError(f"positions {start} to {stop} are in none of {runs}")
+def _places(runs: tuple[Span, ...], owners: tuple[int, ...]) -> list[int]:
+    """For each run what to add to a position in it to find its place in its block."""
+    filled = dict.fromkeys(owners, 0)
+    out = []
+    for (start, stop), owner in zip(runs, owners, strict=True):
+        out.append(filled[owner] - start)
+        filled[owner] += stop - start
+    return out
 
 
 def must_write_out(mask: Mask, scores: Scores) -> bool:
