@@ -1,11 +1,17 @@
-"""Small models of each family, from their configs, and batches for them: the same on every rank."""
+"""Small models of each family, from their configs, batches for them (the same on every rank), and what one process
+makes of both."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+import longspan
+from tests.oracle import relative_error
 
 BASE = {
     "vocab_size": 61,
@@ -20,26 +26,64 @@ BASE = {
     "eos_token_id": 2,
 }
 
+ALTERNATING = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
+
+# Windows and chunks are shorter than the 21 tokens of `batch`, so that they matter; every kind of layer occurs. Weights
+# are larger than at a usual start where scores must be large: a softcap does nothing to small ones.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Qwen2": {},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "layer_types": ALTERNATING},
     "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
     "Mistral": {"sliding_window": 7},
-    "Phi3": {},
+    "Mixtral": {**EXPERTS, "num_local_experts": 4, "sliding_window": 9},
+    "Gemma2": {
+        "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ALTERNATING,
+        "attn_logit_softcapping": 1.0, "initializer_range": 0.2, "attn_implementation": "eager",
+    },
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": ALTERNATING},
+    "GptOss": {
+        "head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": ALTERNATING, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attn_implementation": "eager",
+    },
+    "Phi3": {"sliding_window": 5},
     "Olmo2": {},
+    "Olmo3": {"sliding_window": 6, "layer_types": ALTERNATING},
     "GPTNeoX": {"num_key_value_heads": None},
+    "GPT2": {
+        "num_key_value_heads": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
+    "Llama4Text": {
+        "head_dim": 8, "intermediate_size_mlp": 40, "num_local_experts": 4, "moe_layers": [1], "no_rope_layers": [1, 0],
+        "attention_chunk_size": 8, "floor_scale": 4, "attn_scale": 0.5, "initializer_range": 0.2,
+    },
+    "Bert": {"num_key_value_heads": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "ModernBert": {"num_key_value_heads": None, "local_attention": 8, "layer_types": ALTERNATING},
+}  # fmt: skip
+
+MORE: dict[str, dict[str, Any]] = {
+    "Albert": {**FAMILIES["Bert"], "embedding_size": 16},
+    "DistilBert": {"num_key_value_heads": None, "intermediate_size": None, "dropout": 0.0, "attention_dropout": 0.0},
 }
+"""Families that only some tests build."""
+
+MASKED = {"Albert", "DistilBert", "Bert", "ModernBert", "MobileBert", "Esm"}
+"""Masked language models: bidirectional, and the logits at a token predict that token."""
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A causal LM of `family` in fp32, with random weights that depend on `seed` alone."""
+    """A language model of `family` in fp32, with random weights that depend on `seed` alone."""
     import transformers
 
-    options = {**BASE, **FAMILIES.get(family, {}), **changes}
+    options = {**BASE, **FAMILIES.get(family, MORE.get(family, {})), **changes}
     options = {name: value for name, value in options.items() if value is not None}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**options)
-    return transformers.AutoModelForCausalLM.from_config(config).float()
+    kind = transformers.AutoModelForMaskedLM if family in MASKED else transformers.AutoModelForCausalLM
+    return kind.from_config(config).float()
 
 
 def batch(rows: int = 4, n: int = 21, seed: int = 1, vocab: int = 61) -> dict[str, Tensor]:
@@ -56,7 +100,7 @@ def rows_of(whole: dict[str, Any], data_rank: int, data_size: int) -> dict[str, 
     """The rows of a global batch that one replica reads."""
     out = {}
     for name, value in whole.items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1:
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1:
             value = value.chunk(data_size)[data_rank]
         out[name] = value
     return out
@@ -69,3 +113,59 @@ def gradients(model: Any) -> dict[str, Tensor]:
         if p.grad is not None:
             out[name] = (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
     return out
+
+
+@dataclass
+class Truth:
+    """What one process computes: of a model, a global batch and one backward."""
+
+    loss: float
+    logits: Tensor
+    gradients: dict[str, Tensor]
+    aux_loss: float | None
+
+
+def truth_of(model: Any, whole: dict[str, Any]) -> Truth:
+    out = model(**whole, use_cache=False)  # with a cache, transformers does not look for packed documents
+    out.loss.backward()
+    aux = getattr(out, "aux_loss", None)
+    aux = None if aux is None else float(aux.detach())
+    return Truth(float(out.loss.detach()), out.logits.detach(), gradients(model), aux)
+
+
+def sharding(data: int = 1, ring: int = 1) -> longspan.SequenceSharding:
+    """All ranks of the job, as data x ring x ulysses."""
+    ulysses = dist.get_world_size() // (data * ring)
+    return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses))
+
+
+def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding, limit: float) -> None:
+    """The parallelized `model` on the same global batch: equal loss, logits and gradients, and one loss on all ranks.
+
+    Args:
+        truth: of one process.
+        model: with no gradients.
+        whole: the global batch.
+        sp: the model's sharding.
+        limit: of relative errors, of logits and of each parameter's gradient.
+    """
+    mine = rows_of(whole, sp.data_rank, sp.data_size)
+    out = model(**mine)
+    out.loss.backward()
+    loss = float(out.loss.detach())
+    assert abs(loss - truth.loss) < 1e-6 * abs(truth.loss), (loss, truth.loss)
+    if truth.aux_loss is not None:
+        aux = float(out.aux_loss.detach())
+        assert abs(aux - truth.aux_loss) < 1e-6 * truth.aux_loss, (aux, truth.aux_loss)
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, loss)
+    assert len(set(losses)) == 1
+    logits = sp.gather(out.logits.detach(), dim=1, length=mine["input_ids"].shape[1])
+    real = mine.get("attention_mask", torch.ones(mine["input_ids"].shape)).bool()
+    expected = truth.logits.chunk(sp.data_size)[sp.data_rank]
+    assert relative_error(logits[real], expected[real]) < limit, relative_error(logits[real], expected[real])
+    ours = gradients(model)
+    assert ours.keys() == truth.gradients.keys(), ours.keys() ^ truth.gradients.keys()
+    for name, grad in truth.gradients.items():
+        error = relative_error(ours[name], grad)
+        assert error < limit, (name, error)

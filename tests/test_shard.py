@@ -120,7 +120,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": _ids(2, 4), "attention_mask": _ids(2, 3)}, r"`attention_mask` has the shape \(2, 3\)"),
     ({"input_ids": _ids(1, 4), "attention_mask": _ids(1, 1, 4, 4)}, "a mask over pairs of tokens is not supported"),
     ({"input_ids": _ids(2, 4), "position_ids": _ids(3, 4)}, r"`position_ids` has the shape \(3, 4\)"),
-    ({"input_ids": _ids(1, 4), "token_type_ids": _ids(1, 4)}, "`token_type_ids` .* does not know how to cut it"),
+    ({"input_ids": _ids(1, 4), "speaker_ids": _ids(1, 4)}, "`speaker_ids` .* does not know how to cut it"),
     (
         {"input_ids": _ids(1, 4), "attention_mask": torch.tensor([[1, 0, 1, 1]])},
         r"zeros between the ones of row 0 \(3 ones in tokens 0 to 3\)",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.errors import LongspanError
+from longspan.families import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
 from longspan.gradients import GradientSum
-from longspan.huggingface import ModelBinding, attention_layers, check_positions
-from longspan.loss import causal_lm_loss
-from longspan.shard import IGNORE, SequenceInfo, cut_batch, digest
+from longspan.huggingface import ModelBinding, check_positions
+from longspan.loss import causal_lm_loss, load_balancing_loss
+from longspan.shard import IGNORE, SequenceInfo, cut_batch, digest, real_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,63 +31,146 @@ if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding
 
 
+@dataclass
+class _Owed:
+    """What `leave` adds to the output of the forward under way.
+
+    Attributes:
+        labels: kept back from the model, `[B, L]`; None where there are none, or the model calls its loss function.
+        items: the divisor of the loss, None for the number of labels that count.
+        real: which of my tokens count in the router's loss, `[B, L]`; None where the model is not asked for it.
+        as_tuple: whether the caller wants a tuple.
+    """
+
+    labels: Tensor | None = None
+    items: Any = None
+    real: Tensor | None = None
+    as_tuple: bool = False
+
+
 class Entrance:
     """The hooks around a model's forward.
 
+    A causal LM calls its loss function, whose place `loss` takes. Where that is not so (a masked LM computes its own
+    cross entropy) or not enough (a mixture of experts adds the loss of its routers), the labels are kept back, and the
+    loss is computed from the logits when the forward has ended.
+
     Args:
-        model: the transformers causal LM.
+        model: the transformers model with a language-model head.
         sp: its sharding.
         binding: what `bind_layers` made of it.
         check_batches: for so many first forwards, compare the batches of all ranks.
     """
 
     def __init__(self, model: PreTrainedModel, sp: SequenceSharding, binding: ModelBinding, check_batches: int) -> None:
+        self.name = type(model).__name__  # FSDP will make another class of it
         self.sp = sp
         self.binding = binding
         self.checks_left = check_batches if sp.world_size > 1 else 0
+        self.owed = _Owed()
         self.loss_due = False
+        self.computed: tuple[Tensor, int] | None = None
         self.signature = inspect.signature(model.forward)
         self.gradients: GradientSum | None = None
-        self.dropouts = {n: m for n, m in attention_layers(model).items() if getattr(m, "attention_dropout", 0)}
+        self.masked = is_masked_lm(model)
+        self.top_k = router_top_k(model)
+        self.dropout = attention_dropout(model)
+        self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = self._by_name(args, kwargs)
         if self.gradients is not None:
             self.gradients.forget_unfinished()
         cut = self._cut(model, batch)
-        self.loss_due = cut.get("labels") is not None
-        self.binding.max_position = cut["longspan"].max_position
+        info = cut["longspan"]
+        self.owed, self.computed = _Owed(), None
         tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
+        if self._wants_router_loss(model, batch):
+            self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
+        if self.masked or self.owed.real is not None:
+            self.owed.labels, self.owed.items = cut.pop("labels", None), cut.pop("num_items_in_batch", None)
+            self.owed.as_tuple = not _or_default(
+                cut.pop("return_dict", None), getattr(model.config, "return_dict", True)
+            )
+            cut["return_dict"] = True
+        self.loss_due = cut.get("labels") is not None
+        self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
         cut["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         cut["use_cache"] = False
         return (), cut
 
-    def leave(self, model: PreTrainedModel, args: Any, output: Any) -> None:
+    def leave(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
         if self.loss_due:
             raise LongspanError(
-                f"{type(model).__name__} computed a loss of its own instead of calling its loss_function, so it would "
+                f"{self.name} computed a loss of its own instead of calling its loss_function, so it would "
                 f"be that of one rank's tokens; remove what patches its forward (a fused loss, say)"
             )
         idle = [layer.name for layer in self.binding.layers if not layer.seen]
         if idle:
             raise LongspanError(
-                f"layer {idle[0]} of {type(model).__name__} ({len(idle)} of {len(self.binding.layers)} layers) did not "
+                f"layer {idle[0]} of {self.name} ({len(idle)} of {len(self.binding.layers)} layers) did not "
                 f"call its attention through transformers' registry; it cannot be sharded in this version"
             )
+        if self.computed is not None:
+            self._check_nothing_was_added(output)
+        owed, self.owed, self.computed = self.owed, _Owed(), None
+        if owed.labels is None and owed.real is None:
+            return output
+        losses = self._losses(model, output, owed)
+        output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
+        return output.to_tuple() if owed.as_tuple else output
 
     def loss(
         self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, num_items_in_batch: Any = None, **_: Any
     ) -> Tensor:
         """Takes the place of the model's loss function. The entrance has shifted the labels already."""
         self.loss_due = False
-        return causal_lm_loss(logits, labels, self.sp, num_items_in_batch)
+        loss = causal_lm_loss(logits, labels, self.sp, num_items_in_batch)
+        self.computed = loss, loss._version
+        return loss
+
+    def _check_nothing_was_added(self, output: Any) -> None:
+        """Another term of the loss would be that of one rank's tokens, and its gradient summed over the ranks."""
+        if torch.compiler.is_compiling() or self.computed is None:  # compiled, tensors have no identity
+            return
+        computed, version = self.computed
+        found = output.get("loss") if isinstance(output, dict) else output[0]
+        if found is not computed or computed._version != version:
+            raise LongspanError(
+                f"{self.name} adds a term of its own to the loss of its tokens; longspan knows how to sum "
+                f"the load-balancing loss of a mixture of experts over the ranks, and no other"
+            )
+
+    def _wants_router_loss(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> bool:
+        asked = batch.get("output_router_logits")
+        return bool(_or_default(asked, getattr(model.config.get_text_config(), "output_router_logits", False)))
+
+    def _losses(self, model: PreTrainedModel, output: Any, owed: _Owed) -> dict[str, Tensor]:
+        """`loss` and `aux_loss` of the global batch, as far as they are owed."""
+        losses = {}
+        if owed.labels is not None:
+            losses["loss"] = causal_lm_loss(output["logits"], owed.labels, self.sp, owed.items)
+        if owed.real is not None:
+            assert self.top_k is not None
+            logits = output["router_logits"]
+            if output["logits"].requires_grad and not any(x.requires_grad for x in logits):
+                raise LongspanError(
+                    "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
+                    'checkpointing loses it; pass {"use_reentrant": False}'
+                )
+            losses["aux_loss"] = load_balancing_loss(logits, self.top_k, self.sp, owed.real)
+            if "loss" in losses:
+                losses["loss"] = losses["loss"] + model.router_aux_loss_coef * losses["aux_loss"]
+        return losses
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = self.signature.bind_partial(*args, **kwargs).arguments
-        named = {name: value for name, value in bound.items() if name != "kwargs"}
-        return {**named, **bound.get("kwargs", {})}
+        named = dict(zip(self.signature.parameters, args, strict=False))
+        twice = sorted(named.keys() & kwargs.keys())
+        if twice or len(named) < len(args):
+            self.signature.bind(*args, **kwargs)  # raises Python's own error
+        return {**named, **kwargs}
 
     def _refuse(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
         if batch.get("past_key_values") is not None or batch.get("use_cache"):
@@ -93,17 +178,27 @@ class Entrance:
                 "a parallelized model keeps no KV cache in this version (generate() needs one): call it without "
                 "past_key_values and use_cache, or generate with a model that was not parallelized"
             )
-        for key in ("output_attentions", "output_router_logits"):
-            if batch.get(key):
-                raise LongspanError(f"{key}=True is not supported on a parallelized model; leave it out")
+        if batch.get("output_attentions"):
+            raise LongspanError(
+                "output_attentions=True is not supported on a parallelized model, attention weights are never made; "
+                "leave it out"
+            )
+        if self.top_k is None and self._wants_router_loss(model, batch):
+            raise LongspanError(no_router_loss(self.name))
         keep = batch.get("logits_to_keep")
         if keep is not None and not (isinstance(keep, int) and keep == 0):
             raise LongspanError("logits_to_keep counts from the end of the sequence, which is cut here; leave it out")
-        if model.training and self.dropouts:
-            name, layer = next(iter(self.dropouts.items()))
+        if batch.get("encoder_hidden_states") is not None:
             raise LongspanError(
-                f"layer {name} has attention dropout {layer.attention_dropout}, which would depend on the number of "
-                f"ranks; set attention_dropout=0.0 in the config, or call model.eval()"
+                f"encoder_hidden_states ask {self.name} for cross attention to another sequence; {HELP}"
+            )
+        if batch.get("labels") is not None and "labels" not in self.signature.parameters:
+            raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
+        if model.training and self.dropout is not None:
+            layer, p, key = self.dropout
+            raise LongspanError(
+                f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; set {key}=0.0 in "
+                f"the config that the model is made from, or call model.eval()"
             )
         if self.gradients is not None:
             self.gradients.check(model)
@@ -115,11 +210,8 @@ class Entrance:
         try:
             self._refuse(model, batch)
             if self.checks_left > 0 or all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor)):
-                _check_ids(model, batch)
-            cut = dict(batch) if "longspan" in batch else cut_batch(batch, self.sp)
-            if not isinstance(cut["longspan"], SequenceInfo):
-                given = type(cut["longspan"]).__name__
-                raise LongspanError(f"the key `longspan` of a batch comes from longspan.shard_batch, got {given}")
+                _check_ids(model, batch, self.rotary)
+            cut = self._part_of(model, batch)
             check_positions(model, cut["longspan"])
         except LongspanError as error:
             problem = error
@@ -130,10 +222,31 @@ class Entrance:
             raise problem
         return cut
 
+    def _part_of(self, model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
+        if "longspan" not in batch:
+            return cut_batch(batch, self.sp, shift=False) if self.masked else cut_batch(batch, self.sp)
+        info = batch["longspan"]
+        if not isinstance(info, SequenceInfo):
+            raise LongspanError(
+                f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
+            )
+        if batch.get("labels") is not None and info.shifted == self.masked:
+            kind = "masked LM, whose labels are not" if self.masked else "causal LM, whose labels are"
+            raise LongspanError(
+                f"{self.name} is a {kind} shifted; cut its batches with longspan.shard_batch(batch, sp, "
+                f"shift={not self.masked})"
+            )
+        return dict(batch)
 
-def _check_ids(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-    """Refuse ids that the vocabulary does not have: cut, they would fail on the one rank that holds them."""
-    size = model.config.get_text_config().vocab_size
+
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _check_ids(model: PreTrainedModel, batch: Mapping[str, Any], rotary: bool) -> None:
+    """Refuse ids that the model's tables do not have: cut, they would fail on the one rank that holds them."""
+    config = model.config.get_text_config()
+    size = config.vocab_size
     for key in ("input_ids", "labels", "shift_labels"):
         ids = batch.get(key)
         if not isinstance(ids, Tensor) or ids.numel() == 0:
@@ -146,6 +259,15 @@ def _check_ids(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
             raise LongspanError(
                 f"`{key}` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}{but}"
             )
+    types, positions = batch.get("token_type_ids"), batch.get("position_ids")
+    if isinstance(types, Tensor) and types.numel():
+        kinds = getattr(config, "type_vocab_size", None) or size
+        if not 0 <= int(types.min()) <= int(types.max()) < kinds:
+            raise LongspanError(
+                f"`token_type_ids` holds {int(types.min())} to {int(types.max())}, the model has {kinds} types from 0"
+            )
+    if isinstance(positions, Tensor) and positions.numel() and not rotary and int(positions.min()) < 0:
+        raise LongspanError(f"`position_ids` holds {int(positions.min())}, the model's learnt positions start at 0")
 
 
 def _compare_batches(batch: Mapping[str, Any], sp: SequenceSharding, problem: LongspanError | None) -> None:

@@ -8,8 +8,7 @@ arguments, so two models in one process never meet.
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,11 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from longspan.attention import Kernel, Mask, Scores, attend
-from longspan.attention.kernels import choose_kernel
 from longspan.errors import LongspanError
+from longspan.families import HELP, attention_layers
+from longspan.families import check_model as check_model
 from longspan.pretrained import position_range
-from longspan.shard import SequenceInfo
+from longspan.shard import SequenceInfo, chunk_rows
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding
@@ -43,14 +43,6 @@ _NO_MEANING = {
     "layer_idx",
 }
 
-# Layers that mix tokens by something else than the attention registry.
-_MIXERS = re.compile(
-    r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|Recurrent|ShortConv|Hyena|Retention|SSM|CrossAttention"
-)
-
-# Embeddings that count positions themselves.
-_OWN_POSITIONS = re.compile(r"(Learned|Sinusoidal)Positional")
-
 
 @dataclass
 class LayerBinding:
@@ -70,41 +62,108 @@ class ModelBinding:
     max_position: int = 0
 
 
+class _NoTensor(LongspanError, AttributeError):
+    """A model takes its mask for a tensor; to `hasattr` and `getattr` it is still an attribute that is not there."""
+
+
 @dataclass(frozen=True)
 class MaskRequest:
-    """The mask that a model asks the registry for, read back from the function it asks with."""
+    """The mask that a model asks the registry for, read back from the function it asks with; as `Mask` says it."""
 
     causal: bool
     window: int | None = None
+    chunk: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NoTensor(f"a layer uses .{name} of its attention mask, so it makes a mask of its own out of it; {HELP}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise LongspanError(f"a layer cuts its attention mask, so it makes a mask of its own out of it; {HELP}")
+
+    def allows(self, i: Tensor, j: Tensor) -> Tensor:
+        """Whether tokens i may attend to tokens j; all of one shape."""
+        allowed = j <= i if self.causal else torch.ones_like(i, dtype=torch.bool)
+        if self.window is not None:
+            allowed &= (i - j).abs() < self.window
+        if self.chunk is not None:
+            allowed &= i // self.chunk == j // self.chunk
+        return allowed
 
 
 def longspan_mask(
-    *_: Any, mask_function: Any = causal_mask_function, local_size: int | None = None, **more: Any
+    *_: Any,
+    mask_function: Any = causal_mask_function,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **more: Any,
 ) -> MaskRequest:
     """The registry's mask builder: no tensor, only what the model wants.
 
-    A mask function is opaque, so it is compared with what longspan would do on the borders of the window; a mask that
-    is neither causal, bidirectional nor a causal sliding window is refused.
+    A mask function is opaque, so it is compared with what longspan would do, on tokens around the borders of windows
+    and chunks. Padding and documents do not show here: the entrance keeps them back.
+
+    Raises:
+        LongspanError: for a mask that is none of causal, bidirectional, a sliding window of either, or causal chunks.
     """
     if mask_function is causal_mask_function:
         return MaskRequest(causal=True)
     if mask_function is bidirectional_mask_function:
         return MaskRequest(causal=False)
-    if local_size is not None and _is_causal_window(mask_function, local_size):
-        return MaskRequest(causal=True, window=local_size)
-    name = getattr(mask_function, "__qualname__", repr(mask_function))
+    requests = [MaskRequest(causal=True), MaskRequest(causal=False)]
+    if local_size is not None:
+        requests = [
+            MaskRequest(causal=True, window=local_size),
+            MaskRequest(causal=True, chunk=local_size),
+            MaskRequest(causal=False, window=local_size + 1),  # |i - j| <= size, as transformers' encoders have it
+            MaskRequest(causal=False, window=local_size),
+        ]
+    tensors = list(_tensors_in(mask_function))
+    if not any(x.dim() > 1 for x in tensors):  # else it depends on what the tokens are
+        i, j = _around(local_size or 1, device if tensors else "cpu")
+        try:
+            zero = torch.zeros_like(i)
+            asked = mask_function(zero, zero, i, j).bool().expand_as(i)
+        except Exception:  # a function that is not of transformers' form raises whatever it will
+            requests = []
+        for request in requests:
+            if torch.equal(asked, request.allows(i, j)):
+                return request
     raise LongspanError(
-        f"the model asks for the attention mask {name} (local size {local_size}), which is not supported; supported "
-        f"are causal, bidirectional and causal sliding-window masks, padding and packed documents"
+        f"the model asks for the attention mask {_spell(mask_function)} (local size {local_size}), which is not "
+        f"supported; supported are causal and bidirectional masks, sliding windows of both, causal chunks, padding and "
+        f"packed documents"
     )
 
 
-def _is_causal_window(mask_function: Any, window: int) -> bool:
-    at = sorted({0, 1, window - 1, window, window + 1, 2 * window, 3 * window + 1})
-    pairs = [(i, j) for i in at for j in {0, i - window - 1, i - window, i - window + 1, i - 1, i, i + 1} if j >= 0]
-    i, j = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    zero = torch.zeros_like(i)
-    return bool(torch.equal(mask_function(zero, zero, i, j).expand_as(i), (j <= i) & (i - j < window)))
+def _around(size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Pairs of tokens on both sides of every border that a window or a chunk of `size` may have."""
+    at = {0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 3 * size + 1}
+    steps = {d + e for d in (-size, 0, size) for e in (-2, -1, 0, 1, 2)}
+    pairs = sorted({(i, j) for i in at for j in at | {i + step for step in steps} if j >= 0})
+    i, j = torch.tensor(pairs, device=device).unbind(1)
+    return i, j
+
+
+def _inside(function: Any) -> Iterator[Any]:
+    """What a function closes over, functions in tuples of functions included."""
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        yield from value if isinstance(value, tuple | list) else (value,)
+
+
+def _tensors_in(function: Any) -> Iterator[Tensor]:
+    for value in _inside(function):
+        if isinstance(value, Tensor):
+            yield value
+        elif callable(value):
+            yield from _tensors_in(value)
+
+
+def _spell(function: Any) -> str:
+    """A mask function by name, with the functions that it is made of."""
+    name = str(getattr(function, "__qualname__", repr(function))).split(".<locals>")[0]
+    parts = [_spell(value) for value in _inside(function) if callable(value) and not isinstance(value, Tensor)]
+    return f"{name}({', '.join(parts)})" if parts else name
 
 
 def longspan_attention(
@@ -132,12 +191,12 @@ def longspan_attention(
     info = more.pop("longspan", None)
     if not isinstance(info, SequenceInfo):
         raise LongspanError(
-            f"layer {layer.name} does not pass on keyword arguments, so it cannot know its batch; {_HELP}"
+            f"layer {layer.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
         )
     if not isinstance(attention_mask, MaskRequest):
         raise LongspanError(
             f"layer {layer.name} uses a mask of its own ({type(attention_mask).__name__}), not one from the mask "
-            f"registry; {_HELP}"
+            f"registry; {HELP}"
         )
     mask, scores = _mask_and_scores(layer, attention_mask, info, scaling, dropout, more)
     if not layer.seen:
@@ -159,9 +218,6 @@ def longspan_attention(
     return out, None
 
 
-_HELP = "it cannot be sharded in this version"
-
-
 def _mask_and_scores(
     layer: LayerBinding,
     request: MaskRequest,
@@ -178,19 +234,24 @@ def _mask_and_scores(
     window = given.pop("sliding_window", None)
     if window is not None and window != request.window and window < info.length:
         raise LongspanError(
-            f"layer {layer.name} has sliding_window={window}, but its mask has window={request.window}; {_HELP}"
+            f"layer {layer.name} has sliding_window={window}, but its mask has window={request.window}; {HELP}"
         )
     softcap, sinks = given.pop("softcap", None), given.pop("s_aux", None)
     is_causal = more.get("is_causal")
     given.pop("is_causal", None)
     if is_causal is not None and is_causal != request.causal:
         raise LongspanError(
-            f"layer {layer.name} has is_causal={is_causal}, but its mask has causal={request.causal}; {_HELP}"
+            f"layer {layer.name} has is_causal={is_causal}, but its mask has causal={request.causal}; {HELP}"
         )
     unknown = sorted(given.keys() - _NO_MEANING)
     if unknown:
-        raise LongspanError(f"layer {layer.name} passes {', '.join(unknown)} to its attention, not understood; {_HELP}")
-    return Mask(request.causal, request.window, rows=info.rows), Scores(scale, softcap, sinks)
+        raise LongspanError(f"layer {layer.name} passes {', '.join(unknown)} to its attention, not understood; {HELP}")
+    rows, chunk = info.rows, request.chunk
+    if rows is not None and chunk is not None:
+        # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row.
+        rows, chunk = chunk_rows(rows, chunk, info.starts), None
+    mask = Mask(causal=request.causal, window=request.window, chunk=chunk, rows=rows)
+    return mask, Scores(scale, softcap, sinks)
 
 
 def _one_dtype(*xs: Tensor) -> list[Tensor]:
@@ -207,95 +268,6 @@ AttentionMaskInterface.register(NAME, longspan_mask)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Preparing a model.
-
-
-def causal_lm_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside: `model` itself, or what a PEFT wrapper holds.
-
-    Raises:
-        LongspanError: if there is none.
-    """
-    unwrap: Any = getattr(model, "get_base_model", None)
-    inner = model if unwrap is None else unwrap()
-    if not isinstance(inner, PreTrainedModel):
-        raise LongspanError(
-            f"parallelize needs a transformers model (or a PEFT model around one), got {type(model).__name__}; with a "
-            f"model of your own, call longspan.attention in it and cut its batch with longspan.shard_batch"
-        )
-    return inner
-
-
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention modules by name: the innermost ones whose class says so."""
-    named = {
-        name: module
-        for name, module in model.named_modules()
-        if "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
-    }
-    return {n: m for n, m in named.items() if not any(other.startswith(n + ".") for other in named)}
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the elements of every list of modules in which each element holds an attention layer."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-    return [layer for blocks in lists if all(attention_layers(b) for b in blocks) for layer in blocks]
-
-
-def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) -> None:
-    """Refuse a model that would not compute the same when its sequence is sharded.
-
-    Raises:
-        LongspanError: naming the layer and the reason.
-    """
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise LongspanError(f"{name} is an encoder-decoder: its cross attention has another length of keys; {_HELP}")
-    for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            continue
-        if hasattr(module, "create_position_ids_from_input_ids") or _OWN_POSITIONS.search(type(module).__name__):
-            raise LongspanError(
-                f"layer {path} ({type(module).__name__}) of {name} makes positions of its own from tokens or mask, "
-                f"which are cut here; {_HELP}"
-            )
-        if _MIXERS.search(type(module).__name__) or isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
-            raise LongspanError(
-                f"layer {path} ({type(module).__name__}) of {name} mixes tokens without going through attention; "
-                f"{_HELP}"
-            )
-    for index, kind in enumerate(getattr(config, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise LongspanError(f"layer {index} of {name} is of the type {kind}; {_HELP}")
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise LongspanError(f"every attention layer of {name} adds ALiBi biases to its scores; {_HELP}")
-    if getattr(config, "output_router_logits", False):
-        raise LongspanError(
-            f"{name} adds a router loss over all tokens (output_router_logits=True), which is not summed over ranks "
-            f"yet; set output_router_logits=False in its config"
-        )
-    if getattr(model.config, "output_attentions", False):
-        raise LongspanError(
-            f"{name} has output_attentions=True in its config; attention weights are never made here, set it False"
-        )
-    layers = attention_layers(model)
-    if not layers or not getattr(model, "_supports_attention_backend", False):
-        which = f"layer {next(iter(layers))} of {name}" if layers else name
-        raise LongspanError(f"{which} does not go through transformers' attention registry; {_HELP}")
-    if model.loss_type not in (None, "ForCausalLM"):
-        raise LongspanError(f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal language models")
-    for path, layer in layers.items():
-        _check_layer(path, layer, config, kernel, sp)
-
-
-def _check_layer(path: str, layer: nn.Module, config: Any, kernel: Kernel, sp: SequenceSharding) -> None:
-    sinks = getattr(layer, "sinks", None)
-    softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
-    scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
-    try:
-        choose_kernel(kernel, Mask(), scores, device=sp.device, grad=False, ring=sp.ring_size)
-    except LongspanError as error:
-        raise LongspanError(f"layer {path}: {error}") from error
 
 
 def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) -> ModelBinding:
@@ -315,6 +287,8 @@ def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) ->
         bound = LayerBinding(path, sp, kernel)
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
+        if getattr(layer, "attn_temperature_tuning", False):
+            layer.register_forward_pre_hook(_count_in_the_whole(sp), with_kwargs=True)
     for module in _length_dependent_ropes(model):
         module.register_forward_pre_hook(_LongestPosition(binding), with_kwargs=True)
         module.register_forward_hook(_drop_last_position)
@@ -347,8 +321,34 @@ class _LongestPosition:
         return tuple(args_list), kwargs
 
 
-def _drop_last_position(module: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(x[:, :-1] for x in output)
+def _drop_last_position(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> Any:
+    return output[:, :-1] if isinstance(output, Tensor) else tuple(x[:, :-1] for x in output)
+
+
+class _TokensBefore:
+    """Stands where a layer looks for its KV cache: a layer that counts its tokens from what the cache holds counts them
+    in the whole sequence. It keeps nothing."""
+
+    def __init__(self, places: Tensor) -> None:
+        self.before = places - torch.arange(len(places), device=places.device)
+
+    def get_seq_length(self, *_: Any) -> Tensor:
+        return self.before
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def _count_in_the_whole(sp: SequenceSharding) -> Callable[..., Any]:
+    """For layers that scale their queries by the token's place in the row (Llama-4's attention temperature)."""
+
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        info = kwargs.get("longspan")
+        if isinstance(info, SequenceInfo):
+            kwargs = {**kwargs, "past_key_values": _TokensBefore(sp.positions(info.length))}
+        return args, kwargs
+
+    return hook
 
 
 def check_positions(model: PreTrainedModel, info: SequenceInfo) -> None:

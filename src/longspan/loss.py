@@ -1,7 +1,8 @@
-"""Cross entropy over a sharded sequence: the exact mean over every unmasked token of the global batch.
+"""Losses over a sharded sequence: exact means over the global batch.
 
-Each rank sums over its own tokens; one all-reduce of two numbers gives the sum and the count of all ranks. The mean of
-ranks' means would be another number as soon as the ranks hold different counts of unmasked tokens.
+Each rank sums over its own tokens; one all-reduce of a few numbers gives the sums and the counts of all ranks. The
+mean of ranks' means would be another number as soon as the ranks hold different counts of tokens; and the
+load-balancing loss of a mixture of experts is a product of two means, which no mean of ranks' products is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from longspan.mesh import find_group, group_name
 from longspan.shard import IGNORE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from longspan.mesh import SequenceSharding
 
@@ -52,15 +53,67 @@ def causal_lm_loss(
         )
     labels = shifted_labels.reshape(-1).to(logits.device)
     total: Any = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), labels)  # type: ignore[no-untyped-call]
-    sums = torch.stack([total.double(), (labels != IGNORE).sum().double()])
-    group = sp.world_group
-    if group is not None and group.size() > 1:
-        sums = torch.ops.longspan.sum_of_parts(sums, group_name(group))
+    sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double()]), sp)
     count = sums[1].detach().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
     if isinstance(count, Tensor):
         count = count.to(sums.device)
     loss: Tensor = sums[0] / count
     return loss.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Tensor], top_k: int, sp: SequenceSharding, real: Tensor | None = None
+) -> Tensor:
+    """The auxiliary loss of a mixture of experts, of the global batch (data x sequence), the same on every rank.
+
+    E * sum over experts e of f_e * p_e, where f_e is the number of times a token is sent to e, over the tokens, and p_e
+    the mean probability that the routers give e; means over the tokens of all layers (Switch Transformer,
+    arXiv:2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` extends them to top-k). Its gradient
+    on each rank is that rank's part, as that of `causal_lm_loss` is.
+
+    Args:
+        router_logits: of every layer with experts the logits of my tokens, `[tokens, E]` (rows of the batch side by
+            side).
+        top_k: experts per token.
+        sp: the sharding.
+        real: which of my tokens count, bool, as many in all; every one by default.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64).
+    """
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    return balance(sum_over_ranks(balance_sums(router_logits, top_k, real), sp)).to(dtype)
+
+
+def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:
+    """What the load-balancing loss needs of my tokens, fp64 [2 E + 1]: assignments, probabilities, number of tokens."""
+    assigned_E, p_E = (router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=torch.float64) for _ in range(2))
+    tokens = router_logits[0].new_zeros(1, dtype=torch.float64)
+    for logits_TE in router_logits:
+        p_TE = torch.softmax(logits_TE, -1)
+        chosen_Tk = p_TE.topk(top_k, -1).indices
+        counts_T = p_TE.new_ones(len(p_TE)) if real is None else real.reshape(-1).to(p_TE)
+        assigned_E = assigned_E.index_add(0, chosen_Tk.flatten(), counts_T.double().repeat_interleave(top_k))
+        p_E = p_E + (p_TE if real is None else p_TE * counts_T[:, None]).sum(0, dtype=torch.float64)
+        tokens = tokens + counts_T.sum(dtype=torch.float64)
+    return torch.cat([assigned_E, p_E, tokens])
+
+
+def balance(sums: Tensor) -> Tensor:
+    """The load-balancing loss from `balance_sums`."""
+    experts = len(sums) // 2
+    f_E, p_E = sums[: 2 * experts].view(2, experts) / sums[-1]
+    loss: Tensor = experts * (f_E * p_E).sum()
+    return loss
+
+
+def sum_over_ranks(parts: Tensor, sp: SequenceSharding) -> Tensor:
+    """The sum over data x sequence, on every rank; the gradient of `parts` is that of the sum."""
+    group = sp.world_group
+    if group is None or group.size() == 1:
+        return parts
+    total: Tensor = torch.ops.longspan.sum_of_parts(parts, group_name(group))
+    return total
 
 
 @torch.library.custom_op("longspan::sum_of_parts", mutates_args=())

@@ -1,4 +1,4 @@
-"""One call that shards a Hugging Face causal LM: its sequence, and with FSDP2 its weights.
+"""One call that shards a Hugging Face language model: its sequence, and with FSDP2 its weights.
 
     model = longspan.parallelize(model, sp)
     out = model(**batch)            # the same full batch on every rank of a sequence group
@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from longspan.attention import Kernel
 from longspan.entrance import Entrance
 from longspan.errors import LongspanError
+from longspan.families import check_model, decoder_layers, transformers_model
 from longspan.gradients import GradientSum
-from longspan.huggingface import bind_layers, causal_lm_of, check_model, decoder_layers
+from longspan.huggingface import bind_layers
 from longspan.layout import split_heads
 
 if TYPE_CHECKING:
@@ -41,14 +42,14 @@ def parallelize(
     kernel: Kernel = "auto",
     check_batches: int = 3,
 ) -> Model:
-    """Shard the sequence of a Hugging Face causal LM over `sp`, and with `fsdp` its weights over data x sequence.
+    """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
 
     In place, and the model is returned. Call it on every rank, with the same weights, after PEFT has wrapped the model
     and before the optimizer is made.
 
     Args:
-        model: a transformers causal LM, or a PEFT model around one, on its device. With `fsdp` it may still be on
-            the CPU: FSDP2 moves it layer by layer, each rank its shard.
+        model: a transformers causal or masked LM, or a PEFT model around one, on its device. With `fsdp` it may still
+            be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
         sp: how the sequence lies over the ranks.
         fsdp: shard weights, gradients and optimizer state by FSDP2: one group per decoder layer, gathered one layer
             ahead in forward and backward, released after forward. False: every rank holds all weights, and gradients
@@ -59,15 +60,16 @@ def parallelize(
             were given another one.
 
     Returns:
-        `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch`; `loss` is the mean over every
-        unmasked token of the global batch, equal on every rank; `logits` are those of this rank's tokens. There is
-        no KV cache: `use_cache` is off.
+        `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
+        LM); `loss` is the mean over every unmasked token of the global batch, equal on every rank; `logits` are those
+        of this rank's tokens. With `output_router_logits=True` a mixture of experts adds its load-balancing loss over
+        all tokens of the global batch, `aux_loss`. There is no KV cache: `use_cache` is off.
 
     Raises:
         LongspanError: for a model that would not compute the same when sharded (naming the layer and the reason), heads
             that `sp` cannot hold, or options that do not go together.
     """
-    inner = causal_lm_of(model)
+    inner = transformers_model(model)
     if hasattr(inner, "longspan_entrance"):
         raise LongspanError(f"{type(inner).__name__} is parallelized already; a model is given to parallelize once")
     if sp.tensor_size > 1:
@@ -97,24 +99,32 @@ def _check_head_counts(model: PreTrainedModel, sp: SequenceSharding) -> None:
     q_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
     idle = sum(
-        share.q_heads == 0 for share in split_heads(q_heads, kv_heads, sp.size, kv_replication=sp.kv_replication)
+        share.q_heads == 0
+        for share in split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
     )
     if idle:
+        fits = max(u for u in range(1, q_heads + 1) if sp.size % u == 0)
         warnings.warn(
-            f"`ulysses={sp.size}` is more than the model's {q_heads} query heads: {idle} ranks compute no attention; "
-            f"`ulysses={q_heads}` is as fast there",
+            f"`ulysses={sp.ulysses_size}` is more than the model's {q_heads} query heads: {idle} of them compute no "
+            f"attention; try `ulysses={fits}, ring={sp.size // fits}`",
             stacklevel=3,
         )
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
-    active = [name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    active = [name for name, module in model.named_modules() if _draws(module)]
     if active:
         warnings.warn(
             f"{len(active)} dropout layers ({active[0]}, ...): each rank draws for its own tokens, so a run depends on "
             f"the number of ranks; give every rank a seed of its own",
             stacklevel=3,
         )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
+    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
+    return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
 
 
 def _apply_fsdp(model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None) -> None:

@@ -1,0 +1,344 @@
+"""Every family of models on every mesh: loss, logits and every gradient are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from longspan.huggingface import MaskRequest, longspan_mask
+from tests.models import FAMILIES, MASKED, Truth, batch, build, compare, gradients, sharding, truth_of
+from tests.oracle import relative_error
+from tests.pool import RankPool
+
+LIMIT = 5e-6
+# data x ring; what is left of the ranks is ulysses.
+MESHES_OF_4 = [(1, 1), (2, 1)]
+RINGS_OF_4 = [(1, 2), (1, 4), (2, 2)]
+MESHES_OF_8 = [(1, 1), (1, 2)]
+
+
+def _inputs(family: str) -> dict[str, Any]:
+    whole: dict[str, Any] = batch()
+    if family == "Bert":
+        whole["token_type_ids"] = (torch.arange(21) > 9).long().expand(4, -1).contiguous()
+    return whole
+
+
+def _padded(family: str, side: str) -> dict[str, Any]:
+    whole = _inputs(family)
+    n = whole["input_ids"].shape[1]
+    mask = torch.ones_like(whole["input_ids"])
+    for row, missing in enumerate((0, 3, 9, 1)):
+        mask[row, n - missing :] = 0
+    mask = mask if side == "right" else mask.flip(1)
+    whole["input_ids"] = whole["input_ids"] * mask
+    whole["labels"] = torch.where(mask == 1, whole["labels"], -100)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {**whole, "attention_mask": mask, "position_ids": positions}
+
+
+def _packed(family: str) -> dict[str, Any]:
+    whole = {name: x[:2] for name, x in _inputs(family).items()}
+    positions = torch.cat([torch.arange(k) for k in (5, 9, 7)])
+    return {**whole, "labels": whole["labels"].flip(0), "position_ids": torch.stack([positions, torch.arange(21)])}
+
+
+@functools.cache
+def _truth(family: str, changes: tuple[tuple[str, Any], ...] = (), inputs: Any = _inputs, *args: Any) -> Truth:
+    """Computed once, by the process that runs the tests, and sent to the ranks."""
+    return truth_of(build(family, **dict(changes)), inputs(family, *args))
+
+
+def _run(
+    family: str,
+    changes: dict[str, Any],
+    meshes: list[tuple[int, int]],
+    fsdp: tuple[bool, ...],
+    whole: dict[str, Any],
+    truth: Truth,
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranks without heads
+        for data, ring in meshes:
+            sp = sharding(data, ring)
+            for sharded in fsdp:
+                model = longspan.parallelize(build(family, **changes), sp, fsdp=sharded)
+                compare(truth, model, whole, sp, LIMIT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_every_mesh_of_4_ranks(pool4: RankPool, family: str) -> None:
+    pool4.run(_run, family, {}, MESHES_OF_4, (True, False), _inputs(family), _truth(family))
+    pool4.run(_run, family, {}, RINGS_OF_4, (True,), _inputs(family), _truth(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_8_ranks_with_uneven_heads_and_fewer_kv_heads(pool8: RankPool, family: str) -> None:
+    heads: dict[str, Any] = {"num_attention_heads": 12, "hidden_size": 96}
+    if FAMILIES[family].get("num_key_value_heads", 4) is not None:
+        heads["num_key_value_heads"] = 4
+    truth = _truth(family, tuple(heads.items()))
+    pool8.run(_run, family, heads, MESHES_OF_8, (True,), _inputs(family), truth, timeout=120)
+
+
+@pytest.mark.parametrize("family", ["Albert", "DistilBert"])
+def test_encoders_whose_layers_have_no_numbers(pool2: RankPool, family: str) -> None:
+    pool2.run(_run, family, {}, [(1, 1)], (True, False), _inputs(family), _truth(family))
+
+
+def test_replicas_that_hold_whole_sequences(pool4: RankPool) -> None:
+    pool4.run(_run, "Llama", {}, [(4, 1)], (True, False), _inputs("Llama"), _truth("Llama"))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4Text", "GptOss", "Bert", "ModernBert"])
+def test_padding(pool4: RankPool, side: str, family: str) -> None:
+    truth = _truth(family, (), _padded, side)
+    pool4.run(_run, family, {}, [(2, 1), (1, 2)], (True,), _padded(family, side), truth)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Llama4Text", "GPT2"])
+def test_packed_documents(pool4: RankPool, family: str) -> None:
+    pool4.run(_run, family, {}, [(1, 1), (1, 4)], (True,), _packed(family), _truth(family, (), _packed))
+
+
+def test_a_decoder_made_bidirectional(pool4: RankPool) -> None:
+    """Gemma-3's windows are then open to both sides, and its own size of them is made from the config's."""
+    changes = {"use_bidirectional_attention": True, "sliding_window": 12}
+    truth = _truth("Gemma3Text", tuple(changes.items()))
+    pool4.run(_run, "Gemma3Text", changes, [(1, 1), (1, 2)], (True,), _inputs("Gemma3Text"), truth)
+
+
+def _packed_from_2(family: str) -> dict[str, Any]:
+    whole = _packed(family)
+    return {**whole, "position_ids": whole["position_ids"] + 2}
+
+
+def test_chunks_end_where_position_ids_say_so(pool4: RankPool) -> None:
+    truth = _truth("Llama4Text", (), _packed_from_2)
+    pool4.run(_run, "Llama4Text", {}, [(1, 1)], (True,), _packed_from_2("Llama4Text"), truth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents are as they would be alone.
+
+
+def _alone(family: str, changes: dict[str, Any], whole: dict[str, Any], sizes: tuple[int, ...]) -> Truth:
+    """Each document through the model by itself, and the mean loss over the tokens of all."""
+    model = build(family, **changes)
+    names = ("input_ids", "token_type_ids")
+    logits = []
+    start = 0
+    for size in sizes:
+        part = {name: whole[name][:, start : start + size] for name in names if name in whole}
+        logits.append(model(**part, use_cache=False).logits)
+        start += size
+    joined = torch.cat(logits, 1)
+    labels = whole["labels"] if family in MASKED else F.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+    loss = F.cross_entropy(joined.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+    return Truth(float(loss.detach()), joined.detach(), gradients(model), None)
+
+
+@pytest.mark.parametrize("how", ["document_ids", "cu_seq_lens", "seq_idx"])
+@pytest.mark.parametrize("family", ["Llama", "Llama4Text", "GptOss", "Bert", "ModernBert"])
+def test_marked_documents_are_as_if_alone(pool4: RankPool, family: str, how: str) -> None:
+    sizes = (5, 9, 7)
+    # Llama-4's temperature counts tokens through the row, whatever documents there are, in transformers and here.
+    changes = {"attn_temperature_tuning": False} if family == "Llama4Text" else {}
+    whole = {name: x[3:] for name, x in _inputs(family).items()}
+    begins = torch.tensor([0, 5, 14])
+    whole["labels"] = whole["labels"].index_fill(1, begins, -100)  # as packing collators do
+    truth = _alone(family, changes, whole, sizes)
+    whole["position_ids"] = torch.cat([torch.arange(size) for size in sizes])[None]
+    ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))[None]
+    borders = torch.tensor([0, 5, 14, 21], dtype=torch.int32)
+    marks: dict[str, dict[str, Any]] = {
+        "document_ids": {"document_ids": ids + 7},
+        "seq_idx": {"seq_idx": ids.int()},
+        "cu_seq_lens": {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 9, "max_length_k": 9},
+    }
+    pool4.run(_run, family, changes, [(1, 1)], (True,), {**whole, **marks[how]}, truth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The auxiliary loss of a mixture of experts.
+
+AUX: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_router_loss_on_every_mesh(pool4: RankPool, family: str) -> None:
+    truth = _truth(family, tuple(AUX.items()))
+    assert truth.aux_loss is not None and abs(truth.loss - _truth(family).loss) > 0.1
+    pool4.run(_run, family, AUX, [*MESHES_OF_4, (4, 1)], (True, False), _inputs(family), truth)
+    pool4.run(_run, family, AUX, RINGS_OF_4, (True,), _inputs(family), truth)
+
+
+def test_router_loss_counts_no_padding(pool4: RankPool) -> None:
+    for side in ("left", "right"):
+        truth = _truth("Qwen3Moe", tuple(AUX.items()), _padded, side)
+        pool4.run(_run, "Qwen3Moe", AUX, [(1, 1), (2, 1)], (True,), _padded("Qwen3Moe", side), truth)
+
+
+def test_router_loss_of_packed_documents(pool4: RankPool) -> None:
+    truth = _truth("Mixtral", tuple(AUX.items()), _packed)
+    pool4.run(_run, "Mixtral", AUX, [(1, 1)], (False,), _packed("Mixtral"), truth)
+
+
+def _router_loss_checkpointed(truth: Truth) -> None:
+    for fsdp in (True, False):
+        sp = sharding(data=2)
+        model = longspan.parallelize(build("Qwen3Moe", **AUX), sp, fsdp=fsdp)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        compare(truth, model.train(), batch(), sp, LIMIT)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(longspan.LongspanError, match="reentrant gradient checkpointing loses it"):
+        model(**{name: x[:2] for name, x in batch().items()})
+
+
+def test_router_loss_with_checkpointed_layers(pool4: RankPool) -> None:
+    pool4.run(_router_loss_checkpointed, _truth("Qwen3Moe", tuple(AUX.items())))
+
+
+def _router_loss_by_call() -> None:
+    sp = sharding()
+    whole = batch()
+    model = longspan.parallelize(build("Mixtral", router_aux_loss_coef=0.7), sp, fsdp=False)
+    asked = model(**whole, output_router_logits=True)
+    reference = build("Mixtral", router_aux_loss_coef=0.7)
+    truth = reference(**whole, output_router_logits=True)
+    assert (
+        abs(float(asked.loss) - float(truth.loss)) < 1e-6 and abs(float(asked.aux_loss) - float(truth.aux_loss)) < 1e-6
+    )
+    assert model(**whole).aux_loss is None
+    with torch.no_grad():
+        judged = model.eval()(whole["input_ids"], output_router_logits=True)
+        plain = model(**whole, output_router_logits=True, return_dict=False)
+        expected = reference(**whole, output_router_logits=True, return_dict=False)
+    assert judged.loss is None and abs(float(judged.aux_loss) - float(truth.aux_loss)) < 1e-6
+    assert isinstance(plain, tuple) and len(plain) == len(expected) - 1  # no KV cache
+    assert abs(float(plain[0]) - float(expected[0])) < 1e-6 and abs(float(plain[1]) - float(expected[1])) < 1e-6
+    divided = model(**whole, output_router_logits=True, num_items_in_batch=100)
+    expected = reference(**whole, output_router_logits=True, num_items_in_batch=100)
+    assert abs(float(divided.loss.detach()) - float(expected.loss)) < 1e-6
+
+
+def test_router_loss_asked_for_in_one_call(pool2: RankPool) -> None:
+    pool2.run(_router_loss_by_call)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masked language models.
+
+
+def _masked_lm() -> None:
+    sp = sharding()
+    whole = batch()
+    model, reference = longspan.parallelize(build("Bert"), sp), build("Bert")
+    expected = reference(**whole, return_dict=False)
+    plain = model(**whole, return_dict=False)
+    assert isinstance(plain, tuple) and len(plain) == 2
+    assert abs(float(plain[0].detach()) - float(expected[0].detach())) < 1e-6
+    cut = longspan.shard_batch(whole, sp, shift=False)
+    assert torch.equal(model(**cut).loss, plain[0])
+    with pytest.raises(longspan.LongspanError, match=r"masked LM, whose labels are not shifted; .* shift=False\)"):
+        model(**longspan.shard_batch(whole, sp))
+    with pytest.raises(longspan.LongspanError, match="`shift_labels` are labels of a causal LM"):
+        model(input_ids=whole["input_ids"], shift_labels=whole["labels"])
+    causal = longspan.parallelize(build("Llama"), sp)
+    with pytest.raises(longspan.LongspanError, match=r"causal LM, whose labels are shifted; .* shift=True\)"):
+        causal(**cut)
+    items = model(**whole, num_items_in_batch=torch.tensor(100))
+    count = int((whole["labels"] != -100).sum())
+    assert abs(float(items.loss.detach()) * 100 / count - float(plain[0].detach())) < 1e-6
+    assert model(input_ids=whole["input_ids"]).loss is None
+
+
+def test_masked_lm(pool2: RankPool) -> None:
+    pool2.run(_masked_lm)
+
+
+def test_sparse_prediction_of_modernbert(pool2: RankPool) -> None:
+    """In one process it makes logits of the labelled tokens alone: the same loss."""
+    changes = {"sparse_prediction": True}
+    model = build("ModernBert", **changes)
+    truth = _truth("ModernBert")
+    out = model(**batch())
+    assert abs(float(out.loss.detach()) - truth.loss) < 1e-6
+    pool2.run(_run, "ModernBert", changes, [(1, 1)], (True,), _inputs("ModernBert"), truth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks, read back from the functions that models ask with.
+
+
+def _mask(name: str, *args: Any) -> Any:
+    from transformers import masking_utils
+
+    return getattr(masking_utils, name)(*args)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 100])
+def test_masks_are_read_back(size: int) -> None:
+    padding = torch.zeros(3, dtype=torch.int64)
+    window = longspan_mask(mask_function=_mask("sliding_window_causal_mask_function", size), local_size=size)
+    assert window == MaskRequest(causal=True, window=size)
+    both = longspan_mask(mask_function=_mask("sliding_window_bidirectional_mask_function", size), local_size=size)
+    assert both == MaskRequest(causal=False, window=size + 1)  # transformers: |i - j| <= size
+    chunks = longspan_mask(mask_function=_mask("chunked_causal_mask_function", size, padding), local_size=size)
+    assert chunks == (MaskRequest(causal=True, chunk=size) if size > 1 else MaskRequest(causal=True, window=1))
+
+
+def test_masks_that_are_something_else() -> None:
+    from transformers import masking_utils as masks
+
+    assert longspan_mask() == MaskRequest(causal=True)
+    assert longspan_mask(mask_function=masks.bidirectional_mask_function) == MaskRequest(causal=False)
+    everything = masks.or_masks(masks.causal_mask_function, lambda *_: torch.tensor(True))  # Gemma-3's bidirectional
+    assert longspan_mask(mask_function=everything) == MaskRequest(causal=False)
+    ids = torch.zeros(1, 9, dtype=torch.int64)  # a mask that looks at the tokens, even where it is as good as causal
+    packed = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(ids))
+    with pytest.raises(
+        longspan.LongspanError, match=r"and_masks\(causal_mask_function, packed_sequence_mask_function\)"
+    ):
+        longspan_mask(mask_function=packed)
+    prefix = masks.or_masks(masks.causal_mask_function, lambda b, h, i, j: j < 3)
+    with pytest.raises(
+        longspan.LongspanError,
+        match=r"or_masks\(causal_mask_function, .*\) \(local size None\), which is not supported",
+    ):
+        longspan_mask(mask_function=prefix)
+    with pytest.raises(longspan.LongspanError, match=r"sliding_window_overlay\) \(local size 4\)"):
+        longspan_mask(mask_function=masks.and_masks(masks.sliding_window_overlay(5)), local_size=4)
+
+
+def test_a_mask_is_no_tensor() -> None:
+    mask = longspan_mask()
+    with pytest.raises(longspan.LongspanError, match="a layer uses .dtype of its attention mask, so it makes"):
+        _ = mask.dtype
+    with pytest.raises(longspan.LongspanError, match="a layer cuts its attention mask"):
+        _ = mask[:, :3]
+    assert not hasattr(mask, "shape") and copy.deepcopy(mask) == mask == pickle.loads(pickle.dumps(mask))
+
+
+def test_gradients_of_one_device_match_too() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    for family in ("Llama4Text", "Bert", "Mixtral"):
+        changes = AUX if family == "Mixtral" else {}
+        truth = _truth(family, tuple(changes.items()))
+        model = longspan.parallelize(build(family, **changes), sp)
+        out = model(**_inputs(family))
+        out.loss.backward()
+        for name, grad in truth.gradients.items():
+            assert relative_error(gradients(model)[name], grad) < LIMIT, name
