@@ -47,24 +47,28 @@ def load_model_config(config: VerifyConfig) -> Any:
 def build_model(config: VerifyConfig, model_config: Any) -> Any:
     """The pristine Hugging Face model on the CPU, in training mode, its weights in the dtype asked for.
 
+    A masked LM where the config's `architectures` name one (BERT), else a causal LM.
+
     Its attention is transformers' own `sdpa`, or `eager` for a model that has no `sdpa`. Random weights
     (`--config`) depend on the seed alone.
 
     Raises:
-        LongspanError: if transformers cannot make a causal LM of it.
+        LongspanError: if transformers cannot make such a model of it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # every rank loads the model, and more than once
+    masked = any(name.endswith("ForMaskedLM") for name in getattr(model_config, "architectures", None) or ())
+    auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     options = {"dtype": torch.float32 if config.dtype == "fp32" else torch.bfloat16}
 
     def build(attention: str) -> Any:
         torch.manual_seed(config.seed)
         own = copy.deepcopy(model_config)
         if config.model is None:
-            return AutoModelForCausalLM.from_config(own, attn_implementation=attention, **options)
-        return AutoModelForCausalLM.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
+            return auto.from_config(own, attn_implementation=attention, **options)
+        return auto.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
 
     try:
         try:
@@ -75,7 +79,8 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
             model = build("eager")
     except Exception as error:
         name = config.model or config.config
-        raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
+        kind = "masked" if masked else "causal"
+        raise LongspanError(f"{name} cannot be made into a {kind} LM: {first_line(error)}") from error
     return model.train()
 
 
