@@ -26,7 +26,7 @@ help:  ## this list
 demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then verify the model
 	@rm -rf runs/demo  # a finished run would be taken up again, and only exported
 	$(BIN)/longspan train --from examples/demo.toml
-	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ulysses 4
+	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
 test: lint  ## lint, then all tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -44,6 +44,10 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/kernel_strides.py
 	$(BIN)/python benchmarks/plan_accuracy.py
 	$(BIN)/python benchmarks/plan_speed.py
+	$(BIN)/python benchmarks/mask_cost.py
+	$(BIN)/python benchmarks/ring_layouts.py
+	$(BIN)/python benchmarks/ring_accuracy.py
+	$(BIN)/python benchmarks/models_verified.py
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -89,6 +89,13 @@ def test_every_family_on_8_ranks_with_uneven_heads_and_fewer_kv_heads(pool8: Ran
     pool8.run(_run, family, heads, MESHES_OF_8, (True,), _inputs(family), truth, timeout=120)
 
 
+def test_sinks_have_a_gradient_on_ranks_without_heads(pool4: RankPool) -> None:
+    """FSDP sums what every rank has a gradient for: a rank that left one out would be out of step with the others."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
+    truth = _truth("GptOss", tuple(heads.items()))
+    pool4.run(_run, "GptOss", heads, [(1, 1)], (True, False), _inputs("GptOss"), truth)
+
+
 @pytest.mark.parametrize("family", ["Albert", "DistilBert"])
 def test_encoders_whose_layers_have_no_numbers(pool2: RankPool, family: str) -> None:
     pool2.run(_run, family, {}, [(1, 1)], (True, False), _inputs(family), _truth(family))

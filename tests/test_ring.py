@@ -35,6 +35,7 @@ HARD = {
     "sinks": Case(sinks=True, n=19, q_heads=6, kv_heads=2),
     "sinks, softcap and window": Case(softcap=5.0, sinks=True, window=4, n=21, q_heads=6, kv_heads=2),
     "sinks and documents with padding": Case(sinks=True, documents=(-1,) * 3 + (0,) * 8 + (1,) * 6 + (-1,) * 2, n=19),
+    "sinks on a rank without heads": Case(sinks=True, n=10, q_heads=1, kv_heads=1),
     "alibi": Case(alibi=True, n=21, q_heads=6, kv_heads=3),
     "alibi, bidirectional": Case(alibi=True, causal=False, n=21),
     "a bias": Case(bias="waves", n=17, q_heads=6, kv_heads=2),

@@ -52,8 +52,8 @@ def local_attention(
     Returns:
         `[B, S, H, Dv]`.
     """
-    if q_BSHD.shape[2] == 0:  # a rank without heads still belongs to the graph, or its exchange would have no backward
-        return q_BSHD.new_empty(*q_BSHD.shape[:3], v_BTKD.shape[3]) + q_BSHD.sum()
+    if q_BSHD.shape[2] == 0:
+        return scores.nothing(q_BSHD, v_BTKD)
     if spread is not None:
         index = torch.tensor(spread, device=k_BTKD.device)
         k_BTKD, v_BTKD = k_BTKD.index_select(2, index), v_BTKD.index_select(2, index)

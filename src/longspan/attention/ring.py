@@ -123,8 +123,8 @@ def ring_attention(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, ring: Ring, m
     Returns:
         `[B, H, S, Dv]`; queries that see nothing (padding) give zero.
     """
-    if q_BHSD.shape[1] == 0:  # no rank of this ring has heads; the exchange before and behind still has a backward
-        return q_BHSD.new_empty(*q_BHSD.shape[:3], v_BKSD.shape[3]) + q_BHSD.sum()
+    if q_BHSD.shape[1] == 0:  # no rank of this ring has heads
+        return scores.nothing(q_BHSD, v_BKSD)
     out: Tensor = _apply(q_BHSD, k_BKSD, v_BKSD, scores.sinks, ring, mask, scores)
     return out
 
@@ -386,7 +386,7 @@ def reference_ring(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, ring: Ring, m
     Every block goes all the way round, nothing overlaps and memory is O(S x T); learnt biases get their gradients.
     """
     if q_BHSD.shape[1] == 0:
-        return q_BHSD.new_empty(*q_BHSD.shape[:3], v_BKSD.shape[3]) + q_BHSD.sum()
+        return scores.nothing(q_BHSD, v_BKSD)
     dtype = torch.promote_types(q_BHSD.dtype, torch.float32)
     batch, heads = q_BHSD.shape[:2]
     i = _positions(ring.q_runs(ring.rank, mask), q_BHSD.device)

@@ -63,6 +63,19 @@ class Scores:
         alibi = None if self.alibi is None else self.alibi[start:stop]
         return replace(self, sinks=sinks, alibi=alibi, first_head=self.first_head + start)
 
+    def nothing(self, q: Tensor, v: Tensor) -> Tensor:
+        """The output of an attention without any query head, still part of the graph of all that it was given.
+
+        Else the exchange before it would have no backward on this rank, and the sinks no gradient, which FSDP sums over
+        all ranks alike.
+
+        Args:
+            q: no head; the output has its shape with the head_dim of v.
+            v: values.
+        """
+        zero = q.sum() if self.sinks is None else q.sum() + self.sinks.sum().to(q.dtype)
+        return q.new_empty(*q.shape[:3], v.shape[3]) + zero
+
     def check(self, heads: int) -> None:
         """Refuse what does not fit `heads` query heads.
 
