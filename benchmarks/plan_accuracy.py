@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -30,7 +31,8 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
 FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
 WHOLE = {"weight_sharding": False}
 CHECKPOINTED = {"activation_checkpointing": True}
-# (config, context, ranks {data, ulysses}, options of the job)
+P2P = {"ring_impl": "p2p"}
+# (config, context, ranks {data, ring, ulysses}, options of the job)
 MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
     ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ulysses": 2}, BF16),
     ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ulysses": 2}, FP32),
@@ -42,14 +44,22 @@ MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] =
     ({**WIDE, "num_hidden_layers": 4, "vocab_size": 1024}, 4096, {"ulysses": 2}, {**BF16, **WHOLE}),
     ({**WIDE, "num_hidden_layers": 8, "vocab_size": 512}, 8192, {"ulysses": 4}, {**BF16, **CHECKPOINTED}),
     ({**WIDE, "num_hidden_layers": 8, "vocab_size": 512}, 512, {"ulysses": 2}, BF16),
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ring": 2}, FP32),
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 8192, {"ring": 2, "ulysses": 2}, BF16),
+    ({**WIDE, "num_hidden_layers": 8, "vocab_size": 512}, 8192, {"ring": 4}, {**BF16, **CHECKPOINTED}),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ring": 4}, {**FP32, "ring_impl": "allgather"}),
 ]
-TIME_CASES: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
-    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 2048, FP32),
-    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 4096, FP32),
-    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 8192}, 4096, FP32),
-    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, FP32),
-    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {**FP32, **CHECKPOINTED}),
-    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 2048, {**FP32, **WHOLE}),
+U2, R2 = {"ulysses": 2}, {"ring": 2}
+TIME_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 2048, U2, FP32),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 4096, U2, FP32),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 8192}, 4096, U2, FP32),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, U2, FP32),
+    ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, U2, {**FP32, **CHECKPOINTED}),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 2048, U2, {**FP32, **WHOLE}),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 4096, R2, {**FP32, **P2P}),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, R2, {**FP32, **P2P}),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 4096, R2, {**FP32, "ring_impl": "allgather"}),
 ]
 
 
@@ -98,7 +108,7 @@ class Trainer:
 
         import longspan
 
-        self.sp = longspan.SequenceSharding(longspan.init_mesh(**ranks))
+        self.sp = longspan.SequenceSharding(longspan.init_mesh(**ranks), ring_impl=options.get("ring_impl", "auto"))
         torch.manual_seed(0)
         llama = transformers.LlamaConfig(**config, max_position_embeddings=1 << 20)
         model = transformers.AutoModelForCausalLM.from_config(llama)
@@ -180,7 +190,7 @@ def measure_time(
 
 def memory_case(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
     plan = predicted(config, context, ranks, options, "cpu")
-    world = ranks.get("data", 1) * ranks.get("ulysses", 1)
+    world = math.prod(ranks.values())
     found = common.run_ranks(measure_memory, world, config, context, ranks, options)
     row = {
         "config": config, "context": context, "ranks": ranks, "options": options,
@@ -197,20 +207,21 @@ def time_cases(repeats: int) -> tuple[list[dict[str, Any]], str]:
     from longspan.bench import BenchConfig, run
 
     with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder) / "link.toml"
-        if run(BenchConfig(what="link", ulysses=2, dtype="fp32", out=link)):
-            raise SystemExit("longspan bench link failed")
+        links = {axis: Path(folder) / f"{axis}.toml" for axis in ("ulysses", "ring")}
+        for axis, link in links.items():
+            if run(BenchConfig(what="link", dtype="fp32", out=link, **{axis: 2})):
+                raise SystemExit("longspan bench link failed")
         rows = []
-        for config, context, options in TIME_CASES:
-            plan = predicted(config, context, {"ulysses": 2}, options, str(link))
-            seconds = common.run_ranks(measure_time, 2, config, context, {"ulysses": 2}, options, repeats)
+        for config, context, ranks, options in TIME_CASES:
+            plan = predicted(config, context, ranks, options, str(links[next(iter(ranks))]))
+            seconds = common.run_ranks(measure_time, 2, config, context, ranks, options, repeats)
             rows.append({
-                "config": config, "context": context, "ranks": {"ulysses": 2}, "options": options,
+                "config": config, "context": context, "ranks": ranks, "options": options,
                 "predicted": plan.step_seconds, "compute": plan.compute_seconds, "exposed": plan.exposed_seconds,
                 "measured": statistics.median(seconds), "seconds": seconds,
             })  # fmt: skip
             print(describe(rows[-1]), f"{plan.step_seconds:.3f} {statistics.median(seconds):.3f}", flush=True)
-        return rows, link.read_text()
+        return rows, "\n".join(link.read_text() for link in links.values())
 
 
 # --- the tables -----------------------------------------------------------------------------------

@@ -44,8 +44,12 @@ def test_flags_are_the_fields() -> None:
             "pydoc",
             "--context",
             "128k",
+            "--ring",
+            "2",
             "--ulysses",
             "4",
+            "--ring-impl",
+            "p2p",
             "--no-fsdp",
             "--betas",
             "0.8",
@@ -56,7 +60,9 @@ def test_flags_are_the_fields() -> None:
         config=Path("a.json"),
         data="pydoc",
         context=131072,
+        ring=2,
         ulysses=4,
+        ring_impl="p2p",
         fsdp=False,
         betas=(0.8, 0.9),
         schedule="linear",
@@ -97,11 +103,13 @@ def test_an_unknown_flag_is_refused_with_its_nearest(capsys: pytest.CaptureFixtu
 def test_a_file_gives_values_and_flags_win(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        'data = "pydoc"\ncontext = "8k"\nulysses = 4\nfsdp = false\ngrad-checkpointing = true\nmicro_batch = 2\n'
+        'data = "pydoc"\ncontext = "8k"\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\n'
+        "ulysses = 4\nfsdp = false\ngrad-checkpointing = true\nmicro_batch = 2\n"
         "lr = 1e-3\nbetas = [0.8, 0.9]\nshuffle = 0\n",
     )
     config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--lr=0.5")
     assert (config.data, config.context, config.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
+    assert (config.ring, config.layout, config.ring_impl, config.ranks) == (2, "contiguous", "p2p", 4)
     assert (config.lr, config.betas, config.micro_batch) == (0.5, (0.8, 0.9), 2)
     assert config.grad_checkpointing and config.shuffle == 0
     assert _parse(f"--from={path}").fsdp is False

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.exchange import ring_shift
 from longspan.metrics import (
     CommunicationSampler,
     Display,
@@ -34,20 +35,26 @@ def _metrics(step: int, **changes: object) -> StepMetrics:
     return StepMetrics(step=step, **{**values, **changes})  # type: ignore[arg-type]
 
 
-def _share_with_a_late_rank() -> float | None:
-    """Rank 1 comes 0.4 s late to a collective in a stretch of about 0.6 s."""
+def _share_with_a_late_rank(shift: bool) -> float | None:
+    """Rank 1 comes 0.4 s late to a collective, or a ring's messages, in a stretch of about 0.6 s."""
     sampler = CommunicationSampler(torch.device("cpu"))
     x = torch.ones(1)
+
+    def communicate() -> None:
+        ring_shift(x, torch.distributed.group.WORLD) if shift else torch.distributed.all_reduce(x)
+
+    communicate()
     torch.distributed.all_reduce(x)
     with sampler.measure():
         time.sleep(0.1 + 0.4 * torch.distributed.get_rank())
-        torch.distributed.all_reduce(x)
+        communicate()
         time.sleep(0.1)
     return sampler.share
 
 
-def test_communication_is_the_time_in_flight(pool2: RankPool) -> None:
-    waiting, late = pool2.run(_share_with_a_late_rank)
+@pytest.mark.parametrize("shift", [False, True], ids=["collective", "messages"])
+def test_communication_is_the_time_in_flight(pool2: RankPool, shift: bool) -> None:
+    waiting, late = pool2.run(_share_with_a_late_rank, shift)
     assert 0.3 < waiting < 0.9  # 0.4 of 0.6 s, on a machine that may be busy
     assert late < waiting / 2
 

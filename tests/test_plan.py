@@ -16,13 +16,26 @@ from hypothesis import strategies as st
 
 from longspan.cli import main, parse
 from longspan.errors import LongspanError
-from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, longest_context, read_hardware, read_model, search
+from longspan.plan import (
+    CATALOGUE,
+    Hardware,
+    Job,
+    Mesh,
+    Plan,
+    cost,
+    longest_context,
+    read_hardware,
+    read_model,
+    search,
+)
+from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
-from longspan.plan.compute import attended_pairs
+from longspan.plan.compute import attended_pairs, layer_work
 from longspan.plan.hardware import OPS
 from longspan.plan.report import SCHEMA, command, plan_dict, to_dict
 from longspan.plan.search import meshes, refusal
 from longspan.plan.shapes import ModelShape, shape_from_config
+from longspan.plan.times import waiting
 from longspan.train import TrainConfig
 
 A100 = CATALOGUE["a100-80gb"]
@@ -48,9 +61,14 @@ JOBS = st.builds(
     st.sampled_from(["bf16", "fp32"]),
     st.sampled_from([1, 2, 4]),
     st.fixed_dictionaries(
-        {"weight_sharding": st.booleans(), "activation_checkpointing": st.booleans(), "tiled_loss": st.booleans()}
+        {
+            "weight_sharding": st.booleans(), "activation_checkpointing": st.booleans(), "tiled_loss": st.booleans(),
+            "layout": st.sampled_from(["zigzag", "contiguous"]),
+            # Named, as a longer context is never cheaper on the same way only.
+            "ring_impl": st.sampled_from(["p2p", "allgather"]),
+        }
     ),
-)
+)  # fmt: skip
 MESHES = st.builds(Mesh, *[st.sampled_from([1, 2, 4])] * 4)
 
 
@@ -95,7 +113,7 @@ def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh
     larger = replace(mesh, **{axis: 2 * getattr(mesh, axis)})
     fewer, more = planned(model, job, mesh), planned(model, job, larger)
     assert more.memory_total_bytes <= fewer.memory_total_bytes
-    for name in ("weights", "optimizer", "kv_cache", "qkv"):
+    for name in ("weights", "optimizer", "kv_cache"):
         assert more.memory_bytes[name] <= fewer.memory_bytes[name], name
 
 
@@ -146,9 +164,10 @@ def test_masks_count_their_pairs() -> None:
 def test_a_window_costs_its_window() -> None:
     model = read_model("mistral-7b")
     job = Job(context=1 << 20, mode="prefill")
-    plan = cost(model, job, Mesh(ring=8), A100)
-    # 4,096 tokens reach back one block of 131,072, not seven.
-    assert [c.count for c in plan.comm if c.axis == "ring"] == [len(model.layers)]
+    # 4,096 tokens reach back one block of 131,072, not seven; under zigzag a block has two neighbours.
+    for layout, messages in (("contiguous", 1), ("zigzag", 2)):
+        plan = cost(model, replace(job, layout=layout), Mesh(ring=8), A100)  # type: ignore[arg-type]
+        assert [c.count for c in plan.comm if c.axis == "ring"] == [messages * len(model.layers)]
     assert (
         plan.memory_bytes["kv_cache"] < cost(model, replace(job, context=8192), Mesh(), A100).memory_bytes["kv_cache"]
     )
@@ -160,7 +179,7 @@ def test_a_window_costs_its_window() -> None:
 def test_what_this_version_runs_is_recommended_before_what_is_only_planned() -> None:
     found = search(LLAMA, Job(context=131072, activation_checkpointing=True), 8, CATALOGUE["h100"])
     assert found.recommended is not None and found.recommended.runs
-    assert found.recommended.mesh.ring == found.recommended.mesh.tensor == 1
+    assert found.recommended.mesh.tensor == 1
 
 
 def test_replicated_kv_heads_are_said_with_their_size() -> None:
@@ -189,16 +208,18 @@ def test_tensor_parallelism_wins_where_only_a_start_counts() -> None:
 
 
 @pytest.mark.parametrize("gpus", [4, 16])
-def test_the_command_is_one_that_train_takes(gpus: int) -> None:
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_the_command_is_one_that_train_takes(gpus: int, ring: int) -> None:
     job = Job(context=65536, batch=4, activation_checkpointing=True, weight_sharding=gpus == 16)
-    best = search(read_model("qwen3-0.6b"), job, gpus, A100).recommended
-    assert best is not None
+    job = replace(job, layout="contiguous", ring_impl="allgather") if ring == 4 else job
+    best = next(p for p in search(read_model("qwen3-0.6b"), job, gpus, A100).plans if p.mesh.ring == ring and p.runs)
     said = command(best)
     assert said is not None
     words = shlex.split(said)
     config = parse(TrainConfig, words[words.index("train") + 1 :], prog="longspan train", summary="x y")
     config.check()
-    assert (config.ulysses, config.data_degree) == (best.mesh.ulysses, best.mesh.data)
+    assert (config.ring, config.ulysses, config.data_degree) == (ring, best.mesh.ulysses, best.mesh.data)
+    assert (config.layout, config.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
     assert (config.context, config.sequences, config.dtype) == (65536, 4, "bf16")
     assert config.fsdp == job.weight_sharding and config.grad_checkpointing
     assert words[0] == ("longspan" if gpus == 4 else "torchrun")
@@ -207,12 +228,101 @@ def test_the_command_is_one_that_train_takes(gpus: int) -> None:
 def test_no_command_for_what_this_version_does_not_run() -> None:
     for job, mesh in (
         (Job(context=8192, mode="prefill"), Mesh(ulysses=2)),
-        (Job(context=8192), Mesh(ring=2)),
+        (Job(context=8192), Mesh(tensor=2)),
         (Job(context=8192, tiled_mlp=4), Mesh(ulysses=2)),
     ):
         plan = cost(LLAMA, job, mesh, A100)
         assert command(plan) is None
         assert any("this version" in reason for reason in plan.reasons)
+
+
+# ---- Rings.
+
+
+def test_zigzag_shares_out_a_causal_mask_and_contiguous_does_not() -> None:
+    job = Job(context=65536)
+    layer = LLAMA.layers[0]
+    for ring in (2, 4, 8):
+        whole = layer_work(layer, job, Mesh()).attention
+        zigzag, contiguous = (
+            layer_work(layer, replace(job, layout=layout), Mesh(ring=ring)).attention  # type: ignore[arg-type]
+            for layout in ("zigzag", "contiguous")
+        )
+        assert zigzag * ring == pytest.approx(whole, rel=1e-3)
+        assert contiguous / zigzag == pytest.approx(2 - 1 / ring, rel=1e-3)  # the last block sees all before it
+
+
+@given(*[st.floats(0, 10)] * 3, st.floats(0.05, 1), st.integers(1, 9))
+def test_what_a_round_does_not_hide_is_waited_for(
+    kv: float, gradient: float, attention: float, own: float, rounds: int
+) -> None:
+    waited = gradient  # the last one has nothing beside it
+    for number in range(rounds + 1):
+        computing = attention * own if number == 0 else attention * (1 - own) / rounds
+        in_flight = kv * (number < rounds) + gradient * (number >= 2)
+        waited += max(0.0, in_flight - computing)
+    assert waiting(kv, gradient, attention, own, rounds) == pytest.approx(waited)
+
+
+def test_a_ring_hides_behind_a_long_attention_and_an_all_gather_never_does() -> None:
+    for context, hidden in ((1 << 8, False), (1 << 20, True)):
+        exposed, moved = {}, {}
+        for impl in ("p2p", "allgather"):
+            job = Job(context=context, weight_sharding=False, ring_impl=impl)  # type: ignore[arg-type]
+            plan = cost(LLAMA, job, Mesh(ring=8), A100)
+            moved[impl] = [c for c in plan.comm if c.axis == "ring"]
+            exposed[impl] = plan.exposed_seconds - sum(c.seconds for c in plan.comm if c.axis != "ring")
+        assert {c.beside for c in moved["p2p"]} == {"attention"} and {c.beside for c in moved["allgather"]} == {""}
+        assert [c.op for c in moved["allgather"]] == ["all_gather", "reduce_scatter"]
+        assert len({sum(c.bytes_total for c in sent) for sent in moved.values()}) == 1
+        seconds = {impl: sum(c.seconds for c in sent) for impl, sent in moved.items()}
+        assert exposed["allgather"] == pytest.approx(seconds["allgather"])
+        assert (exposed["p2p"] < 0.15 * seconds["p2p"]) == hidden  # the last gradient has nothing beside it
+
+
+def slow(*ops: str) -> Hardware:
+    """A100s whose ring has one second of latency in these collectives, and hardly any in others."""
+    return replace(A100, measured={("ring", op): (1.0 if op in ops else 1e-9, 1e12) for op in OPS})
+
+
+def test_the_way_round_the_ring_is_the_codes_unless_the_links_say_otherwise() -> None:
+    long, short, mesh = Job(context=1 << 18), Job(context=256), Mesh(ring=4)
+    asked = [(long, A100, "auto", "p2p"), (short, A100, "auto", "allgather")]
+    asked += [(long, slow("p2p"), "allgather", "allgather"), (short, slow("all_gather"), "p2p", "p2p")]
+    for job, hardware, flag, impl in asked:
+        plan = planned_with(LLAMA, job, mesh, hardware)
+        assert (plan.job.ring_impl, plan.ring_impl) == (flag, impl)
+        said = [note for note in plan.notes if note.startswith("--ring-impl")]
+        assert said == ([] if flag == "auto" else said[:1])
+        if flag != "auto":
+            other = {"p2p": "allgather", "allgather": "p2p"}[impl]
+            assert f"--ring-impl {impl} is planned: " in said[0] and f"auto would take {other}" in said[0]
+        assert (f"--ring-impl {flag}" in str(command(plan))) == (flag != "auto")
+        assert plan_dict(plan)["ring_impl"] == impl and plan_dict(plan)["layout"] == "zigzag"
+    stubborn = planned_with(LLAMA, replace(long, ring_impl="p2p"), mesh, slow("p2p"))
+    assert stubborn.ring_impl == "p2p" and "--ring-impl p2p" in str(command(stubborn))
+
+
+def test_layers_may_go_round_in_different_ways() -> None:
+    config = {
+        "model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 100, "sliding_window": 64,
+    }  # fmt: skip
+    model, job = shape_from_config(config, "windows and full"), Job(context=1024)
+    assert {layer.kind for layer in model.layers} == {"sliding", "full"}
+    assert cost(model, job, Mesh(ring=8), A100).ring_impl == "mixed"  # a window needs its neighbours' blocks alone
+    assert cost(model, replace(job, ring_impl="p2p"), Mesh(ring=8), A100).ring_impl == "p2p"
+    for of_job, mesh in ((job, Mesh(ulysses=4)), (replace(job, mode="decode"), Mesh(ring=4))):
+        assert cost(model, of_job, mesh, A100).ring_impl is None
+
+
+def test_rings_of_thousands_are_planned() -> None:
+    """A table of ranks x ranks would take minutes."""
+    for layout in ("zigzag", "contiguous"):
+        for name in ("llama-3.1-405b", "gemma-3-27b"):
+            job = Job(context=1 << 22, layout=layout)  # type: ignore[arg-type]
+            plan = cost(read_model(name), job, Mesh(ring=2048), A100)
+            assert plan.ring_impl == "p2p" and plan.step_seconds > 0
 
 
 # ---- Hardware.

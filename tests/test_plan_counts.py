@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import longspan
+from longspan.attention.mask import Mask as AttentionMask
+from longspan.attention.ring import work_of_blocks
+from longspan.layout import Layout, ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
 from longspan.plan.communication import layer_method
+from longspan.plan.ring import lap
 from longspan.plan.shapes import ModelShape, shape_from_config
 from tests.counting import count_sent
 
@@ -34,18 +40,36 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def attention_sent(rank: int, mesh: Mesh, shape: tuple[int, int, int, int], n: int, batch: int, dtype: Any) -> Any:
+Shape = tuple[int, int, int, int]
+
+
+def sharding(mesh: Mesh, layout: str = "auto", ring_impl: str = "auto") -> longspan.SequenceSharding:
+    made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses)
+    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl)
+
+
+def attention_sent(
+    rank: int,
+    mesh: Mesh,
+    shape: Shape,
+    n: int,
+    batch: int,
+    dtype: Any,
+    layout: str = "auto",
+    ring_impl: str = "auto",
+    **mask: Any,
+) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.gpus):
-        sp = longspan.SequenceSharding(longspan.init_mesh(data=mesh.data, ulysses=mesh.ulysses))
+        sp = sharding(mesh, layout, ring_impl)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
             for heads, width in ((q_heads, d), (kv_heads, d), (kv_heads, dv))
         )
         with count_sent() as sent:
-            longspan.attention(q, k, v, sp, length=n).sum().backward()
+            longspan.attention(q, k, v, sp, length=n, **mask).sum().backward()
     return Counter((one.op, one.bytes) for one in sent)
 
 
@@ -64,28 +88,54 @@ def attention_sent(rank: int, mesh: Mesh, shape: tuple[int, int, int, int], n: i
         ((8, 4, 16, 8), 4),  # values of another head_dim, as in MLA
     ],
 )
-def test_ulysses_attention_sends_what_is_planned(
-    shape: tuple[int, int, int, int], ulysses: int, dtype: torch.dtype
-) -> None:
-    q_heads, kv_heads, d, dv = shape
+def test_ulysses_attention_sends_what_is_planned(shape: Shape, ulysses: int, dtype: torch.dtype) -> None:
     n, batch = 37, 2
     mesh = Mesh(ulysses=ulysses)
     by_rank = [attention_sent(rank, mesh, shape, n, batch, dtype) for rank in range(ulysses)]
-    most = max(by_rank, key=lambda log: sum(size * count for (_, size), count in log.items()))
-    model = a_model(q_heads, kv_heads, d, dv)
-    job = Job(context=n, batch=batch, dtype="fp32" if dtype == torch.float32 else "bf16")
-    # In training a replica takes its sequences one by one: the two of this batch are twice the bytes of one.
-    planned: Counter[tuple[str, int]] = Counter()
-    for sent in layer_method(model, model.layers[0], job, mesh):
-        planned[("all_to_all", batch * sent.bytes)] += sent.calls
-    assert most == planned
+    most = max(by_rank, key=total)
+    job = Job(context=n, dtype="fp32" if dtype == torch.float32 else "bf16")
+    assert most == planned_for(a_model(*shape), job, mesh, batch)
     assert sum(most.values()) == 4
 
 
-def a_model(q_heads: int, kv_heads: int, d: int, dv: int) -> ModelShape:
+def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[tuple[str, int]]:
+    # In training a replica takes its sequences one by one: the two of this batch are twice the bytes of one.
+    planned: Counter[tuple[str, int]] = Counter()
+    for sent in layer_method(model, model.layers[0], job, mesh):
+        if sent.calls:
+            planned[(sent.op, batch * sent.bytes)] += sent.calls
+    return planned
+
+
+MHA, GQA, MQA, UNEVEN = (8, 8, 4, 4), (8, 2, 4, 4), (4, 1, 4, 4), (6, 3, 4, 4)
+RING_MESHES = [Mesh(ring=2), Mesh(ring=4), Mesh(ring=8), Mesh(ring=2, ulysses=2), Mesh(ring=4, ulysses=2)]
+RING_MESHES += [Mesh(ring=2, ulysses=4), Mesh(ring=3, ulysses=2)]
+MASKS = [{}, {"window": 5}, {"window": 14}, {"chunk": 9}]
+
+
+@pytest.mark.parametrize("impl", ["p2p", "allgather", "auto"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("mesh", RING_MESHES, ids=str)
+def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> None:
+    """Every mask, with heads that divide and that do not, and lengths that do not (a few tokens leave ranks empty)."""
+    for i, mask in enumerate(MASKS):
+        for n in (37, 64, 9):
+            shape = [MHA, GQA, MQA, UNEVEN][(i + n) % 4]
+            dtype = torch.bfloat16 if n == 37 else torch.float32
+            by_rank = [
+                attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.gpus)
+            ]
+            kind = {"window": "sliding", "chunk": "chunked"}.get(next(iter(mask), ""), "full")
+            model = a_model(*shape, kind=kind, window=next(iter(mask.values()), None))
+            job = Job(context=n, dtype="bf16" if n == 37 else "fp32", layout=layout, ring_impl=impl)
+            assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
+
+
+def a_model(q_heads: int, kv_heads: int, d: int, dv: int, kind: str = "full", window: int | None = None) -> ModelShape:
     config = {**LLAMA, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": d}
     model = shape_from_config(config, "test")
-    object.__setattr__(model.layers[0], "v_head_dim", dv)
+    for name, value in (("v_head_dim", dv), ("kind", kind), ("window", window)):
+        object.__setattr__(model.layers[0], name, value)
     return model
 
 
@@ -113,6 +163,15 @@ CASES = [
     (Mesh(ulysses=4), {}, {"dtype": "bf16", "activation_checkpointing": True}),
     (Mesh(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (Mesh(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
+    (Mesh(ring=4), {}, {"ring_impl": "p2p"}),
+    (Mesh(ring=2), {}, {"dtype": "bf16"}),  # all-gathered, being small
+    (Mesh(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "activation_checkpointing": True}),
+    (Mesh(data=2, ring=2, ulysses=2), {}, {"ring_impl": "p2p", "weight_sharding": False}),
+    (Mesh(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {"ring_impl": "p2p"}),
+    (Mesh(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
+    (Mesh(ring=4), {"model_type": "mistral", "sliding_window": 8}, {"layout": "contiguous"}),
+    (Mesh(ring=2, ulysses=2), {"model_type": "mistral", "sliding_window": 5}, {}),
+    (Mesh(ring=2, ulysses=2), MLA, {"ring_impl": "p2p"}),
     (Mesh(ulysses=16), {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2}, {}),
 ]
 
@@ -122,7 +181,10 @@ def test_a_training_step_sends_what_is_planned(mesh: Mesh, config: dict[str, Any
     """Exchange, FSDP's gathers and scatters, gradient sum, loss: a parallelized model's forward and backward."""
     config, options = {**LLAMA, **config}, {"dtype": "fp32", **options}
     n = 37
-    measured = max((step_sent(rank, mesh, config, n, options) for rank in range(min(2, mesh.gpus))), key=total)
+    ranks = range(
+        mesh.gpus if mesh.ring > 1 else min(2, mesh.gpus)
+    )  # a ring's ranks differ, and not the first two alone
+    measured = max((step_sent(rank, mesh, config, n, options) for rank in ranks), key=total)
     plan = cost(shape_from_config(config, "test"), Job(context=n, batch=mesh.data, **options), mesh, CPU)
     planned: Counter[tuple[str, int]] = Counter()
     for c in plan.comm:
@@ -141,7 +203,7 @@ def step_sent(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     with fake_world(rank, mesh.gpus):
-        sp = longspan.SequenceSharding(longspan.init_mesh(data=mesh.data, ulysses=mesh.ulysses))
+        sp = sharding(mesh, options.get("layout", "auto"), options.get("ring_impl", "auto"))
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = transformers.AutoModelForCausalLM.from_config(cls(**config))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
@@ -156,6 +218,39 @@ def step_sent(
     return Counter((one.op, one.bytes) for one in sent)
 
 
+def a_mask(kind: str, window: int | None) -> AttentionMask:
+    return AttentionMask(window=window if kind == "sliding" else None, chunk=window if kind == "chunked" else None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    n=st.integers(1, 300),
+    ring=st.integers(1, 12),
+    ulysses=st.integers(1, 3),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    kind=st.sampled_from(["full", "sliding", "chunked"]),
+    window=st.integers(1, 80),
+)
+def test_a_lap_is_the_one_that_attention_makes(
+    n: int, ring: int, ulysses: int, layout: Any, kind: str, window: int
+) -> None:
+    cut = Layout(ring, ulysses, layout)
+    limit = None if kind == "full" else window
+    found = lap(cut, n, kind, limit)
+    work = work_of_blocks(cut, (n, n), a_mask(kind, limit).limited_to(n), 1)
+    assert found.routes == ring_routes([[pairs > 0 for pairs in row] for row in work])
+    assert found.pairs == tuple(sum(row) for row in work)
+    assert found.sends == tuple(found.routes.messages(rank) for rank in range(ring))
+    visits = [
+        sum(0 < (rank - j) % ring <= found.routes.right[j] for j in range(ring))
+        + sum(0 < (j - rank) % ring <= found.routes.left[j] for j in range(ring))
+        for rank in range(ring)
+    ]
+    assert found.visits == tuple(visits) and sum(visits) == sum(found.sends)
+    busiest = max(range(ring), key=lambda rank: found.pairs[rank])
+    assert found.own == work[busiest][busiest] / sum(work[busiest])
+
+
 def test_counting_sees_a_collective_that_nobody_planned() -> None:
     """The comparison can fail: one all-reduce too many is seen."""
     with fake_world(0, 4), count_sent() as sent:
@@ -168,7 +263,8 @@ def test_the_planner_has_the_sizes_of_the_code() -> None:
     from longspan.gradients import GradientSum
     from longspan.loss import TILE_ELEMENTS
     from longspan.plan.communication import GRADIENT_BUCKET
-    from longspan.plan.memory import Scale, _tile
+    from longspan.plan.kept import Scale
+    from longspan.plan.memory import _tile
 
     assert GradientSum.bucket_elements == GRADIENT_BUCKET
     tiles = [_tile(Scale(1, 2, 1, on_cpu=on_cpu, hidden_shards=1)) for on_cpu in (False, True)]

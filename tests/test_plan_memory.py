@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.plan import Job, Mesh, cost, read_hardware
-from longspan.plan.memory import Scale, kept_per_token
+from longspan.plan.kept import Scale, kept_per_token
 from longspan.plan.shapes import shape_from_config
 from tests.pool import RankPool
 
@@ -20,7 +20,8 @@ SMALL = {
     "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512,
     "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
-FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
+NARROW = {"intermediate_size": 64, "num_key_value_heads": 8}
+FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
     ({}, 2048, Mesh(ulysses=2), FP32),
     ({}, 4096, Mesh(ulysses=2), BF16),
@@ -30,6 +31,12 @@ CASES = [
     ({}, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False}),
     ({}, 2048, Mesh(ulysses=2), {**BF16, "weight_sharding": False}),
     ({"num_hidden_layers": 8}, 4096, Mesh(ulysses=2), {**FP32, "activation_checkpointing": True}),
+    ({}, 2048, Mesh(ring=2), FP32),
+    ({}, 4096, Mesh(ring=2, ulysses=2), BF16),
+    # Hardly any MLP: what the ring holds is what counts.
+    (NARROW, 4096, Mesh(ring=4), {**BF16, **P2P, "activation_checkpointing": True}),
+    (NARROW, 4096, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "activation_checkpointing": True}),
+    (NARROW, 4096, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
 ]
 
@@ -57,7 +64,8 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
 
     import longspan
 
-    sp = longspan.SequenceSharding(longspan.init_mesh(data=mesh.data, ulysses=mesh.ulysses))
+    made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses)
+    sp = longspan.SequenceSharding(made, ring_impl=options.get("ring_impl", "auto"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
@@ -110,24 +118,30 @@ def local(x: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("extra", [{}, {"model_type": "qwen3", "head_dim": 16}], ids=["llama", "qwen3"])
-def test_what_a_layer_keeps_is_exact(pool2: RankPool, extra: dict[str, Any], dtype: str) -> None:
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2), Mesh(ring=2, ulysses=2)], ids=str)
+def test_what_a_layer_keeps_is_exact(
+    get_pool: Callable[[int], RankPool], mesh: Mesh, extra: dict[str, Any], dtype: str
+) -> None:
     """Tensor by tensor: what one layer more makes autograd save."""
-    config, context, mesh = {"model_type": "llama", **SMALL, **extra}, 256, Mesh(ulysses=2)
-    fewer, more = (pool2.run(saved_bytes, {**config, "num_hidden_layers": n}, context, dtype)[0] for n in (2, 3))
+    config, context = {"model_type": "llama", **SMALL, **extra}, 256
+    fewer, more = (
+        get_pool(mesh.gpus).run(saved_bytes, {**config, "num_hidden_layers": n}, context, mesh, dtype)[0]
+        for n in (2, 3)
+    )
     model = shape_from_config(config, "test")
     job = Job(context=context, **{"dtype": dtype})  # type: ignore[arg-type]
-    scale = Scale(context // 2, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
+    scale = Scale(context // mesh.gpus, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
     planned = kept_per_token(model.layers[0], job, mesh, scale, autocast=False)
     assert planned.total * scale.tokens == more - fewer
 
 
-def saved_bytes(config: dict[str, Any], context: int, dtype: str) -> int:
+def saved_bytes(config: dict[str, Any], context: int, mesh: Mesh, dtype: str) -> int:
     """Bytes of all that a forward saves for its backward, weights left out."""
     import transformers
 
     import longspan
 
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=mesh.ring, ulysses=mesh.ulysses))
     torch.manual_seed(0)
     made = transformers.CONFIG_MAPPING[config["model_type"]](**config)
     model = transformers.AutoModelForCausalLM.from_config(made)

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 
 from longspan.errors import LongspanError
-from longspan.layout import split_heads
-from longspan.plan import Job, Mesh, cost, read_hardware, read_model, search
+from longspan.layout import Layout, split_heads
+from longspan.plan import Job, Mesh, planned, read_hardware, read_model, search
 from longspan.plan.curves import BEST, contexts, gpu_counts, grid
 from longspan.plan.drawing import SIZE, draw
 from longspan.plan.job import Mode
@@ -67,12 +68,13 @@ def test_every_point_says_what_cost_says(mode: Mode) -> None:
             best = None if point["recommended"] is None else Mesh(*point["plans"][point["recommended"]]["mesh"])
             assert best == (found.recommended and found.recommended.mesh)
             for compact in point["plans"]:
-                _check(compact, data, cost(MODEL, at_point, Mesh(*compact["mesh"]), HARDWARE))
+                _check(compact, data, planned(MODEL, at_point, Mesh(*compact["mesh"]), HARDWARE))
 
 
 def _check(compact: dict[str, Any], data: dict[str, Any], plan: Any) -> None:
     assert compact["fits"] is plan.fits
     assert compact["runs"] is plan.runs
+    assert compact["ring_impl"] == plan.ring_impl
     assert dict(zip(data["items"], compact["memory"], strict=True)) == plan.memory_bytes
     assert sum(compact["memory"]) == plan.memory_total_bytes
     for key in ("step", "compute", "exposed"):
@@ -119,7 +121,7 @@ def test_lines_follow_a_mesh_as_far_as_it_fits() -> None:
     for line in data["lines"]:
         mesh = Mesh(**{axis: int(size) for axis, size in (part.split("=") for part in line["mesh"].split())})
         assert line["contexts"] == data["contexts"]
-        plans = [cost(MODEL, dataclasses.replace(job, context=n), mesh, HARDWARE) for n in line["contexts"]]
+        plans = [planned(MODEL, dataclasses.replace(job, context=n), mesh, HARDWARE) for n in line["contexts"]]
         assert line["memory"] == [plan.memory_total_bytes for plan in plans]
         assert line["step"] == pytest.approx([plan.step_seconds for plan in plans], rel=1e-5)
         assert [plan.fits for plan in plans] == [i < line["fitting"] for i in range(len(plans))]
@@ -142,6 +144,31 @@ def test_page_loads_nothing() -> None:
     page, _, _ = _page(Job(context=131072), 8)
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
+
+
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_the_page_draws_tokens_where_the_layout_has_them(kind: Any) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the page's script is not run: apt-get install nodejs")
+    script = _page(Job(context=131072), 8)[0].rpartition("<script>")[2]
+    functions = [
+        re.search(rf"^function {name}\(.*?^}}", script, re.DOTALL | re.MULTILINE) for name in ("layout", "cut")
+    ]
+    cases = [(n, ring, ulysses) for n in (1, 7, 64, 1000) for ring in (1, 2, 3, 8) for ulysses in (1, 2, 3)]
+    code = f"""
+        const job = {{ layout: "{kind}" }};
+        {"".join(found[0] for found in functions if found)}
+        console.log(JSON.stringify({json.dumps(cases)}.map(([n, R, U]) => {{
+          const {{ local, block }} = layout(n, R, U);
+          return Array.from({{ length: R * U }}, (_, rank) =>
+            cut(block(Math.floor(rank / U)), (rank % U) * local, (rank % U + 1) * local, n));
+        }})));
+    """
+    done = subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True)
+    for (n, ring, ulysses), spans in zip(cases, json.loads(done.stdout), strict=True):
+        of_code = Layout(ring, ulysses, kind)
+        assert spans == [[list(span) for span in of_code.spans(n, rank)] for rank in range(of_code.size)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

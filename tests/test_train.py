@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -130,13 +132,18 @@ def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, 
     config = dataclasses.replace(config, pack=pack)
     plain = _plain_losses(config)
     assert plain[6] < plain[1] - 0.5
-    meshes = {
+    meshes: dict[str, dict[str, Any]] = {
         "alone": {},
         "ulysses": {"ulysses": 4},
+        "ring": {"ring": 4, "ring_impl": "p2p"},
+        "ring x ulysses": {"ring": 2, "ulysses": 2, "ring_impl": "p2p"},
+        "data x ring, all-gathered, contiguous": {
+            "data_degree": 2, "ring": 2, "layout": "contiguous", "ring_impl": "allgather", "fsdp": False,
+        },
         "data x ulysses, accumulating": {"ulysses": 2, "data_degree": 2},
         "data, unsharded weights": {"data_degree": 4, "fsdp": False},
         "more sequences at once": {"ulysses": 4, "fsdp": False, "micro_batch": 2},
-    }
+    }  # fmt: skip
     for name, changes in meshes.items():
         other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **changes)
         _train(other) if other.ranks == 1 else _on(pool4, other)
@@ -154,8 +161,9 @@ def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) 
     assert {x.dtype for x in _weights(short.out).values()} == {torch.bfloat16}
 
 
-def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: RankPool) -> None:
-    short = dataclasses.replace(config, steps=2, save_every=0, ulysses=2, export="never")
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"ring": 2, "ring_impl": "p2p"}])
+def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: RankPool, mesh: dict[str, Any]) -> None:
+    short = dataclasses.replace(config, steps=2, save_every=0, export="never", **mesh)
     _on(pool2, short)
     again = dataclasses.replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
     _on(pool2, again)
@@ -199,8 +207,9 @@ def test_a_run_goes_on_on_another_mesh_in_the_same_order(
         "alone": {"ulysses": 1},
         "four": {"ulysses": 2, "data_degree": 2},
         "unsharded": {"ulysses": 4, "fsdp": False},
+        "ring": {"ring": 2, "ulysses": 2, "ring_impl": "p2p"},
     }.items():
-        other = dataclasses.replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)
+        other = dataclasses.replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
         _train(other) if other.ranks == 1 else _on(pool4, other)
         _close(_losses(other.out), _losses(uninterrupted.out))
         states = [
@@ -257,6 +266,24 @@ def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig
     batch = torch.stack([torch.from_numpy(sequence.ids) for sequence in third])
     expected = model(input_ids=batch, labels=batch).loss.item()
     assert abs(_losses(config.out)[3] - expected) < 1e-5 * expected
+
+
+def test_a_run_on_a_ring_says_its_mesh(config: TrainConfig, pool4: RankPool, tmp_path: Path) -> None:
+    short = dataclasses.replace(config, steps=2, save_every=0, export="never")
+    for name, changes, said in (
+        ("usp", {"ring": 2, "ulysses": 2}, "4 cpu ranks, data 1 x ring 2 x ulysses 2 (zigzag, auto); fp32"),
+        ("ulysses", {"data_degree": 2, "ulysses": 2}, "4 cpu ranks, data 2 x ulysses 2; fp32"),
+    ):
+        first, *others = pool4.run(_said, dataclasses.replace(short, out=tmp_path / name, **changes), timeout=240)
+        assert said in first and others == [""] * 3
+        record = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        assert 0 < record["communication"] < 1
+
+
+def _said(config: TrainConfig) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        _train(config)
+    return out.getvalue()
 
 
 def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
@@ -372,6 +399,9 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
     _refused(config, r"--steps must be at least 1, got 0", steps=0)
     _refused(config, r"--keep must be at least 0, got -1", keep=-1)
     _refused(config, r"--context 2 is too short: .* for each of the 4 ranks", context=2, ulysses=4, batch=1)
+    _refused(config, r"for each of the 8 ranks", context=7, ring=2, ulysses=4, batch=1)
+    _refused(config, r"--ring must be at least 1, got 0", ring=0)
+    _refused(config, r"mesh: --data-degree 1 --ring 3 --ulysses 2 needs 6", nproc=3, ring=3, ulysses=2)
     _refused(config, r"--lr 0 must be above 0", lr=0)
     _refused(config, r"--warmup 7 is longer than the run of --steps 6", warmup=7)
     _refused(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -105,7 +107,41 @@ def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, 
 def test_replicas_with_batches_of_their_own_pass(models: dict[str, Path], pool4: RankPool, fsdp: bool) -> None:
     report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp))[0]
     assert report.passed, _failing(report)
-    assert report.spans == ((0, 0, 30), (0, 30, 59), (1, 0, 30), (1, 30, 59))
+    assert report.places == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
+
+
+RINGS: list[dict[str, Any]] = [
+    {"ring": 4},
+    {"ring": 2, "ulysses": 2},
+    {"ring": 4, "layout": "contiguous"},
+    {"ring": 4, "ring_impl": "allgather"},
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", RINGS, ids=lambda changes: " ".join(map(str, changes.values())))
+def test_a_ring_passes(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], dtype: str
+) -> None:
+    config = dataclasses.replace(_config(models["llama"], 1, dtype=dtype, batch=2), **changes)
+    report = pool4.run(worker, config)[0]
+    assert report.passed, _failing(report)
+    layout = changes.get("layout", "zigzag")
+    text = _table(report, capsys)
+    assert f"data 1 x ring {config.ring} x ulysses {config.ulysses}, {dtype}" in text
+    assert f"blocks of the ring {layout}, keys and values by {config.ring_impl}" in text
+    held = sorted(run for _, runs in report.places for run in runs)
+    assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
+    if config.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
+        assert report.places[0] == (0, ((0, 8), (56, 59))) and report.places[3] == (0, ((24, 40),))
+        assert "0-7, 56-58" in text
+
+
+def test_a_ring_with_windows_and_replicas_passes(models: dict[str, Path], pool4: RankPool) -> None:
+    config = _config(models["gemma2"], 1, ring=2, data_degree=2, fsdp=False)
+    report = pool4.run(worker, config)[0]
+    assert report.passed, _failing(report)
+    assert [replica for replica, _ in report.places] == [0, 0, 1, 1]
 
 
 def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
@@ -198,15 +234,15 @@ def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
 def _drop_kv_gradient(patch: pytest.MonkeyPatch) -> None:
     from longspan.attention import ulysses
 
-    original = ulysses.scatter_qkv
+    original = ulysses.scatter_heads
 
-    def dropped(q: Any, k: Any, v: Any, *args: Any) -> Any:
+    def dropped(xs: Any, *args: Any) -> Any:
         if _rank() == 1:  # zero, not absent: with fewer gradients than the others, FSDP would wait for them for ever
-            k.register_hook(torch.zeros_like)
-            v.register_hook(torch.zeros_like)
-        return original(q, k, v, *args)
+            for x in xs[1:]:
+                x.register_hook(torch.zeros_like)
+        return original(xs, *args)
 
-    patch.setattr(ulysses, "scatter_qkv", dropped)
+    patch.setattr(ulysses, "scatter_heads", dropped)
 
 
 def _shift_positions(patch: pytest.MonkeyPatch) -> None:
@@ -229,10 +265,9 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import ulysses
-
-    original = ulysses.local_attention
-    patch.setattr(ulysses, "local_attention", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
+    attention: Any = importlib.import_module("longspan.attention")  # an import of the name gives the function
+    original = attention.local_attention
+    patch.setattr(attention, "local_attention", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
@@ -283,6 +318,69 @@ def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ulysses, "gather_heads", poisoned)
 
 
+def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention.ring import Ring
+
+    original = Ring.calls
+
+    def missed(ring: Any, *args: Any) -> Any:
+        first, *others = original(ring, *args)
+        return (() if ring.rank == 1 else first, *others)
+
+    patch.setattr(Ring, "calls", missed)
+
+
+def _use_my_own_block_twice(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention import ring
+
+    original = ring._rounds
+
+    def stuck(mine: Any, of: Any, routes: Any) -> Any:
+        for hop, blocks in original(mine, of, routes):
+            yield hop, [dataclasses.replace(block, held=mine) for block in blocks]
+
+    patch.setattr(ring, "_rounds", stuck)
+
+
+def _leave_gradients_away_from_home(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention.ring import _Homeward
+
+    patch.setattr(_Homeward, "arrive", lambda self: self._wait())
+
+
+def _drop_a_gradient_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention.ring import _Homeward
+
+    original = _Homeward.add
+
+    def forgetful(self: Any, visit: Any, hop: int, part: Any) -> None:
+        if self.ring.rank == 3 and hop == 2:  # the block of rank 1, which rank 2 has had
+            self._wait()
+            self.arrived[visit.way].zero_()
+        original(self, visit, hop, part)
+
+    patch.setattr(_Homeward, "add", forgetful)
+
+
+def _reduce_without_the_others(patch: pytest.MonkeyPatch) -> None:
+    from longspan.attention import ring
+
+    def alone(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
+        out.copy_(x.view(group.size(), -1)[group.rank()])
+
+    patch.setattr(ring, "scatter_into", alone)
+
+
+def _positions_of_another_layout(patch: pytest.MonkeyPatch) -> None:
+    from longspan.mesh import SequenceSharding
+
+    def contiguous(sp: Any, n: int) -> torch.Tensor:
+        local = sp.layout.local_length(n)
+        return torch.arange(sp.rank * local, (sp.rank + 1) * local).clamp_(max=n - 1)
+
+    patch.setattr(SequenceSharding, "positions", contiguous)
+
+
 def _worker_with(plant: Callable[[pytest.MonkeyPatch], None], config: VerifyConfig) -> Report:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
@@ -309,7 +407,7 @@ def _verify_with(
 
 def _logits_pass_on(report: Report) -> list[bool]:
     (logits,) = (check for check in report.checks if check.name == "logits")
-    return [logits.passed_on(rank) for rank in range(len(report.spans))]
+    return [logits.passed_on(rank) for rank in range(len(report.places))]
 
 
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -405,6 +503,57 @@ def test_catches_gradients_averaged_instead_of_summed(
     assert all(check.sharded[0] == pytest.approx(0.5, rel=0.02) for check in report.checks if not check.passed)
 
 
+def _ring_config(path: Path, **changes: Any) -> VerifyConfig:
+    return dataclasses.replace(_config(path, 1), **{"ring": 4, **changes})
+
+
+@pytest.mark.parametrize(
+    ("plant", "dtype"),
+    [
+        (_miss_a_block, "fp32"),
+        (_miss_a_block, "bf16"),
+        (_use_my_own_block_twice, "fp32"),
+        (_use_my_own_block_twice, "bf16"),
+        (_positions_of_another_layout, "fp32"),  # to random weights, positions mean less than bf16 rounds
+    ],
+)
+def test_catches_a_ring_whose_forward_is_wrong(
+    models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], plant: Any, dtype: str
+) -> None:
+    mesh = {"ring": 2, "ulysses": 2} if plant is _use_my_own_block_twice else {}
+    report, failing = _verify_with(pool4, plant, _ring_config(models["llama"], **mesh, dtype=dtype), capsys)
+    assert {"logits", "logits, worst token"} <= failing
+    assert "The forward pass is wrong" in diagnosis(report)
+    assert not _logits_pass_on(report)[1]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("plant", "changes"),
+    [
+        (_leave_gradients_away_from_home, {}),
+        (_leave_gradients_away_from_home, {"ring": 2, "ulysses": 2}),
+        (_drop_a_gradient_on_its_way, {"layout": "contiguous"}),
+        (_reduce_without_the_others, {"ring_impl": "allgather"}),
+    ],
+)
+def test_catches_a_ring_that_loses_gradients(
+    models: dict[str, Path],
+    pool4: RankPool,
+    capsys: pytest.CaptureFixture[str],
+    plant: Any,
+    changes: dict[str, Any],
+    dtype: str,
+) -> None:
+    config = _ring_config(models["llama"], **changes, dtype=dtype)
+    report, failing = _verify_with(pool4, plant, config, capsys)
+    assert {"attention k", "attention v"} <= failing
+    assert not failing & {*FORWARD, "lm head"}
+    last = {check.name: check.passed for check in report.checks if check.layer == 1 and check.group.startswith("att")}
+    assert last == {f"model.layers.1.self_attn.{x}_proj.weight": x in "qo" for x in "qkvo"}
+    assert "look at the backward pass of" in diagnosis(report) and "attention k" in diagnosis(report)
+
+
 def test_catches_a_loss_that_is_not_the_same_number_on_all_ranks(
     models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -467,6 +616,9 @@ def test_no_memory_for_the_reference_is_said_on_every_rank_with_the_way_out(
         ({"config": None}, "either --model NAME_OR_PATH or --config FILE, got neither"),
         ({"model": "x"}, "either --model NAME_OR_PATH or --config FILE, got both"),
         ({"ulysses": 0}, "--ulysses must be at least 1, got 0"),
+        ({"ring": 0}, "--ring must be at least 1, got 0"),
+        ({"context": 15, "ring": 4}, "--context 15 is too short for 8 ranks: .* --context 16 or more"),
+        ({"nproc": 3, "ring": 2}, "--nproc 3 does not match the mesh: --data-degree 1 --ring 2 --ulysses 2 needs 4"),
         ({"data_degree": -1}, "--data-degree must be at least 1, got -1"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"context": 7, "ulysses": 4}, "--context 7 is too short for 4 ranks: .* --context 8 or more"),
@@ -500,9 +652,9 @@ def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     sums[names[-1]] = [bad if rank in wrong else good for rank in range(ranks)]
     setup = {**dataclasses.asdict(VerifyConfig()), "model": "m", "weights": "given", "device": "cpu"}
     setup |= {"tokens": 64 * ranks, "ulysses": ranks, "reference": "fp64"}
-    spans = tuple((0, 64 * rank, 64 * (rank + 1)) for rank in range(ranks))
+    places = tuple((0, ((64 * rank, 64 * (rank + 1)),)) for rank in range(ranks))
     criterion = Criterion.of("fp32", "fp64")
-    return Report(setup, criterion, judge(sums, criterion), (equality("loss", [1.0] * ranks),), spans)
+    return Report(setup, criterion, judge(sums, criterion), (equality("loss", [1.0] * ranks),), places)
 
 
 def test_many_layers_and_ranks_fit_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -547,9 +699,9 @@ def test_json_is_all_that_is_on_stdout(models: dict[str, Path]) -> None:
     done = subprocess.run([*command, "--ulysses", "2", "--json"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["schema"] == 1 and report["passed"] is True and report["diagnosis"] is None
+    assert report["schema"] == 2 and report["passed"] is True and report["diagnosis"] is None
     assert set(report) == {"schema", "passed", "diagnosis", "setup", "criterion", "ranks", "equal", "checks"}
-    assert [rank["stop"] for rank in report["ranks"]] == [16, 31]
+    assert [rank["runs"] for rank in report["ranks"]] == [[[0, 16]], [[16, 31]]]
     loss = report["checks"][0]
     assert set(loss) == {"name", "group", "layer", "passed", "sharded", "unsharded", "limit", "max_abs"}
     assert loss["name"] == "loss" and len(loss["sharded"]) == 2

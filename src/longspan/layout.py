@@ -183,10 +183,12 @@ def choose_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
     """
     if asked != "auto":
         return asked
+    if kv_bytes > SMALL:
+        return "p2p"
     everywhere = routes is None or all(
         sum(hops) == len(routes.right) - 1 for hops in zip(routes.right, routes.left, strict=True)
     )
-    return "allgather" if everywhere and kv_bytes <= SMALL else "p2p"
+    return "allgather" if everywhere else "p2p"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ found.recommended.mesh, found.recommended.memory_bytes, found.recommended.comm
 from longspan.plan.communication import Collective
 from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.search import Plan, Search, cost, longest_context, search
+from longspan.plan.search import Plan, Search, cost, longest_context, planned, search
 from longspan.plan.shapes import LayerShape, ModelShape, read_model
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Search",
     "cost",
     "longest_context",
+    "planned",
     "read_hardware",
     "read_model",
     "search",

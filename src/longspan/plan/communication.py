@@ -1,7 +1,7 @@
 """What every collective of a step sends, counted as the code sends it.
 
-The rows for Ulysses, FSDP, the gradient sum and the loss are compared with the running code to the byte in the tests.
-Ring, tensor parallelism, Megatron SP and LASP-2 are formulas (the sources stand beside them).
+The rows for Ulysses, the ring, FSDP, the gradient sum and the loss are compared with the running code to the byte in
+the tests. Tensor parallelism, Megatron SP and LASP-2 are formulas (the sources stand beside them).
 
 Shapes: L tokens of a rank, B sequences at once, b bytes per element, P ranks of a group.
 """
@@ -12,7 +12,9 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.layout import HeadShare, split_heads
+from longspan.layout import HeadShare, choose_impl, split_heads
+from longspan.plan.job import layout_of
+from longspan.plan.ring import Lap, lap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +117,7 @@ def micro_batches(job: Job, mesh: Mesh) -> int:
 
 def local_tokens(job: Job, mesh: Mesh) -> int:
     """Tokens of one sequence on one rank, padding included; in decode one new token, held by every rank."""
-    return 1 if job.mode == "decode" else -(-job.context // mesh.sequence)
+    return 1 if job.mode == "decode" else layout_of(job, mesh).local_length(job.context)
 
 
 def local_batch(job: Job, mesh: Mesh) -> int:
@@ -150,67 +152,102 @@ def layer_method(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> 
     elif job.mode == "decode":
         sent += _decode(layer, job, mesh)
     else:
-        sent += _ulysses(layer, job, mesh)
-        sent += _ring(layer, job, mesh)
+        sent += _sequence(layer, job, mesh)
     return sent + _tensor(model, job, mesh)
 
 
-def _ulysses(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
+def _sequence(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
+    """Ulysses and ring together, of the rank that sends most where they differ (heads or blocks that are not alike)."""
+    if mesh.sequence == 1:
+        return []
+    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
+    alike = dict.fromkeys((share.q_heads, share.kv_heads) for share in shares)  # in the order of the ranks
+    kinds = [_ulysses(layer, job, mesh, *heads) + _ring(layer, job, mesh, heads[1]) for heads in alike]
+    return max(kinds, key=lambda sent: sum(each.bytes * each.calls for each in sent))
+
+
+def _ulysses(layer: LayerShape, job: Job, mesh: Mesh, q_heads: int, kv_heads: int) -> list[Sent]:
     """Two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
-    Rank i sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
-    other rank's tokens. Ranks differ where heads do not divide; the one that sends most is reported.
+    A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
+    other rank's tokens.
+
+    Args:
+        layer: the layer.
+        job: the job.
+        mesh: the mesh.
+        q_heads: query heads that the rank computes.
+        kv_heads: KV heads that these need.
     """
     u = mesh.ulysses
     if u == 1:
         return []
     shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, u)
     rows = local_tokens(job, mesh) * local_batch(job, mesh) * job.bytes_per_element
-    packed, out, outward = _widths(shares, layer.head_dim, layer.v_head_dim)
-    i = max(range(u), key=lambda r: (sum(packed) - packed[r]) + (u - 1) * out[r])
-    to_heads, to_tokens = rows * (sum(packed) - packed[i]), rows * (u - 1) * out[i]
+    all_packed, all_out = _widths(shares, layer.head_dim, layer.v_head_dim)
+    packed, out = q_heads * layer.head_dim + kv_heads * (layer.head_dim + layer.v_head_dim), q_heads * layer.v_head_dim
     forwards, backwards = passes(job)
     sent = [
-        Sent("all_to_all", "ulysses", "Q, K, V to heads", to_heads, forwards),
-        Sent("all_to_all", "ulysses", "O to tokens", to_tokens, forwards),
+        Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), forwards),
+        Sent("all_to_all", "ulysses", "O to tokens", rows * (u - 1) * out, forwards),
     ]
     if backwards:
         sent += [
-            Sent("all_to_all", "ulysses", "dO to heads", rows * (outward - out[i]), backwards),
-            Sent("all_to_all", "ulysses", "dQ, dK, dV to tokens", rows * (u - 1) * packed[i], backwards),
+            Sent("all_to_all", "ulysses", "dO to heads", rows * (all_out - out), backwards),
+            Sent("all_to_all", "ulysses", "dQ, dK, dV to tokens", rows * (u - 1) * packed, backwards),
         ]
     return sent
 
 
 @functools.lru_cache(maxsize=4096)
-def _widths(shares: tuple[HeadShare, ...], d: int, dv: int) -> tuple[list[int], list[int], int]:
-    packed = [s.q_heads * d + s.kv_heads * (d + dv) for s in shares]
-    out = [s.q_heads * dv for s in shares]
-    return packed, out, sum(out)
+def _widths(shares: tuple[HeadShare, ...], d: int, dv: int) -> tuple[int, int]:
+    """Elements of a token's packed row, and of its output, over all ranks."""
+    return sum(s.q_heads * d + s.kv_heads * (d + dv) for s in shares), sum(s.q_heads * dv for s in shares)
 
 
-def _ring(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
-    """K and V travel P - 1 steps (Liu et al. 2023, arXiv:2310.01889), of this rank's KV heads only.
+def lap_of(layer: LayerShape, job: Job, mesh: Mesh) -> Lap:
+    """How the blocks of a softmax layer go round the ring."""
+    return lap(layout_of(job, mesh), job.context, layer.kind, layer.window)
 
-    In the backward they travel again, with dK and dV in fp32 for as many steps. A window needs only the blocks it
-    reaches back to.
+
+def block_elements(layer: LayerShape, job: Job, mesh: Mesh, kv_heads: int) -> int:
+    """Elements of a block's keys and values: what one message of a ring holds."""
+    tokens = local_tokens(job, mesh) * mesh.ulysses * local_batch(job, mesh)
+    return tokens * kv_heads * (layer.head_dim + layer.v_head_dim)
+
+
+def impl_of(layer: LayerShape, job: Job, mesh: Mesh, kv_heads: int) -> str:
+    """How keys and values of a layer go round, "p2p" or "allgather": what the code decides for these heads."""
+    whole = mesh.ring * block_elements(layer, job, mesh, kv_heads) * job.bytes_per_element
+    return choose_impl(job.ring_impl, whole, lap_of(layer, job, mesh).routes)
+
+
+def _ring(layer: LayerShape, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
+    """Each KV head of a block once a hop (Liu et al. 2023, arXiv:2310.01889), as far as the mask needs it.
+
+    In the backward they travel again, and each rank that a block visits sends a gradient of it, in fp32. All-gathered,
+    every block goes everywhere at once, and the gradients are reduce-scattered.
     """
     r = mesh.ring
     if r == 1:
         return []
-    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
-    heads = max(s.kv_heads for s in shares)
-    block = local_tokens(job, mesh) * mesh.ulysses
-    elements = block * local_batch(job, mesh) * heads * (layer.head_dim + layer.v_head_dim)
-    steps = r - 1 if layer.window is None else min(r - 1, -(-(layer.window - 1) // block))
+    elements = block_elements(layer, job, mesh, kv_heads)
+    block, gradient = elements * job.bytes_per_element, elements * 4
     forwards, backwards = passes(job)
-    sent = [Sent("p2p", "ring", "K, V to the next", elements * job.bytes_per_element, steps * forwards)]
-    if backwards:
-        sent += [
-            Sent("p2p", "ring", "K, V to the next", elements * job.bytes_per_element, steps * backwards),
-            Sent("p2p", "ring", "dK, dV to the next", elements * 4, steps * backwards),
+    if impl_of(layer, job, mesh, kv_heads) == "allgather":
+        return [
+            Sent("all_gather", "ring", "K, V of all blocks", block * (r - 1), forwards + backwards),
+            Sent("reduce_scatter", "ring", "dK, dV of all blocks", gradient * (r - 1), backwards),
         ]
-    return sent
+    round_it = lap_of(layer, job, mesh)
+    kv, home = forwards + backwards, backwards
+    sends, visits = max(
+        zip(round_it.sends, round_it.visits, strict=True), key=lambda n: n[0] * kv * block + n[1] * home * gradient
+    )
+    return [
+        Sent("p2p", "ring", "K, V to the next", block, sends * kv),
+        Sent("p2p", "ring", "dK, dV on and home", gradient, visits * home),
+    ]
 
 
 def _decode(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import heads_of, local_batch, local_tokens
+from longspan.plan.communication import heads_of, lap_of, local_batch, local_tokens
 from longspan.plan.memory import cache_bytes, elements_at_rest
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ def layer_work(layer: LayerShape, job: Job, mesh: Mesh) -> Work:
     heads = max(share.q_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
     if job.mode == "decode":
         pairs = float(min(job.context, layer.window or job.context)) / mesh.ring
+    elif mesh.ring > 1:  # zigzag gives every rank the same share of a causal mask, contiguous blocks do not
+        pairs = float(max(lap_of(layer, job, mesh).pairs))
     else:
-        # Zigzag gives every rank of the ring the same share of a causal mask.
-        pairs = attended_pairs(job.context, layer.window, layer.kind) / mesh.ring
+        pairs = attended_pairs(job.context, layer.window, layer.kind)
     return Work(matmul, 2.0 * batch * pairs * heads * (layer.head_dim + layer.v_head_dim))
 
 
@@ -94,12 +95,14 @@ class LayerSeconds:
     Attributes:
         forward: of the forward.
         backward: of the backward, with what it computes again.
-        attention: of the attention alone, in both.
+        attention_forward: of one forward of the attention alone, which what a ring sends may run beside.
+        attention_backward: the same of its backward.
     """
 
     forward: float
     backward: float
-    attention: float
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
 
 
 def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> LayerSeconds:
@@ -110,16 +113,35 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
     # A backward of elementwise work, as of a matrix product, is about twice the forward.
     matmul = work.matmul / speed(hardware, job) + moved
     forward, both = _attention_seconds(work.attention * _more(layer, job, hardware), hardware, job)
+    backward = both - forward
     if job.mode == "decode":
         reading = _decode_bytes(layer, job, mesh) / hardware.memory_bandwidth
-        return LayerSeconds(max(matmul + forward, reading), 0.0, 0.0)
+        return LayerSeconds(max(matmul + forward, reading), 0.0)
+    merged, summed = _added_up(layer, job, mesh)
+    forward, backward = forward + merged / hardware.memory_bandwidth, backward + summed / hardware.memory_bandwidth
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
     again = matmul + forward if job.activation_checkpointing else 0.0
     tiled = 2.0 * _mlp_weights(layer) * tokens / mesh.tensor / speed(hardware, job)
     recomputed = tiled if job.tiled_mlp > 1 and not job.activation_checkpointing else 0.0
-    attention = both + forward * job.activation_checkpointing
-    return LayerSeconds(matmul + forward, 2.0 * matmul + (both - forward) + again + recomputed, attention)
+    return LayerSeconds(matmul + forward, 2.0 * matmul + backward + again + recomputed, forward, backward)
+
+
+def _added_up(layer: LayerShape, job: Job, mesh: Mesh) -> tuple[float, float]:
+    """Bytes that a ring moves through memory to add up the blocks' results, in a forward and in a backward.
+
+    For every block that is computed: a partial output (read, weighted, added to the sum in fp32: six passes); dQ, dK
+    and dV (read and added in fp32: three).
+    """
+    if mesh.ring == 1 or layer.kind == "linear":
+        return 0.0, 0.0
+    share = max(
+        heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses), key=lambda s: (s.q_heads, s.kv_heads)
+    )
+    blocks = 1 + max(lap_of(layer, job, mesh).visits)
+    tokens = blocks * local_batch(job, mesh) * local_tokens(job, mesh) * mesh.ulysses
+    out, dq = share.q_heads * layer.v_head_dim, share.q_heads * layer.head_dim
+    return 6.0 * 4 * tokens * out, 3.0 * 4 * tokens * (dq + share.kv_heads * (layer.head_dim + layer.v_head_dim))
 
 
 def _more(layer: LayerShape, job: Job, hardware: Hardware) -> float:

@@ -44,6 +44,11 @@ class PlanConfig:
     """Tiles in which the MLP works through its tokens."""
     tiled_loss: bool = False
     """Never hold all logits, a tile at a time only."""
+    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    """How tokens lie over a ring. auto is zigzag, which shares out a causal mask evenly."""
+    ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
+    """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
+    once. auto plans what the code would choose, or the other where the links make it clearly faster, and says so."""
     kv_replication: bool = True
     """Allow one KV head on several ranks where there are more Ulysses ranks than KV heads."""
     efficiency: float | None = None
@@ -82,6 +87,8 @@ class PlanConfig:
             tiled_mlp=self.tiled_mlp,
             tiled_loss=self.tiled_loss,
             kv_replication=self.kv_replication,
+            layout=self.layout,
+            ring_impl=self.ring_impl,
         )
 
     def check(self) -> None:

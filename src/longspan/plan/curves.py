@@ -10,7 +10,7 @@ from longspan.plan.communication import heads_of
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh
 from longspan.plan.memory import ITEMS
-from longspan.plan.search import Plan, Search, cost, refusal, search
+from longspan.plan.search import Plan, Search, planned, refusal, search
 from longspan.plan.shapes import ModelShape
 
 BEST = 6
@@ -115,6 +115,7 @@ def _point(found: Search, gpus: int, collectives: _Table, notes: _Table) -> dict
 def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
     return {
         "mesh": [getattr(plan.mesh, axis) for axis in AXES],
+        "ring_impl": plan.ring_impl,
         "fits": plan.fits,
         "runs": plan.runs,
         "memory": [plan.memory_bytes[item] for item in ITEMS],
@@ -134,7 +135,7 @@ def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
 def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
     """One mesh at every context that it can be cut for; it fits the first `fitting` of them."""
     jobs = [replace(job, context=context) for context in contexts(job)]
-    plans = [cost(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
+    plans = [planned(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
     return {
         "mesh": str(mesh),
         "contexts": [plan.job.context for plan in plans],

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.errors import LongspanError
+from longspan.layout import Layout
 
 Mode = Literal["train", "prefill", "decode"]
 TensorStyle = Literal["tp", "megatron-sp"]
+LayoutName = Literal["auto", "contiguous", "zigzag"]
+RingImpl = Literal["auto", "p2p", "allgather"]
 
 AXES = ("data", "ring", "ulysses", "tensor")
 """Outermost first: neighbours in rank order share the axes to the right (as in `longspan.mesh`)."""
 
-RUNS = ("data", "ulysses")
+RUNS = ("data", "ring", "ulysses")
 """The axes that this version of longspan runs; the others are planned from their formulas."""
 
 
@@ -37,6 +40,8 @@ class Job:
         tiled_loss: logits exist a tile at a time, never whole.
         kv_replication: whether one KV head may go to several ranks.
         tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
+        layout: how tokens lie over a ring: `zigzag`, `contiguous`, or `auto` (zigzag), as `SequenceSharding` takes it.
+        ring_impl: how keys and values go round a ring: `p2p`, `allgather`, or `auto` (`longspan.layout.choose_impl`).
     """
 
     context: int
@@ -51,6 +56,8 @@ class Job:
     tiled_loss: bool = False
     kv_replication: bool = True
     tensor_style: TensorStyle = "tp"
+    layout: LayoutName = "auto"
+    ring_impl: RingImpl = "auto"
 
     def __post_init__(self) -> None:
         for name in ("context", "batch", "tiled_mlp"):
@@ -62,6 +69,8 @@ class Job:
             ("dtype", ("bf16", "fp32")),
             ("optimizer", ("adamw", "sgd")),
             ("tensor_style", ("tp", "megatron-sp")),
+            ("layout", ("auto", "contiguous", "zigzag")),
+            ("ring_impl", ("auto", "p2p", "allgather")),
         ):
             if getattr(self, name) not in choices:
                 raise LongspanError(f"{name}={getattr(self, name)!r} is unknown; choose {', '.join(choices)}")
@@ -127,3 +136,9 @@ class Mesh:
     def __str__(self) -> str:
         named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return " ".join(named) or "one GPU"
+
+
+def layout_of(job: Job, mesh: Mesh) -> Layout:
+    """Which rank of a sequence group holds which tokens: as `SequenceSharding` decides it."""
+    zigzag = mesh.ring > 1 and job.layout != "contiguous"
+    return Layout(mesh.ring, mesh.ulysses, "zigzag" if zigzag else "contiguous")

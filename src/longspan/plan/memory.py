@@ -6,8 +6,7 @@ gradients of embeddings and head; the sum of gradients where weights are not sha
 from its items; the largest one is what must fit, and its items are what is reported. A forward alone has two: inside
 attention, and inside the MLP.
 
-What a layer keeps for its backward follows transformers' Llama layer and `longspan.attention` tensor by tensor;
-`benchmarks/plan_accuracy.py` compares it with measured peaks. Experts and linear attention are estimates.
+What a layer keeps is in `kept.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 
 Letters: L tokens of a rank (all its sequences at once), b bytes per element, d hidden size, f MLP size, V vocabulary.
 """
@@ -15,12 +14,14 @@ Letters: L tokens of a rank (all its sequences at once), b bytes per element, d 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspan.plan.communication import GRADIENT_BUCKET, heads_of, local_batch, local_tokens, shard_elements
+from longspan.plan.kept import Kept, Scale, gone_per_token, kept_per_token, norm_bytes, ring_buffers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
     from longspan.plan.shapes import LayerShape, ModelShape
@@ -34,29 +35,18 @@ ITEMS = {
     "activations_attention": "kept for the backward: Q, K, V, outputs, log-sum-exps",
     "activations_mlp": "kept for the backward: intermediates of the MLPs",
     "qkv": "Q, K and V of this GPU",
-    "attention_workspace": "buffers of the exchange and the attention's output",
+    "attention_workspace": "buffers of the exchange, the attention's output, a ring's sums in fp32",
     "mlp": "intermediates of the MLP under way",
     "hidden": "hidden states under way, and their gradients",
     "logits": "logits, their gradient, and the loss's fp32 tiles",
     "kv_cache": "keys and values of all layers",
-    "comm_buffers": "buffers of the ring: the block that arrives, gradients that travel",
+    "comm_buffers": "buffers of the ring: blocks at hand and arriving, gradients that travel",
     "reserve": "what torch, CUDA and NCCL keep for themselves",
 }
 """The items of `memory`, and what they are."""
 
 PREFILL_TILES = 16
 """Tiles of the MLP in prefill and decode where the job does not say: without a backward, tiles cost nothing."""
-
-
-@dataclass(frozen=True)
-class Scale:
-    """What all items are made of, for one job on one mesh."""
-
-    tokens: int
-    b: int
-    d: int
-    on_cpu: bool
-    hidden_shards: int
 
 
 def cache_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> int:
@@ -121,40 +111,13 @@ def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int) -> int:
 # Training.
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Bytes that layers keep for their backward, by kind."""
-
-    hidden: int = 0
-    attention: int = 0
-    mlp: int = 0
-
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(self.hidden + other.hidden, self.attention + other.attention, self.mlp + other.mlp)
-
-    def __mul__(self, times: int) -> Kept:
-        return Kept(self.hidden * times, self.attention * times, self.mlp * times)
-
-    @property
-    def total(self) -> int:
-        """All kinds together."""
-        return self.hidden + self.attention + self.mlp
-
-    def items(self) -> dict[str, int]:
-        """Under the names of `ITEMS`."""
-        return {
-            "activations_hidden": self.hidden,
-            "activations_attention": self.attention,
-            "activations_mlp": self.mlp,
-        }
-
-
 def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
     at_loss, last_layer, before_it, first_layer = _kept(model, job, mesh, s)
-    at_head = at_loss + Kept(hidden=tokens * (_norm(s, s.d, autocast) + s.d * s.b))  # the last norm, the head's input
+    # The last norm, and the head's input.
+    at_head = at_loss + Kept(hidden=tokens * (norm_bytes(s, s.d, autocast) + s.d * s.b))
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
     logits, tile = _logits(model, job, mesh, s)
@@ -163,13 +126,21 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
     # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
     flat = (8 if s.on_cpu else 4) if sharded else 0
     hidden = tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
-    backward = {
-        "mlp": 2 * _widest(model, t, s) * tokens // job.tiled_mlp,
-        "hidden": 2 * hidden,
-        "comm_buffers": _ring_buffers(model, job, mesh, backward=True),
-    }
-    one_gathered = _gathered(model, job, mesh, 1) + casts
+    one_gathered, two_gathered = (_gathered(model, job, mesh, layers) + casts for layers in (1, 2))
     under_way = (head + largest) * s.b  # gradients in the compute dtype, of the head and a layer
+    scattered = 0 if earlier else largest * 4 // _ranks(job, mesh)
+    backwards = [
+        (last_layer, {"gradients": earlier + under_way, "gathered_weights": two_gathered}),
+        # The layer before it: what the last one kept is gone, its gradients are on their way.
+        (before_it, {"gradients": earlier + under_way + largest * flat + scattered, "gathered_weights": two_gathered}),
+        (
+            first_layer,
+            {
+                "gradients": shard * 4 + under_way * sharded + largest * flat,
+                "gathered_weights": _gathered(model, job, mesh, 1),
+            },
+        ),
+    ]
     moments = [
         {**at_head.items(), "logits": 2 * logits + tile, "gradients": earlier, "gathered_weights": one_gathered},
         {
@@ -179,25 +150,7 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
             "gradients": earlier + head * (s.b if sharded else 4),
             "gathered_weights": one_gathered,
         },
-        {
-            **last_layer.items(),
-            **backward,
-            "gradients": earlier + under_way,
-            "gathered_weights": _gathered(model, job, mesh, 2) + casts,
-        },
-        # The layer before it: what the last one kept is gone, its gradients are on their way.
-        {
-            **before_it.items(),
-            **backward,
-            "gradients": earlier + under_way + largest * flat + (0 if earlier else largest * 4 // _ranks(job, mesh)),
-            "gathered_weights": _gathered(model, job, mesh, 2) + casts,
-        },
-        {
-            **first_layer.items(),
-            **backward,
-            "gradients": shard * 4 + under_way * sharded + largest * flat,
-            "gathered_weights": _gathered(model, job, mesh, 1),
-        },
+        *_in_a_backward(model, job, mesh, s, backwards, hidden),
         # Embeddings and head come last, all at once, while the first layer's may still be on their way.
         {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t + largest) * flat},
         {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
@@ -209,6 +162,28 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
     if not sharded and mesh.weights > 1:
         moments.append({"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)})
     return moments
+
+
+def _in_a_backward(
+    model: ModelShape,
+    job: Job,
+    mesh: Mesh,
+    s: Scale,
+    backwards: list[tuple[Kept, dict[str, int]]],
+    hidden: int,
+) -> Iterator[dict[str, int]]:
+    """The moments inside some layers' backwards, from what is kept there and what else there is: in the MLP, and in a
+    ring's attention, when what comes behind it is gone. (An exchange's buffers are smaller than the MLP's.)
+    """
+    widest = 2 * _widest(model, mesh.tensor, s) * s.tokens // job.tiled_mlp
+    autocast = _autocast(job, mesh)
+    of_layers = [gone_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
+    gone = min(of_layers, key=lambda kept: kept.total) * s.tokens
+    ring = ring_buffers(model, job, mesh, s, backward=True)
+    for kept, rest in backwards:
+        yield {**kept.items(), **rest, "mlp": widest, "hidden": 2 * hidden}
+        if mesh.ring > 1:
+            yield {**(kept + gone * -1).items(), **rest, **ring.items(), "hidden": 2 * hidden}
 
 
 def _kept(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[Kept, Kept, Kept, Kept]:
@@ -242,54 +217,6 @@ def _autocast(job: Job, mesh: Mesh) -> bool:
     return job.dtype == "bf16" and not job.weight_sharding
 
 
-def _norm(s: Scale, features: int, autocast: bool) -> int:
-    """Bytes per token that an RMSNorm keeps: its input in fp32, one number, and the normalised input."""
-    return features * 4 + 4 + features * (4 if autocast else s.b)
-
-
-def kept_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> Kept:
-    """Bytes per token of a rank that one layer keeps for its backward."""
-    # A linear layer keeps its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
-    norms = 4 if any("post_feedforward" in p.name for p in layer.parameters) else 2
-    hidden = norms * _norm(s, s.d, autocast) + (5 if autocast else 2) * s.b * s.d
-    attention = _attention_kept(layer, mesh, s)
-    q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
-    if q_norm is not None:
-        heads = (layer.q_heads + layer.kv_heads) // mesh.tensor
-        # A norm of each head (Qwen3) keeps a number a head, a norm of all of Q and one of all of K (OLMo-2) one each.
-        numbers = heads if q_norm.numel == layer.head_dim else 2
-        attention += _norm(s, heads * layer.head_dim, autocast) + 4 * (numbers - 1)
-    return Kept(hidden // s.hidden_shards, attention, _mlp_kept(layer, job, s) // mesh.tensor)
-
-
-def _attention_kept(layer: LayerShape, mesh: Mesh, s: Scale) -> int:
-    """Q, K, V, the output as computed and as it goes into the projection, and a log-sum-exp per head.
-
-    Per token of the rank: the heads of the rank with most, over the tokens of the whole group.
-    """
-    if layer.kind == "linear":  # an estimate: what goes in and out, and the gates
-        return s.b * 3 * (layer.q_heads * layer.v_head_dim + 2 * layer.kv_heads * layer.head_dim) // mesh.tensor
-    u = mesh.ulysses
-    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, u)
-    mine = max(shares, key=lambda share: (share.q_heads, share.kv_heads))
-    q, out = mine.q_heads * layer.head_dim, mine.q_heads * layer.v_head_dim
-    kv = mine.kv_heads * (layer.head_dim + layer.v_head_dim)
-    kept = u * (s.b * (q + kv + out) + 4 * mine.q_heads)
-    if s.on_cpu:
-        kept += u * s.b * kv  # laid heads-first for the CPU's kernel
-    if u > 1:
-        kept += s.b * layer.q_heads * layer.v_head_dim // mesh.tensor
-    return kept
-
-
-def _mlp_kept(layer: LayerShape, job: Job, s: Scale) -> int:
-    if job.tiled_mlp > 1:
-        return 0  # computed again, a tile at a time
-    gated = 4 if layer.gated else 2
-    routed = layer.experts_per_token * (gated * s.b * layer.expert_ffn + 2 * s.b * s.d) if layer.experts else 0
-    return gated * s.b * (layer.ffn + layer.shared_ffn) + routed
-
-
 def _widest(model: ModelShape, tensor: int, s: Scale) -> int:
     """Bytes per token of the widest MLP intermediate."""
     kinds = [layer for layer, _ in model.layer_kinds]
@@ -320,20 +247,6 @@ def _largest_shard(model: ModelShape, job: Job, mesh: Mesh) -> int:
     return max(sizes + [shard_elements((p,), ranks, mesh.tensor) for p in model.root])
 
 
-def _ring_buffers(model: ModelShape, job: Job, mesh: Mesh, *, backward: bool) -> int:
-    """The K and V that arrive while others compute; in the backward dK and dV in fp32 besides, twice."""
-    if mesh.ring == 1:
-        return 0
-    most = 0
-    for layer, _ in model.layer_kinds:
-        if layer.kind == "linear":
-            continue
-        heads = max(s.kv_heads for s in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
-        tokens = local_tokens(job, mesh) * mesh.ulysses * local_batch(job, mesh)
-        most = max(most, tokens * heads * (layer.head_dim + layer.v_head_dim))
-    return most * (job.bytes_per_element + (2 * 4 if backward else 0))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A forward alone.
 
@@ -353,8 +266,10 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
         packed = max(packed, tokens * mesh.ulysses * heads * s.b)
         out = max(out, tokens * layer.q_heads * layer.v_head_dim * s.b // t)
     exchanged = mesh.ulysses > 1 and job.mode != "decode"
-    # Sending: what is sent and what arrives. Computing: what arrived and the output.
-    workspace = max(2 * packed, packed + out) if exchanged else out
+    ring = ring_buffers(model, job, mesh, s, backward=False)
+    # Sending: what is sent and what arrives. Computing: what arrived and the output, or what a ring adds it up in.
+    computing = max(out, ring.workspace)
+    workspace = max(2 * packed, packed + computing) if exchanged else computing
     gated = 3 if any(layer.gated for layer, _ in model.layer_kinds) else 2
     tiles = job.tiled_mlp if job.tiled_mlp > 1 else PREFILL_TILES
     return [
@@ -363,7 +278,7 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
             "qkv": qkv,
             "attention_workspace": workspace,
             "hidden": tokens * s.d * s.b // s.hidden_shards,
-            "comm_buffers": _ring_buffers(model, job, mesh, backward=False),
+            "comm_buffers": ring.comm,
         },
         {
             "gathered_weights": gathered,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import AXES, Job, Mesh
+from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
 from longspan.plan.models import CONFIGS
 from longspan.plan.search import Plan, Search
@@ -76,6 +76,8 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
     """One plan. `longest=False` leaves out `max_context`, which takes a search of its own."""
     return {
         "mesh": mesh_dict(plan.mesh),
+        "layout": layout_of(plan.job, plan.mesh).kind,
+        "ring_impl": plan.ring_impl,
         "fsdp": plan.mesh.weights if plan.job.weight_sharding else 1,
         "fits": plan.fits,
         "runs": plan.runs,
@@ -115,8 +117,8 @@ def command(plan: Plan) -> str | None:
     job, mesh = plan.job, plan.mesh
     if job.mode != "train" or not plan.runs:
         return None
-    words = ["--data DATA", f"--context {job.context}", f"--ulysses {mesh.ulysses}", f"--data-degree {mesh.data}"]
-    words += [f"--batch {job.batch}", f"--dtype {job.dtype}"]
+    words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
+    words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
     words += ["--grad-checkpointing"] if job.activation_checkpointing else []
     words += [] if job.weight_sharding else ["--no-fsdp"]
     words.insert(0, _model_flag(plan.model.name))
@@ -125,6 +127,13 @@ def command(plan: Plan) -> str | None:
         return " ".join(["longspan train", *words, f"--nproc {mesh.gpus}"])
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return " ".join([torchrun, "-m longspan train", *words])
+
+
+def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
+    if mesh.ring == 1:
+        return []
+    said = {"layout": job.layout, "ring-impl": job.ring_impl}
+    return [f"--ring {mesh.ring}", *(f"--{name} {value}" for name, value in said.items() if value != "auto")]
 
 
 def _model_flag(name: str) -> str:

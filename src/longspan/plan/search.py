@@ -9,32 +9,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from longspan.errors import LongspanError
-from longspan.plan.communication import (
-    Collective,
-    Sent,
-    around_the_layers,
-    communication,
-    heads_of,
-    layer_method,
-    layer_weights,
-    micro_batches,
-)
-from longspan.plan.compute import (
-    head_work,
-    layer_seconds,
-    loss_seconds,
-    model_flops,
-    optimizer_seconds,
-    speed,
-)
-from longspan.plan.job import AXES, RUNS, Job, Mesh
+from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
+from longspan.plan.compute import model_flops, optimizer_seconds
+from longspan.plan.job import AXES, RUNS, Job, Mesh, RingImpl
 from longspan.plan.memory import cache_bytes, memory
+from longspan.plan.times import step_times
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
     from longspan.plan.shapes import LayerShape, ModelShape
 
 GB = 1e9
+
+WORTH = 0.01
+"""Part of a step that another way round the ring must save before it is recommended: less is beneath what is known."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +72,17 @@ class Plan:
     def runs(self) -> bool:
         """Whether this version of longspan runs the mesh and what the job asks for."""
         return not _not_in_this_version(self.model, self.job, self.mesh)
+
+    @cached_property
+    def ring_impl(self) -> str | None:
+        """How keys and values go round: "p2p", "allgather", or "mixed" where layers differ; None without a ring."""
+        if self.mesh.ring == 1 or self.job.mode == "decode":
+            return None
+        softmax = [layer for layer, _ in self.model.layer_kinds if layer.kind != "linear"]
+        shares = [heads_of(layer.q_heads, layer.kv_heads, self.mesh.tensor, self.mesh.ulysses) for layer in softmax]
+        kinds = {(layer, share.kv_heads) for layer, dealt in zip(softmax, shares, strict=True) for share in dealt}
+        found = {impl_of(layer, self.job, self.mesh, kv_heads) for layer, kv_heads in kinds}
+        return found.pop() if len(found) == 1 else "mixed" if found else None
 
     @property
     def comm_seconds(self) -> float:
@@ -150,7 +149,7 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
-    compute, exposed = _times(model, job, mesh, hardware)
+    compute, exposed = step_times(model, job, mesh, hardware)
     optimizer = optimizer_seconds(model, job, mesh, hardware)
     return Plan(
         model=model,
@@ -166,6 +165,33 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     )
 
 
+def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
+    """`cost`, where the job leaves it open with the faster way round the ring.
+
+    The code's own rule (`ring_impl="auto"`) knows no links. Where they make another way clearly faster, or it alone
+    fits, the plan is of that one, says so, and has it in its command.
+
+    Raises:
+        LongspanError: as `cost`.
+    """
+    plan = cost(model, job, mesh, hardware)
+    if job.ring_impl != "auto" or plan.ring_impl is None:
+        return plan
+    ways: tuple[RingImpl, ...] = ("p2p", "allgather")
+    for impl in (way for way in ways if way != plan.ring_impl):
+        this_way = replace(job, ring_impl=impl)
+        seconds = sum(step_times(model, this_way, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware)
+        if plan.fits and seconds >= (1 - WORTH) * plan.step_seconds:
+            continue
+        other = cost(model, this_way, mesh, hardware)
+        faster = other.fits == plan.fits and other.step_seconds < (1 - WORTH) * plan.step_seconds
+        if faster or other.fits > plan.fits:
+            why = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model" if faster else "fits"
+            note = f"--ring-impl {impl} is planned: {why}, where auto would take {plan.ring_impl}"
+            plan = replace(other, notes=(*other.notes, note))
+    return plan
+
+
 def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search:
     """Every mesh of `gpus` GPUs, ranked: what fits before what does not, then by the time of a step, then by memory.
 
@@ -179,7 +205,7 @@ def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search
     for mesh in meshes(gpus):
         problem = refusal(model, job, mesh)
         if problem is None:
-            plans.append(cost(model, job, mesh, hardware))
+            plans.append(planned(model, job, mesh, hardware))
         else:
             rejected.append((mesh, problem))
     plans.sort(key=lambda p: (not p.fits, p.step_seconds if p.fits else p.memory_total_bytes, p.memory_total_bytes))
@@ -279,12 +305,8 @@ def _not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
         for axis in AXES
         if getattr(mesh, axis) > 1 and axis not in RUNS
     ]
-    kinds = sorted({layer.kind for layer in model.layers} - {"full", "sliding"})
+    kinds = sorted({layer.kind for layer in model.layers} - {"full", "sliding", "chunked"})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
-    if any(layer.sinks for layer in model.layers):
-        said.append(
-            "attention sinks need kernel='eager' in this version, whose memory grows with the square of the tokens"
-        )
     if job.mode != "train":
         return said
     asked = {"tiled MLP": job.tiled_mlp > 1, "tiled loss": job.tiled_loss, "activation offload": job.activation_offload}
@@ -294,46 +316,6 @@ def _not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     if job.optimizer != "adamw":
         said.append(f"`longspan train` has AdamW only, not {job.optimizer}")
     return said
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Time.
-
-
-def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of computing, and of communication that nothing hides, in one step (the optimizer left out)."""
-    compute = exposed = 0.0
-    first_gather = 0.0
-    for layer, count in model.layer_kinds:
-        computing = layer_seconds(model, layer, job, mesh, hardware)
-        compute += count * (computing.forward + computing.backward)
-        method = _seconds(layer_method(model, layer, job, mesh), mesh, hardware)
-        weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in layer_weights(layer, job, mesh)]
-        if not hardware.overlaps:
-            exposed += count * (sum(method.values()) + sum(weights))
-            continue
-        # The ring's next block travels while the current one computes; the exchange waits for its data.
-        ring = method.pop("ring", 0.0) if job.mode != "decode" else 0.0
-        exposed += count * (sum(method.values()) + max(0.0, ring - computing.attention))
-        # Weights of the next layer are gathered, gradients of the last one scattered, while this one computes.
-        gather, *rest = weights or [0.0]
-        exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
-        # Before the first layer there is nothing to hide its gather.
-        first_gather = max(first_gather, min(gather, computing.forward))
-    head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
-    head += loss_seconds(model, job, mesh, hardware)
-    around = sum(_seconds(around_the_layers(model, job, mesh), mesh, hardware).values())
-    micro = micro_batches(job, mesh)
-    return micro * (compute + head), micro * (exposed + around + first_gather)
-
-
-def _seconds(sents: list[Sent], mesh: Mesh, hardware: Hardware) -> dict[str, float]:
-    """Seconds by axis."""
-    by_axis: dict[str, float] = {"fsdp": 0.0}
-    for sent in sents:
-        each = hardware.seconds(sent.op, sent.axis, sent.bytes, mesh.stride(sent.axis), mesh.size(sent.axis))
-        by_axis[sent.axis] = by_axis.get(sent.axis, 0.0) + sent.calls * each
-    return by_axis
 
 
 # ---------------------------------------------------------------------------------------------------------------------

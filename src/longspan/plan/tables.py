@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job
+from longspan.plan.job import Job, layout_of
 from longspan.plan.memory import ITEMS
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.report import command
@@ -103,6 +103,13 @@ def _whole(cells: list[str]) -> list[Text]:
     return [Text(cell.replace(" ", "\u00a0"), overflow="fold") for cell in cells]
 
 
+def _named(plan: Plan) -> str:
+    """The mesh, and with a ring how tokens lie and how keys and values go round."""
+    if plan.ring_impl is None:
+        return str(plan.mesh)
+    return f"{plan.mesh} ({layout_of(plan.job, plan.mesh).kind}, {plan.ring_impl})"
+
+
 def _meshes(found: Search, top: int) -> Table:
     table = _table("meshes, the fastest that fits first")
     table.add_column("mesh", min_width=11)
@@ -121,7 +128,7 @@ def _meshes(found: Search, top: int) -> Table:
             "recommended" if chosen else short if not plan.fits else "" if plan.runs else "planned",
         ]
         style = "bold green" if chosen else None if plan.fits else "red"
-        table.add_row(str(plan.mesh), *_whole(cells), style=style)
+        table.add_row(_named(plan), *_whole(cells), style=style)
     left = len(found.plans) - top
     if left > 0:
         table.caption = f"and {left} more (--top {len(found.plans)})"
@@ -130,7 +137,7 @@ def _meshes(found: Search, top: int) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    table = _table(f"memory per GPU, {plan.mesh}", header=False)
+    table = _table(f"memory per GPU, {_named(plan)}", header=False)
     table.add_column("GB", justify="right")
     table.add_column("item")
     table.add_column("what")
@@ -143,7 +150,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _communication(plan: Plan) -> Table:
-    table = _table(f"sent per GPU and step, {plan.mesh}")
+    table = _table(f"sent per GPU and step, {_named(plan)}")
     for name in ("what", "collective", "axis", "link"):
         table.add_column(name)
     for name in ("a call", "calls", "in all", "time"):

@@ -39,10 +39,18 @@ class TrainConfig:
 
     context: int = 8192
     """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024)."""
+    ring: int = 1
+    """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
     ulysses: int = 1
-    """Ranks that share one sequence."""
+    """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
     data_degree: int = 1
-    """Replicas that read different sequences; data x ulysses ranks in all."""
+    """Replicas that read different sequences; data x ring x ulysses ranks in all."""
+    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    """How tokens lie over a ring. zigzag shares out a causal mask evenly, contiguous sends least under sliding windows
+    alone. auto: zigzag."""
+    ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
+    """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
+    once. auto: p2p unless they are small."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     batch: int | None = None
@@ -71,7 +79,7 @@ class TrainConfig:
     grad_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     kernel: str = "auto"
-    """Local attention kernel: auto, sdpa, flash_attn, flex or eager."""
+    """Local attention kernel: auto, sdpa, block, flash_attn, flex or eager."""
     seed: int = 0
     """Seed of random weights, of the order of the data and of dropout."""
 
@@ -94,12 +102,13 @@ class TrainConfig:
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.data_degree * self.ulysses
+        return self.data_degree * self.ring * self.ulysses
 
     @property
     def mesh(self) -> str:
         """How the ranks were asked for."""
-        return f"--data-degree {self.data_degree} --ulysses {self.ulysses}"
+        ring = f" --ring {self.ring}" if self.ring > 1 else ""
+        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}"
 
     @property
     def sequences(self) -> int:
@@ -127,14 +136,14 @@ class TrainConfig:
             raise LongspanError(f"train needs either --model NAME_OR_PATH or --config FILE, got {given}")
         if not self.data:
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
-        for name in ("ulysses", "data_degree", "micro_batch", "steps", "log_every"):
+        for name in ("ring", "ulysses", "data_degree", "micro_batch", "steps", "log_every"):
             self._at_least(name, 1)
         for name in ("warmup", "save_every", "keep", "shuffle", "weight_decay", "clip", "seed"):
             self._at_least(name, 0)
-        if self.context < max(2, self.ulysses):
+        if self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "
-                f"of the {self.ulysses} ranks that share it"
+                f"of the {self.ring * self.ulysses} ranks that share it"
             )
         if self.lr <= 0 or not all(0 <= beta < 1 for beta in self.betas):
             raise LongspanError(f"--lr {self.lr} must be above 0 and --betas {self.betas} in [0, 1)")

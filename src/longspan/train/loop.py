@@ -52,7 +52,8 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         with _gloo_is_quiet():
-            self.sp = SequenceSharding(init_mesh(data=config.data_degree, ulysses=config.ulysses))
+            mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
+            self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
         self.inputs = open_inputs(config)
@@ -149,7 +150,7 @@ class Trainer:
         weights = sum(p.numel() for p in self.model.parameters())
         display.say(
             f"{type(self.inputs.model_config).__name__.removesuffix('Config')}, {weights / 1e6:,.1f}M parameters; "
-            f"{sp.world_size} {sp.device.type} ranks, data {sp.data_size} x ulysses {sp.size}; {config.dtype}, "
+            f"{sp.world_size} {sp.device.type} ranks, data {sp.data_size} x {_spell_sequence(sp)}; {config.dtype}, "
             f"FSDP {'on' if config.fsdp else 'off'}; context {config.context:,}, batch {config.sequences} = "
             f"{config.sequences * config.context:,} tokens per step"
         )
@@ -257,6 +258,13 @@ class Trainer:
             yield log
         finally:
             log.close()
+
+
+def _spell_sequence(sp: SequenceSharding) -> str:
+    """The ranks that share a sequence, and with a ring how."""
+    if sp.ring_size == 1:
+        return f"ulysses {sp.ulysses_size}"
+    return f"ring {sp.ring_size} x ulysses {sp.ulysses_size} ({sp.layout.kind}, {sp.ring_impl})"
 
 
 @contextlib.contextmanager

@@ -18,15 +18,22 @@ class VerifyConfig:
     """
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal LM, with its weights. Give this or --config."""
+    """Name or folder of a Hugging Face causal (or masked) LM, with its weights. Give this or --config."""
     config: Path | None = None
     """A model's config.json: verify it with random weights."""
     context: int = 1024
     """Tokens per sequence (also 8k). One fewer is used where the ranks divide it, so that padding is exercised."""
+    ring: int = 1
+    """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
     ulysses: int = 1
-    """Ranks that share one sequence."""
+    """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
     data_degree: int = 1
-    """Replicas that read different sequences; data x ulysses ranks in all."""
+    """Replicas that read different sequences; data x ring x ulysses ranks in all."""
+    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    """How tokens lie over a ring. auto: zigzag."""
+    ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
+    """How keys and values go round a ring. p2p is what auto chooses in a long run; in a short test it would choose
+    allgather."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     batch: int = 1
@@ -45,7 +52,7 @@ class VerifyConfig:
     fp64: bool = True
     """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
     kernel: str = "auto"
-    """Local attention kernel of the sharded run: auto, sdpa, flash_attn, flex or eager."""
+    """Local attention kernel of the sharded run: auto, sdpa, block, flash_attn, flex or eager."""
     seed: int = 0
     """Seed of the random weights (--config) and the random tokens."""
     json: bool = False
@@ -54,17 +61,23 @@ class VerifyConfig:
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.data_degree * self.ulysses
+        return self.data_degree * self.shared
+
+    @property
+    def shared(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
 
     @property
     def mesh(self) -> str:
         """How the ranks were asked for."""
-        return f"--data-degree {self.data_degree} --ulysses {self.ulysses}"
+        ring = f" --ring {self.ring}" if self.ring > 1 else ""
+        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}"
 
     @property
     def tokens(self) -> int:
         """Tokens per sequence that are run: `context`, or one fewer where the ranks divide it."""
-        return self.context - (self.ulysses > 1 and self.context % self.ulysses == 0)
+        return self.context - (self.shared > 1 and self.context % self.shared == 0)
 
     @property
     def reference(self) -> Literal["fp64", "fp32"]:
@@ -80,13 +93,13 @@ class VerifyConfig:
         if (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
             raise LongspanError(f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}")
-        for name in ("ulysses", "data_degree", "batch"):
+        for name in ("ring", "ulysses", "data_degree", "batch"):
             if getattr(self, name) < 1:
                 raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
-        if self.context < max(4, 2 * self.ulysses):
+        if self.context < max(4, 2 * self.shared):
             raise LongspanError(
-                f"--context {self.context} is too short for {self.ulysses} ranks: give at least 2 tokens per rank, "
-                f"--context {max(4, 2 * self.ulysses)} or more"
+                f"--context {self.context} is too short for {self.shared} ranks: give at least 2 tokens per rank, "
+                f"--context {max(4, 2 * self.shared)} or more"
             )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(config: VerifyConfig) -> int:
-    """Verify on data x ulysses ranks, started here or by torchrun, and print the report.
+    """Verify on data x ring x ulysses ranks, started here or by torchrun, and print the report.
 
     Returns:
         The exit code: 0 if everything agrees, 1 if something does not. The same on every rank.
@@ -68,7 +68,8 @@ def worker(config: VerifyConfig) -> Report:
     from longspan.verify.runs import Link, check_same_weights, make_report, shard_model, sharded_parts, unsharded_runs
 
     config.check()
-    sp = SequenceSharding(init_mesh(data=config.data_degree, ulysses=config.ulysses))
+    mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
+    sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
     model_config = load_model_config(config)
     batch_BS = {name: x.to(sp.device) for name, x in make_batch(config, model_config).items()}

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-SCHEMA = 1
+    from longspan.layout import Span
+
+SCHEMA = 2
 WIDTH = 100
 _RANKS_SHOWN = 16
 
@@ -53,14 +55,15 @@ class Report:
         criterion: when an error is a fault.
         checks: every tensor compared, on every rank.
         equalities: what must be equal on every rank.
-        spans: per rank (replica, first token, one past the last token).
+        places: per rank its replica, and the runs of tokens [start, stop) that it holds: one, two with zigzag, none
+            where it has padding alone.
     """
 
     setup: Mapping[str, Any]
     criterion: Criterion
     checks: tuple[Check, ...]
     equalities: tuple[Equality, ...]
-    spans: tuple[tuple[int, int, int], ...]
+    places: tuple[tuple[int, tuple[Span, ...]], ...]
 
     @property
     def passed(self) -> bool:
@@ -105,18 +108,21 @@ def print_table(report: Report, file: IO[str] | None = None) -> None:
 
 
 def _count(report: Report) -> str:
-    return f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.spans)} ranks"
+    return f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.places)} ranks"
 
 
 def _print_title(report: Report, console: Console) -> None:
     setup, criterion = report.setup, report.criterion
     text = "random tokens" if setup["data"] is None else setup["data"]
+    ring = f"ring {setup['ring']} x " if setup["ring"] > 1 else ""
     console.print(f"[bold]longspan verify[/]  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
     console.print(
         f"{setup['batch'] * setup['data_degree']} x {setup['tokens']} tokens ({text}), data {setup['data_degree']} x "
-        f"ulysses {setup['ulysses']}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
+        f"{ring}ulysses {setup['ulysses']}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )
+    if ring:
+        console.print(f"blocks of the ring {setup['layout']}, keys and values by {setup['ring_impl']}")
     wide, dtype = setup["reference"], setup["dtype"]
     rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"
     console.print(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
@@ -157,19 +163,23 @@ def _place(report: Report, check: Check, rank: int) -> str:
 
 def _rank_table(report: Report) -> Table:
     replicas = {"data": -4} if report.setup["data_degree"] > 1 else {}
-    table = _new_table(rank=-4, **replicas, tokens=11, loss=-7, logits=-7, max_abs=-7, gradients=-9, worst=0, verdict=4)
+    held = [", ".join(f"{start}-{stop - 1}" for start, stop in runs) or "none" for _, runs in report.places]
+    tokens = min(max(11, *map(len, held)), 26)
+    table = _new_table(
+        rank=-4, **replicas, tokens=tokens, loss=-7, logits=-7, max_abs=-7, gradients=-9, worst=0, verdict=4
+    )
     checks = {check.name: check for check in report.checks}
     gradients = [check for check in report.checks if check.group not in ("loss", "logits")]
-    ranks = range(len(report.spans))
+    ranks = range(len(report.places))
     failed = [rank for rank in ranks if not _rank_passed(report, rank)]
     shown = sorted([*failed, *(rank for rank in ranks if rank not in failed)][:_RANKS_SHOWN])
     for rank in shown:
-        replica, start, stop = report.spans[rank]
+        replica, _ = report.places[rank]
         worst = max(gradients, key=lambda check: check.severity(rank))
         table.add_row(
             str(rank),
             *([str(replica)] if replicas else []),
-            f"{start}-{stop - 1}" if stop > start else "none",
+            held[rank],
             _figure(checks["loss"].sharded[rank]),
             _figure(checks["logits"].sharded[rank]),
             _figure(checks["logits"].max_abs[rank]),
@@ -177,7 +187,7 @@ def _rank_table(report: Report) -> Table:
             _place(report, worst, rank),
             _verdict(rank not in failed),
         )
-    if hidden := len(report.spans) - len(shown):
+    if hidden := len(report.places) - len(shown):
         more = sum(rank not in shown for rank in failed)
         cells = ["..."] + [""] * len(replicas) + [f"{hidden} more"] + [""] * 4
         table.add_row(*cells, f"{more} of them fail" if more else "", _verdict(not more))
@@ -218,7 +228,7 @@ def diagnosis(report: Report) -> str:
     failed = {check.name: check for check in report.checks if not check.passed}
     logits = failed.get("logits") or failed.get("logits, worst token")
     if logits is not None:
-        ranks = [r for r in range(len(report.spans)) if not logits.passed_on(r)]
+        ranks = [r for r in range(len(report.places)) if not logits.passed_on(r)]
         return f"The forward pass is wrong: logits differ on {_ranks(ranks)}."
     if "loss" in failed or any(e.name == "loss" and not e.passed for e in report.equalities):
         return "The logits agree and the loss does not: labels, or how the tokens of all ranks are counted."
@@ -266,8 +276,13 @@ def as_dict(report: Report) -> dict[str, Any]:
         "setup": dict(report.setup),
         "criterion": {"factor": report.criterion.factor, "floor": report.criterion.floor},
         "ranks": [
-            {"rank": rank, "replica": replica, "start": start, "stop": stop, "passed": _rank_passed(report, rank)}
-            for rank, (replica, start, stop) in enumerate(report.spans)
+            {
+                "rank": rank,
+                "replica": replica,
+                "runs": [list(run) for run in runs],
+                "passed": _rank_passed(report, rank),
+            }
+            for rank, (replica, runs) in enumerate(report.places)
         ],
         "equal": [
             {"name": e.name, "passed": e.passed, "differing_ranks": list(e.differing), "values": list(e.values)}

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import longspan
 from longspan.errors import LongspanError
+from longspan.families import is_masked_lm
 from longspan.launch import threads_per_rank
 from longspan.mesh import SequenceSharding
 from longspan.parallelize import parallelize
@@ -144,8 +145,12 @@ def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
     out = model(**batch_BS)
     loss = out.loss
     if out.logits.dtype == torch.float64:
-        predictions_BSV, labels_BS = out.logits[:, :-1], batch_BS["labels"][:, 1:]
+        predictions_BSV, labels_BS = out.logits, batch_BS["labels"]
+        if not (isinstance(model, transformers.PreTrainedModel) and is_masked_lm(model)):
+            predictions_BSV, labels_BS = predictions_BSV[:, :-1], labels_BS[:, 1:]
         loss = torch.nn.functional.cross_entropy(predictions_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=-100)
+        if getattr(out, "aux_loss", None) is not None:
+            loss = loss + model.router_aux_loss_coef * out.aux_loss
     loss.backward()
     tensors = {"loss": loss.detach().reshape(1).cpu(), "logits": out.logits.detach().flatten(0, 1).cpu()}
     for name, parameter in model.named_parameters():
@@ -235,7 +240,7 @@ def make_report(
         criterion=criterion,
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
-        spans=tuple(link.gather((sp.data_rank, *sp.layout.spans(config.tokens, sp.rank)[0]))),
+        places=tuple(link.gather((sp.data_rank, sp.layout.spans(config.tokens, sp.rank)))),
     )
 
 
@@ -248,7 +253,10 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
         "tokens": config.tokens,
         "batch": config.batch,
         "data_degree": config.data_degree,
+        "ring": config.ring,
         "ulysses": config.ulysses,
+        "layout": sp.layout.kind,
+        "ring_impl": config.ring_impl if config.ring > 1 else None,
         "dtype": config.dtype,
         "reference": config.reference,
         "fsdp": config.fsdp,
