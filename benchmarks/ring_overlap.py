@@ -1,0 +1,237 @@
+"""Does a ring hide its communication? Ring Attention over links as slow as the attention is long.
+
+    python benchmarks/ring_overlap.py        # as root, on Linux (see slow_link.py)
+
+A ring of R ranks computes R blocks and passes keys and values on R - 1 times, the next block in flight while the one
+at hand is computed. The links get the rate at which a block takes as long to send as to compute in the forward: the
+hardest case, since on slower links there is nothing to hide behind, and on faster ones less to hide. Measured side by
+side, in the same processes:
+
+    ring       `longspan.attention`, ring_impl="p2p"
+    computing  the same calls with nothing sent       (the ring's `post` does nothing; blocks hold leftovers)
+    sending    the same calls with nothing computed   (the tiles' kernels do nothing)
+    allgather  ring_impl="allgather": sends all, then computes; nothing overlaps
+
+Goal: ring <= 1.15 x max(computing, sending). What no ring can hide stands beside it as `bound`: the first block has
+nothing before it, and in the backward the last gradient's way home has nothing behind it.
+
+Each rank is pinned to a core. With more ranks than cores they take turns, when computing alone too. Ranks are CPUs, so
+sending costs cores as well, which on GPUs it does not: the CPU time of sending stands in the table, without what the
+kernel does in interrupts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import common
+import slow_link
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import longspan
+
+GOAL = 1.15
+DIM = 64
+PASSES = ("forward", "backward")
+# The C library keeps freed blocks of up to 32 MiB, as GPU allocators do: fresh pages for every hop would be timed too.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+# Ranks, the layout, whether causal, tokens of a rank.
+CASES = {
+    "ring of 2, bidirectional": (2, "contiguous", False, 3072),
+    "ring of 4, bidirectional": (4, "contiguous", False, 1536),
+    "ring of 4, causal, zigzag": (4, "zigzag", True, 2048),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--heads", default="4/4", help="query/KV heads")
+    parser.add_argument("--repeats", type=int, default=7, help="timed rounds")
+    parser.add_argument("--name", default="ring-overlap", help="name of the report")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    heads, kv_heads = map(int, args.heads.split("/"))
+    if args.as_rank:
+        task = json.loads(args.as_rank)
+        slow_link.as_rank(lambda: measure(**task))
+        return
+    env = common.environment(["longspan", "torch"])
+    env["backend"] = "each in a network namespace and pinned to a core, gloo over slow links (tc tbf)"
+    results = [measure_case(name, heads, kv_heads, args.repeats) for name in args.cases]
+    text = describe(results, heads, kv_heads)
+    print(text)
+    common.write_report(args.name, "How much of its communication a ring hides", env, text, results)
+
+
+def measure_case(name: str, heads: int, kv_heads: int, repeats: int) -> dict[str, Any]:
+    ranks, layout, causal, tokens = CASES[name]
+    task = {"layout": layout, "causal": causal, "tokens": tokens, "heads": heads, "kv_heads": kv_heads}
+    computing = run(ranks, None, task | {"only": "computing", "repeats": 7})["forward"]["wall"]["computing"]
+    block_bytes = 2 * tokens * kv_heads * DIM * 4
+    # The least: other work on the machine can only make it longer.
+    bits_per_second = 8 * block_bytes / (min(computing) / ranks) * slow_link.FRAME / slow_link.PAYLOAD
+    rate = f"{bits_per_second / 1e6:.0f}mbit"
+    measured = run(ranks, rate, task | {"repeats": repeats})
+    result = {"case": name, "ranks": ranks, "tokens_per_rank": tokens, "rate": rate, "block_bytes": block_bytes}
+    print(f"{name}: links of {rate}", {p: f"{ring_over_max(measured[p]):.3f}" for p in PASSES}, flush=True)
+    return result | measured
+
+
+def run(ranks: int, rate: str | None, task: dict[str, Any]) -> dict[str, Any]:
+    with slow_link.hosts(ranks, rate) as net:
+        script, cores = str(Path(__file__).resolve()), sorted(os.sched_getaffinity(0))
+        rank_args = ["--as-rank", json.dumps(task)]
+        value = slow_link.run_on(net, script, rank_args, timeout=1800, cores=cores, env=KEEP_MEMORY)
+    assert isinstance(value, dict)
+    return value
+
+
+# --- a rank -----------------------------------------------------------------------------------------
+
+
+def measure(
+    layout: str, causal: bool, tokens: int, heads: int, kv_heads: int, repeats: int, only: str | None = None
+) -> dict[str, Any]:
+    """Seconds of the clock and of the CPU of every candidate, round by round; `only`: one, forward."""
+    ranks = dist.get_world_size()
+    mesh = longspan.init_mesh(ring=ranks)
+    ring, allgather = (longspan.SequenceSharding(mesh, layout=layout, ring_impl=impl) for impl in ("p2p", "allgather"))
+    n = ranks * tokens
+    torch.manual_seed(0)  # the same whole sequence on every rank
+    whole = [torch.randn(1, n, h, DIM) for h in (heads, kv_heads, kv_heads)]
+    qkv = [ring.shard(x).clone().requires_grad_() for x in whole]
+    grad = torch.randn_like(qkv[0])
+
+    def attention(sp: longspan.SequenceSharding) -> torch.Tensor:
+        return longspan.attention(*qkv, sp, causal=causal, length=n)
+
+    outs = {"ring": attention(ring), "allgather": attention(allgather)}
+    if only is None:
+        q, k, v = (x.transpose(1, 2) for x in whole)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+        for name, out in outs.items():
+            if (error := common.relative_error(out, ring.shard(expected))) > 1e-4:
+                raise RuntimeError(f"{name} is off by {error:.1e}")
+        del expected, q, k, v
+    del whole
+
+    def forward(sp: longspan.SequenceSharding) -> None:
+        with torch.no_grad():
+            attention(sp)
+
+    def backward(name: str) -> None:
+        torch.autograd.grad(outs[name], qkv, grad, retain_graph=True)
+
+    works = {
+        "forward": (lambda: forward(ring), lambda: forward(allgather)),
+        "backward": (lambda: backward("ring"), lambda: backward("allgather")),
+    }
+    if only is not None:
+        del works["backward"]
+    answer: dict[str, Any] = {}
+    for name, (by_ring, by_allgather) in works.items():
+        candidates: dict[str, Callable[[], object]] = {
+            "ring": by_ring,
+            "computing": inside(nothing_sent, by_ring),
+            "sending": inside(nothing_computed, by_ring),
+            "allgather": by_allgather,
+        }
+        chosen = candidates if only is None else {only: candidates[only]}
+        wall, cpu = common.alternate(dict(chosen), repeats)
+        answer[name] = {"wall": wall, "cpu": cpu}
+    return answer
+
+
+def inside(
+    context: Callable[[], contextlib.AbstractContextManager[None]], work: Callable[[], None]
+) -> Callable[[], None]:
+    def run() -> None:
+        with context():
+            work()
+
+    return run
+
+
+@contextlib.contextmanager
+def nothing_sent() -> Iterator[None]:
+    with mock.patch.object(importlib.import_module("longspan.attention.ring"), "post", lambda *_, **__: []):
+        yield
+
+
+@contextlib.contextmanager
+def nothing_computed() -> Iterator[None]:
+    tiles = importlib.import_module("longspan.attention.tiles")
+    with mock.patch.multiple(tiles, forward=lambda *_, **__: None, backward=lambda *_, **__: None):
+        yield
+
+
+# --- the report -------------------------------------------------------------------------------------
+
+
+def ring_over_max(measured: dict[str, Any]) -> float:
+    """Median over the rounds of ring / max(computing, sending)."""
+    wall = measured["wall"]
+    longer = [max(pair) for pair in zip(wall["computing"], wall["sending"], strict=True)]
+    return common.paired_ratio(wall["ring"], longer)
+
+
+def bound(name: str, ranks: int, computing: float, sending: float) -> float:
+    """The least seconds of a ring of R that takes `computing` and `sending` alone, each in equal steps.
+
+    Forward: R blocks are computed, and all but the last hide a hop. Backward: the same hops; from round 2 on the
+    gradients (fp32, as long as the blocks) of the round before go behind them; the last one's way home is bare.
+    """
+    block, hops = computing / ranks, ranks - 1
+    if name == "forward":
+        return hops * max(block, sending / hops) + block
+    hop = sending / (2 * hops)
+    in_flight = [hop * ((round < hops) + (round >= 2)) for round in range(ranks)]
+    return sum(max(block, load) for load in in_flight) + hop
+
+
+def describe(results: list[dict[str, Any]], heads: int, kv_heads: int) -> str:
+    rows = []
+    for result in results:
+        ranks = result["ranks"]
+        for name in PASSES:
+            wall, cpu = result[name]["wall"], result[name]["cpu"]
+            t = {candidate: common.median(times) for candidate, times in wall.items()}
+            longer = max(t["computing"], t["sending"])
+            least = bound(name, ranks, t["computing"], t["sending"])
+            hidden = (t["computing"] + t["sending"] - t["ring"]) / min(t["computing"], t["sending"])
+            core = common.median([c / w for c, w in zip(cpu["sending"], wall["sending"], strict=True)]) / ranks
+            rows.append(
+                [result["case"], name, result["rate"]]
+                + [f"{t[candidate]:.3f}" for candidate in ("computing", "sending", "ring", "allgather")]
+                + [f"{ring_over_max(result[name]):.3f}", f"{least / longer:.3f}", f"{hidden:.0%}", f"{core:.0%}"]
+            )
+    tokens = ", ".join(f"{result['tokens_per_rank']:,}" for result in results)
+    header = ["", "pass", "links", "computing s", "sending s", "ring s", "allgather s"]
+    header += ["ring / max", "bound / max", "hidden", "CPU of sending"]
+    return "\n".join(
+        [
+            common.table(header, rows),
+            "",
+            f"- goal: ring / max at most {GOAL}; max is that of computing and sending alone, and the ratio the median",
+            "  over the rounds of the ratio within a round. Seconds are medians, of the slowest rank.",
+            "- bound: what is left if each hop hides behind a block, and only what has no block beside it is bare.",
+            "- hidden: (computing + sending - ring) / the shorter of the two; 100 % is a perfect overlap.",
+            "- CPU of sending: the part of a core that a rank uses while it only sends, without kernel interrupts.",
+            f"- fp32, {heads}/{kv_heads} heads of {DIM}, batch 1; tokens of a rank: {tokens}.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    slow_link.exit_on_missing(main)
