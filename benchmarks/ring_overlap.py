@@ -12,8 +12,8 @@ side, in the same processes:
     sending    the same calls with nothing computed   (the tiles' kernels do nothing)
     allgather  ring_impl="allgather": sends all, then computes; nothing overlaps
 
-Goal: ring <= 1.15 x max(computing, sending). What no ring can hide stands beside it as `bound`: the first block has
-nothing before it, and in the backward the last gradient's way home has nothing behind it.
+Goal: ring <= 1.15 x max(computing, sending). What the order of the steps leaves bare stands beside it as `bound`: the
+last block has no hop to hide, and in the backward the last gradient's way home has no block to hide behind.
 
 Each rank is pinned to a core. With more ranks than cores they take turns, when computing alone too. Ranks are CPUs, so
 sending costs cores as well, which on GPUs it does not: the CPU time of sending stands in the table, without what the
@@ -187,7 +187,7 @@ def ring_over_max(measured: dict[str, Any]) -> float:
 
 
 def bound(name: str, ranks: int, computing: float, sending: float) -> float:
-    """The least seconds of a ring of R that takes `computing` and `sending` alone, each in equal steps.
+    """The least seconds of this order of steps, for a ring of R that takes `computing` and `sending` alone.
 
     Forward: R blocks are computed, and all but the last hide a hop. Backward: the same hops; from round 2 on the
     gradients (fp32, as long as the blocks) of the round before go behind them; the last one's way home is bare.
