@@ -3,17 +3,17 @@
     python benchmarks/ring_overlap.py        # as root, on Linux (see slow_link.py)
 
 A ring of R ranks computes R blocks and passes keys and values on R - 1 times, the next block in flight while the one
-at hand is computed. The links get the rate at which a block takes as long to send as to compute in the forward: the
-hardest case, since on slower links there is nothing to hide behind, and on faster ones less to hide. Measured side by
-side, in the same processes:
+at hand is computed. The links get the rate at which a hop takes as long as to compute a block in the forward, both
+measured: the hardest case, since on slower links there is nothing to hide behind, and on faster ones less to hide.
+Measured side by side, in the same processes:
 
     ring       `longspan.attention`, ring_impl="p2p"
     computing  the same calls with nothing sent       (the ring's `post` does nothing; blocks hold leftovers)
     sending    the same calls with nothing computed   (the tiles' kernels do nothing)
     allgather  ring_impl="allgather": sends all, then computes; nothing overlaps
 
-Goal: ring <= 1.15 x max(computing, sending). What the order of the steps leaves bare stands beside it as `bound`: the
-last block has no hop to hide, and in the backward the last gradient's way home has no block to hide behind.
+Goal: ring <= 1.15 x max(computing, sending). What the order of the steps leaves bare stands beside it as `bound`: not
+every round has as much to send as to compute.
 
 Each rank is pinned to a core. With more ranks than cores they take turns, when computing alone too. Ranks are CPUs, so
 sending costs cores as well, which on GPUs it does not: the CPU time of sending stands in the table, without what the
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -47,9 +48,9 @@ PASSES = ("forward", "backward")
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 # Ranks, the layout, whether causal, tokens of a rank.
 CASES = {
-    "ring of 2, bidirectional": (2, "contiguous", False, 3072),
-    "ring of 4, bidirectional": (4, "contiguous", False, 1536),
-    "ring of 4, causal, zigzag": (4, "zigzag", True, 2048),
+    "ring of 2, bidirectional": (2, "contiguous", False, 6144),
+    "ring of 4, bidirectional": (4, "contiguous", False, 3072),
+    "ring of 4, causal, zigzag": (4, "zigzag", True, 4096),
 }
 
 
@@ -57,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--heads", default="4/4", help="query/KV heads")
-    parser.add_argument("--repeats", type=int, default=7, help="timed rounds")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     parser.add_argument("--name", default="ring-overlap", help="name of the report")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -77,33 +78,23 @@ def main() -> None:
 def measure_case(name: str, heads: int, kv_heads: int, repeats: int) -> dict[str, Any]:
     ranks, layout, causal, tokens = CASES[name]
     task = {"layout": layout, "causal": causal, "tokens": tokens, "heads": heads, "kv_heads": kv_heads}
-    computing = run(ranks, None, task | {"only": "computing", "repeats": 7})["forward"]["wall"]["computing"]
-    block_bytes = 2 * tokens * kv_heads * DIM * 4
-    # The least: other work on the machine can only make it longer.
-    bits_per_second = 8 * block_bytes / (min(computing) / ranks) * slow_link.FRAME / slow_link.PAYLOAD
-    rate = f"{bits_per_second / 1e6:.0f}mbit"
-    measured = run(ranks, rate, task | {"repeats": repeats})
-    result = {"case": name, "ranks": ranks, "tokens_per_rank": tokens, "rate": rate, "block_bytes": block_bytes}
-    print(f"{name}: links of {rate}", {p: f"{ring_over_max(measured[p]):.3f}" for p in PASSES}, flush=True)
-    return result | measured
-
-
-def run(ranks: int, rate: str | None, task: dict[str, Any]) -> dict[str, Any]:
-    with slow_link.hosts(ranks, rate) as net:
+    with slow_link.hosts(ranks) as net:
         script, cores = str(Path(__file__).resolve()), sorted(os.sched_getaffinity(0))
-        rank_args = ["--as-rank", json.dumps(task)]
-        value = slow_link.run_on(net, script, rank_args, timeout=1800, cores=cores, env=KEEP_MEMORY)
-    assert isinstance(value, dict)
-    return value
+        rank_args = ["--as-rank", json.dumps(task | {"repeats": repeats, "net": dataclasses.asdict(net)})]
+        measured = slow_link.run_on(net, script, rank_args, timeout=1800, cores=cores, env=KEEP_MEMORY)
+    block_bytes = 2 * tokens * kv_heads * DIM * 4
+    result = {"case": name, "ranks": ranks, "tokens_per_rank": tokens, "block_bytes": block_bytes, **measured}
+    print(f"{name}: links of {result['rate']}", {p: f"{ring_over_max(result[p]):.3f}" for p in PASSES}, flush=True)
+    return result
 
 
 # --- a rank -----------------------------------------------------------------------------------------
 
 
 def measure(
-    layout: str, causal: bool, tokens: int, heads: int, kv_heads: int, repeats: int, only: str | None = None
+    layout: str, causal: bool, tokens: int, heads: int, kv_heads: int, repeats: int, net: dict[str, Any]
 ) -> dict[str, Any]:
-    """Seconds of the clock and of the CPU of every candidate, round by round; `only`: one, forward."""
+    """The rate of the links, and seconds of the clock and of the CPU of every candidate, round by round."""
     ranks = dist.get_world_size()
     mesh = longspan.init_mesh(ring=ranks)
     ring, allgather = (longspan.SequenceSharding(mesh, layout=layout, ring_impl=impl) for impl in ("p2p", "allgather"))
@@ -117,14 +108,12 @@ def measure(
         return longspan.attention(*qkv, sp, causal=causal, length=n)
 
     outs = {"ring": attention(ring), "allgather": attention(allgather)}
-    if only is None:
-        q, k, v = (x.transpose(1, 2) for x in whole)
-        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
-        for name, out in outs.items():
-            if (error := common.relative_error(out, ring.shard(expected))) > 1e-4:
-                raise RuntimeError(f"{name} is off by {error:.1e}")
-        del expected, q, k, v
-    del whole
+    q, k, v = (x.transpose(1, 2) for x in whole)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    for name, out in outs.items():
+        if (error := common.relative_error(out, ring.shard(expected))) > 1e-4:
+            raise RuntimeError(f"{name} is off by {error:.1e}")
+    del expected, q, k, v, whole
 
     def forward(sp: longspan.SequenceSharding) -> None:
         with torch.no_grad():
@@ -137,20 +126,31 @@ def measure(
         "forward": (lambda: forward(ring), lambda: forward(allgather)),
         "backward": (lambda: backward("ring"), lambda: backward("allgather")),
     }
-    if only is not None:
-        del works["backward"]
     answer: dict[str, Any] = {}
     for name, (by_ring, by_allgather) in works.items():
-        candidates: dict[str, Callable[[], object]] = {
-            "ring": by_ring,
+        alone: dict[str, Callable[[], object]] = {
             "computing": inside(nothing_sent, by_ring),
             "sending": inside(nothing_computed, by_ring),
-            "allgather": by_allgather,
         }
-        chosen = candidates if only is None else {only: candidates[only]}
-        wall, cpu = common.alternate(dict(chosen), repeats)
+        if name == "forward":
+            answer["rate"] = match_links(alone, ranks, slow_link.Hosts(**net))
+        wall, cpu = common.alternate({"ring": by_ring, **alone, "allgather": by_allgather}, repeats)
         answer[name] = {"wall": wall, "cpu": cpu}
     return answer
+
+
+def match_links(alone: dict[str, Callable[[], object]], ranks: int, net: slow_link.Hosts) -> str:
+    """Give the links the rate at which a hop takes as long as a block, and say which that is."""
+    assert net.rate is not None
+    bits = slow_link.bits_per_second(net.rate)
+    rate = net.rate
+    for _ in range(3):  # what a link carries is not what a hop gets of it: try, measure, mend
+        wall, _ = common.alternate(alone, 5)
+        bits *= common.median(wall["sending"]) / (ranks - 1) / (common.median(wall["computing"]) / ranks)
+        rate = f"{bits / 1e6:.0f}mbit"
+        if dist.get_rank() == 0:
+            slow_link.set_rate(net, rate)
+    return rate
 
 
 def inside(
@@ -190,14 +190,15 @@ def bound(name: str, ranks: int, computing: float, sending: float) -> float:
     """The least seconds of this order of steps, for a ring of R that takes `computing` and `sending` alone.
 
     Forward: R blocks are computed, and all but the last hide a hop. Backward: the same hops; from round 2 on the
-    gradients (fp32, as long as the blocks) of the round before go behind them; the last one's way home is bare.
+    gradients (fp32, as long as the blocks) of the round before go behind them. Half of a rank's own block hides the
+    first hop, the other half the last gradient's way home.
     """
     block, hops = computing / ranks, ranks - 1
     if name == "forward":
         return hops * max(block, sending / hops) + block
     hop = sending / (2 * hops)
-    in_flight = [hop * ((round < hops) + (round >= 2)) for round in range(ranks)]
-    return sum(max(block, load) for load in in_flight) + hop
+    in_flight = [hop * ((turn < hops) + (turn >= 2)) for turn in range(1, ranks)]
+    return 2 * max(block / 2, hop) + sum(max(block, load) for load in in_flight)
 
 
 def describe(results: list[dict[str, Any]], heads: int, kv_heads: int) -> str:

@@ -65,11 +65,13 @@ class Hosts:
 
     Attributes:
         names: their network namespaces, in rank order.
+        bridge: the namespace of the bridge that joins them.
         rate: of every link and direction, as `tc` writes it; None: not limited.
         delay: one way, as `tc` writes it; None: none.
     """
 
     names: tuple[str, ...]
+    bridge: str
     rate: str | None
     delay: str | None
 
@@ -138,7 +140,7 @@ def hosts(n: int, rate: str | None = "1gbit", delay: str | None = None) -> Itera
         _ip("-n", bridge, "link", "set", "bridge", "up")
         for rank, name in enumerate(names):
             _plug_in(name, f"10.0.0.{rank + 1}/24", bridge, f"port{rank}", rate, delay)
-        yield Hosts(names, rate, delay)
+        yield Hosts(names, bridge, rate, delay)
     finally:
         _delete([*names, bridge])
 
@@ -150,11 +152,22 @@ def _plug_in(name: str, address: str, bridge: str, port: str, rate: str | None, 
     _ip("-n", name, "addr", "add", address, "dev", INTERFACE)
     _ip("-n", name, "link", "set", INTERFACE, "up")
     if rate is not None:
-        _tc(name, INTERFACE, "root", *_bucket(rate))
-        _tc(bridge, port, "root", "handle", "1:", *_bucket(rate))
+        _limit(name, bridge, port, rate)
     if delay is not None:
         parent = ["root"] if rate is None else ["parent", "1:1"]
         _tc(bridge, port, *parent, "netem", "delay", delay, "limit", "100000")
+
+
+def set_rate(net: Hosts, rate: str) -> None:
+    """Give all links another rate while ranks run; a rank may do it. They were made with one, and without a delay."""
+    bits_per_second(rate)
+    for rank, name in enumerate(net.names):
+        _limit(name, net.bridge, f"port{rank}", rate)
+
+
+def _limit(name: str, bridge: str, port: str, rate: str) -> None:
+    _tc(name, INTERFACE, "root", *_bucket(rate))
+    _tc(bridge, port, "root", "handle", "1:", *_bucket(rate))
 
 
 def _bucket(rate: str) -> list[str]:

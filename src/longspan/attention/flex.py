@@ -9,6 +9,7 @@ Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_di
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +17,29 @@ from torch import Tensor
 
 from longspan.attention.mask import Mask
 from longspan.attention.scores import Scores
+from longspan.attention.tiles import Finished, Partial
 from longspan.layout import Span
 
 
-def flex(
-    q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, i: Tensor, j: Tensor, ends: Span, mask: Mask, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of queries at positions `i` over keys at positions `j`; sinks are left out.
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where queries and keys lie in the whole sequence.
 
-    Args:
-        q_BHQD: queries.
-        k_BKTD: keys.
-        v_BKTD: values.
-        i: int64 [Q].
-        j: int64 [T].
+    Attributes:
+        i: positions of the queries, int64 [Q].
+        j: positions of the keys, int64 [T].
         ends: positions from which on queries and keys are padding.
-        mask: who attends to whom.
-        scores: scale, softcap, biases.
+    """
+
+    i: Tensor
+    j: Tensor
+    ends: Span
+
+
+def flex(
+    q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, places: Places, mask: Mask, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of some queries over some keys; sinks are left out.
 
     Returns:
         [B, H, Q, Dv] and fp32 [B, H, Q], zero and -inf where a query sees none of these keys.
@@ -44,13 +51,13 @@ def flex(
     on_gpu = q_BHQD.device.type != "cpu"
     rows = B if mask.by_row or mask.mod is not None else None
     heads = H if mask.mod is not None else None
-    allowed = _mask_function(mask, scores, B, i, j, ends)
+    allowed = _mask_function(mask, scores, B, places)
     block_mask = create_block_mask(allowed, rows, heads, Q, T, device=q_BHQD.device, _compile=on_gpu)
     out, aux = _flex_attention(on_gpu)(
         q_BHQD,
         k_BKTD,
         v_BKTD,
-        score_mod=_score_function(scores, i, j),
+        score_mod=_score_function(scores, places),
         block_mask=block_mask,
         scale=scores.scale,
         enable_gqa=k_BKTD.shape[1] != H,
@@ -59,50 +66,43 @@ def flex(
     return out, aux.lse
 
 
+def forward(
+    partial: Partial, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, places: Places, mask: Mask, scores: Scores
+) -> None:
+    """Add my queries' attention to one block of keys to `partial`: what `tiles.forward` does, in one call."""
+    out, lse = flex(q_BHQD, k_BKTD, v_BKTD, places, mask, scores)
+    partial.add(out, lse, (0, q_BHQD.shape[0]), (0, q_BHQD.shape[2]))
+
+
 def backward(
-    grad_BHQD: Tensor,
-    q_BHQD: Tensor,
+    done: Finished,
     k_BKTD: Tensor,
     v_BKTD: Tensor,
-    out_BHQD: Tensor,
-    lse_BHQ: Tensor,
-    i: Tensor,
-    j: Tensor,
-    ends: Span,
+    places: Places,
     mask: Mask,
     scores: Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one block of keys, by its forward once more and FlexAttention's own backward.
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Add one block's dq, dk and dv to `into`, by its forward once more and FlexAttention's own backward.
 
     The whole output is the sum of partial outputs o_b with weights w_b = exp(lse_b - lse), so the gradient that
     reaches o_b is w_b dO, and the one that reaches lse_b is w_b (dO . (o_b - O)).
-
-    Args:
-        grad_BHQD: gradient of the whole output.
-        q_BHQD: my queries.
-        k_BKTD: the block's keys.
-        v_BKTD: the block's values.
-        out_BHQD: the whole output, of all blocks.
-        lse_BHQ: the whole row's log-sum-exp.
-        i: as in `flex`.
-        j: as in `flex`.
-        ends: as in `flex`.
-        mask: as in `flex`.
-        scores: as in `flex`.
     """
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (q_BHQD, k_BKTD, v_BKTD))
-        out, lse = flex(q, k, v, i, j, ends, mask, scores)
-    part, wide = out.detach().to(lse_BHQ.dtype), grad_BHQD.to(lse_BHQ.dtype)
-    weight = (lse.detach() - lse_BHQ).exp()
+        q, k, v = (x.detach().requires_grad_() for x in (done.q, k_BKTD, v_BKTD))
+        out, lse = flex(q, k, v, places, mask, scores)
+    part, wide = out.detach().to(done.lse.dtype), done.grad.to(done.lse.dtype)
+    weight = (lse.detach() - done.lse).exp()
     grad_out = weight[..., None] * wide
-    grad_lse = (grad_out * (part - out_BHQD)).sum(-1)
+    grad_lse = (grad_out * (part - done.out)).sum(-1)
     grads = torch.autograd.grad([out, lse], [q, k, v], [grad_out.to(out.dtype), grad_lse.to(lse.dtype)])
-    return grads[0], grads[1], grads[2]
+    for total, more in zip(into, grads, strict=True):
+        total += more
 
 
-def _mask_function(mask: Mask, scores: Scores, B: int, i: Tensor, j: Tensor, ends: Span) -> Any:
+def _mask_function(mask: Mask, scores: Scores, B: int, places: Places) -> Any:
     """The mask as FlexAttention takes it: a function of a row, head, query and key, by their places in the tensors."""
+    i, j, ends = places.i, places.j, places.ends
     q_ids, k_ids = mask.ids(B, i, j)
     prefix = mask.prefix
     prefixes = torch.tensor(prefix if isinstance(prefix, tuple) else [prefix or 0] * B, device=i.device)
@@ -126,13 +126,13 @@ def _mask_function(mask: Mask, scores: Scores, B: int, i: Tensor, j: Tensor, end
     return allowed
 
 
-def _score_function(scores: Scores, i: Tensor, j: Tensor) -> Any:
+def _score_function(scores: Scores, places: Places) -> Any:
     """Softcap and biases as FlexAttention takes them; None for neither."""
     if scores.softcap is None and not scores.has_bias:
         return None
 
     def changed(score: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
-        q, kv = i[at_q], j[at_k]
+        q, kv = places.i[at_q], places.j[at_k]
         if scores.softcap is not None:
             score = scores.softcap * torch.tanh(score / scores.softcap)
         if scores.alibi is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attention.flex import flex, with_sinks
+from longspan.attention.flex import Places, flex, with_sinks
 from longspan.attention.kernels import Kernel, import_flash_attn, keywords_of
 from longspan.attention.mask import Mask
 from longspan.attention.ring import Ring, reference_ring, ring_attention
@@ -172,7 +172,7 @@ def _flex(q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, mask: Mask, scores: Sc
     i = torch.arange(mask.q_start, mask.q_start + S, device=q_BSHD.device)
     j = torch.arange(T, device=q_BSHD.device)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
-    out, lse = flex(q, k, v, i, j, (mask.q_start + S, T), mask, scores)
+    out, lse = flex(q, k, v, Places(i, j, (mask.q_start + S, T)), mask, scores)
     if scores.sinks is not None:
         out = with_sinks(out, lse, scores.sinks)
     return out.transpose(1, 2)

@@ -76,10 +76,10 @@ class Ring:
         """Positions of the keys of one rank's block."""
         return self.layout.block(self.lengths[1], rank)
 
-    def places(self, block: int, mask: Mask, like: Tensor) -> tuple[Tensor, Tensor, Span]:
-        """Positions of my queries and of a block's keys, and the ends of the real ones, for FlexAttention."""
-        i, j = (_positions(runs, like.device) for runs in (self.q_runs(self.rank, mask), self.k_runs(block)))
-        return i, j, (mask.q_start + self.lengths[0], self.lengths[1])
+    def places(self, block: int, mask: Mask, device: torch.device) -> flex.Places:
+        """Where my queries and a block's keys lie, for FlexAttention."""
+        i, j = (_positions(runs, device) for runs in (self.q_runs(self.rank, mask), self.k_runs(block)))
+        return flex.Places(i, j, (mask.q_start + self.lengths[0], self.lengths[1]))
 
     def calls(self, mask: Mask, batch: int, scores: Scores) -> tuple[tuple[tiles.Call, ...], ...]:
         """The tiles of my queries against every block."""
@@ -143,21 +143,12 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, mask: Mask, scores: Scores
     ) -> Tensor:
-        batch = q.shape[0]
         mine = _Block(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
         partial = tiles.Partial(q, v.shape[3])
-        calls = ring.calls(mask, batch, scores)
-        for _, blocks in _rounds(mine, ring, ring.routes(mask, batch)):
-            for block in blocks:
-                todo = calls[block.rank]
-                keys, values = _spread(block.held.k, ring), _spread(block.held.v, ring)
-                if todo and ring.kernel == "flex":
-                    everywhere = (0, batch), (0, q.shape[2])
-                    partial.add(
-                        *flex.flex(q, keys, values, *ring.places(block.rank, mask, q), mask, scores), *everywhere
-                    )
-                elif todo:
-                    tiles.forward(partial, q, keys, values, todo, mask, scores)
+        work = _Work(ring, mask, scores, q)
+        for _, visits in _rounds(mine, ring, ring.routes(mask, q.shape[0])):
+            for visit in visits:
+                work.forward(partial, q, visit)
         out, lse = partial.out, partial.lse
         if sinks is not None:  # one more key per head, whose value is zero
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -174,39 +165,21 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, packed, out, lse, sinks = ctx.saved_tensors
         ring: Ring = ctx.ring
-        batch = q.shape[0]
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        done = tiles.Finished(q, out, grad if grad.stride(-1) == 1 else grad.contiguous(), lse)
         mine = _Block(packed, *ctx.shapes)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        home = mine.zeros(lse.dtype)
-        routes = ring.routes(ctx.mask, batch)
-        travel: _Homeward | _Scattered = (
-            _Scattered(home, ring) if ring.impl == "allgather" else _Homeward(home, ring, routes)
-        )
-        calls = ring.calls(ctx.mask, batch, ctx.scores)
-        for hop, blocks in _rounds(mine, ring, routes):
-            for block in blocks:
-                into = home if block.rank == ring.rank else home.zeros(lse.dtype)
-                todo = calls[block.rank]
-                keys, values = _spread(block.held.k, ring), _spread(block.held.v, ring)
-                dk, dv = (
-                    (into.k, into.v)
-                    if ring.spread is None
-                    else (into.k.new_zeros(keys.shape), into.v.new_zeros(values.shape))
-                )
-                if todo and ring.kernel == "flex":
-                    places = ring.places(block.rank, ctx.mask, q)
-                    parts = flex.backward(grad, q, keys, values, out, lse, *places, ctx.mask, ctx.scores)
-                    for total, part in zip((dq, dk, dv), parts, strict=True):
-                        total += part
-                elif todo:
-                    tiles.backward(grad, q, keys, values, out, lse, todo, ctx.mask, ctx.scores, (dq, dk, dv))
-                if ring.spread is not None:
-                    index = torch.tensor(ring.spread, device=q.device)
-                    into.k.index_add_(1, index, dk)
-                    into.v.index_add_(1, index, dv)
-                travel.add(block, hop, into)
+        dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
+        routes = ring.routes(ctx.mask, q.shape[0])
+        travel = _Scattered(home, ring) if ring.impl == "allgather" else _Homeward(home, ring, routes)
+        work = _Work(ring, ctx.mask, ctx.scores, q)
+        heads, middle = q.shape[1], travel.first_heads(q.shape[1])
+        for hop, visits in _rounds(mine, ring, routes):
+            for visit in visits:
+                own = visit.rank == ring.rank
+                part = home if own else home.zeros(lse.dtype)
+                work.backward(done, dq, visit, part, (0, middle if own else heads))
+                travel.add(visit, hop, part)
             travel.send(hop)
+        work.backward(done, dq, _Visit(ring.rank, 0, mine), home, (middle, heads))
         travel.arrive()
         dsinks = None
         if sinks is not None:
@@ -215,11 +188,53 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), home.k.to(q.dtype), home.v.to(q.dtype), dsinks, None, None, None
 
 
-def _spread(x_BKSD: Tensor, ring: Ring) -> Tensor:
-    """KV heads repeated to one per query head, where groups are cut unevenly."""
-    if ring.spread is None:
-        return x_BKSD
-    return x_BKSD.index_select(1, torch.tensor(ring.spread, device=x_BKSD.device))
+class _Work:
+    """What my queries do with a block that is here: the kernel's part of the loop."""
+
+    def __init__(self, ring: Ring, mask: Mask, scores: Scores, q: Tensor) -> None:
+        self.ring, self.mask, self.scores = ring, mask, scores
+        self.calls, self.device = ring.calls(mask, q.shape[0], scores), q.device
+
+    def forward(self, partial: tiles.Partial, q: Tensor, visit: _Visit) -> None:
+        """Add the attention to the block to `partial`."""
+        if self.calls[visit.rank]:
+            k, v = (_kv_of(x, self.ring, (0, q.shape[1]), q.shape[1]) for x in (visit.held.k, visit.held.v))
+            kernel, where = self._kernel(visit.rank)
+            kernel.forward(partial, q, k, v, where, self.mask, self.scores)
+
+    def backward(self, done: tiles.Finished, dq: Tensor, visit: _Visit, into: _Block, heads: Span) -> None:
+        """Add the gradients of query heads [start, stop) to `dq`, and those of the block to `into`."""
+        if not self.calls[visit.rank] or heads[0] == heads[1]:
+            return
+        total = dq.shape[1]
+        k, v = (_kv_of(x, self.ring, heads, total) for x in (visit.held.k, visit.held.v))
+        dk, dv = (_kv_of(x, self.ring, heads, total) for x in (into.k, into.v))
+        if self.ring.spread is not None:  # copies
+            dk, dv = dk.zero_(), dv.zero_()
+        at = slice(None), slice(*heads)
+        kernel, where = self._kernel(visit.rank)
+        kernel.backward(done.at(*at), k, v, where, self.mask, self.scores.of_heads(*heads), (dq[at], dk, dv))
+        if self.ring.spread is not None:
+            index = torch.tensor(self.ring.spread[slice(*heads)], device=dq.device)
+            into.k.index_add_(1, index, dk)
+            into.v.index_add_(1, index, dv)
+
+    def _kernel(self, block: int) -> tuple[Any, Any]:
+        """What computes, and where queries and keys lie in its terms."""
+        if self.ring.kernel == "flex":
+            return flex, self.ring.places(block, self.mask, self.device)
+        return tiles, self.calls[block]
+
+
+def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
+    """The KV heads of query heads [start, stop) of `total`: a view, which a group that is cut shares with its other
+    part. Where groups are uneven a copy, with a KV head for every query head.
+    """
+    start, stop = heads
+    if ring.spread is not None:
+        return x_BKTD.index_select(1, torch.tensor(ring.spread[start:stop], device=x_BKTD.device))
+    group = total // x_BKTD.shape[1]
+    return x_BKTD[:, start // group : -(-stop // group)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,8 +322,20 @@ class _Homeward:
         self.home, self.ring, self.routes = home, ring, routes
         self.works: list[dist.Work] = []
         self.sends: list[Parcel] = []
+        self.sending: list[Parcel] = []  # held until they have left
         self.arrived: dict[int, Tensor] = {}
         self.returned: list[Tensor] = []
+
+    def first_heads(self, heads: int) -> int:
+        """How many query heads of my own block to compute at once.
+
+        The others wait until everything is sent: they hide the last gradient's way home, as these hide the first
+        block's way here. A group of query heads stays together, unless it is the only one.
+        """
+        if self.ring.size == 1:
+            return heads
+        kv_heads = heads if self.ring.spread is not None else self.home.k_shape[1]
+        return heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
 
     def _reach(self, rank: int, way: int) -> int:
         return (self.routes.right if way > 0 else self.routes.left)[rank]
@@ -341,7 +368,7 @@ class _Homeward:
         if self.sends or receives:
             assert self.ring.group is not None
             self.works = post(self.sends, receives, self.ring.group)
-        self.sent, self.sends = self.sends, []
+        self.sending, self.sends = self.sends, []
 
     def arrive(self) -> None:
         """Wait until all of my own block's gradient is home."""
@@ -361,6 +388,10 @@ class _Scattered:
     def __init__(self, home: _Block, ring: Ring) -> None:
         self.home, self.ring = home, ring
         self.parts: dict[int, Tensor] = {}
+
+    def first_heads(self, heads: int) -> int:
+        """All of them: the reduce-scatter wants my own block's gradient too."""
+        return heads
 
     def add(self, visit: _Visit, hop: int, part: _Block) -> None:
         """My part of the gradient of a block."""
@@ -400,7 +431,7 @@ def reference_ring(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, ring: Ring, m
     for hop in range(ring.size):
         j = _positions(ring.k_runs((ring.rank - hop) % ring.size), q_BHSD.device)
         group = heads // (k.shape[1] if ring.spread is None else heads)
-        k_BHTD, v_BHTD = (_spread(x, ring).repeat_interleave(group, 1).to(dtype) for x in (k, v))
+        k_BHTD, v_BHTD = (_kv_of(x, ring, (0, heads), heads).repeat_interleave(group, 1).to(dtype) for x in (k, v))
         x_BHST = q_BHSD.to(dtype) @ k_BHTD.transpose(2, 3) * scores.scale_of(q_BHSD.shape[3])
         if scores.softcap is not None:
             x_BHST = scores.softcap * torch.tanh(x_BHST / scores.softcap)

@@ -111,74 +111,91 @@ class Partial:
         self.lse[mine] = new
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Queries whose attention to ALL blocks is computed: what every tile's backward needs of them.
+
+    Attributes:
+        q: [B, H, Q, D].
+        out: [B, H, Q, Dv], the whole output.
+        grad: its gradient.
+        lse: [B, H, Q], the whole row's log-sum-exp, 0 where a query sees nothing at all.
+    """
+
+    q: Tensor
+    out: Tensor
+    grad: Tensor
+    lse: Tensor
+
+    def at(self, *index: slice) -> Finished:
+        """Some rows, heads and queries of them."""
+        return Finished(self.q[index], self.out[index], self.grad[index], self.lse[index])
+
+
 def forward(
     partial: Partial, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, todo: tuple[Call, ...], mask: Mask, scores: Scores
 ) -> None:
     """Add my queries' attention to one block of keys to `partial`."""
-    scale = scores.scale_of(q_BHQD.shape[3])
     q_BHQD, k_BKTD, v_BKTD = _for_device(q_BHQD, k_BKTD, v_BKTD)
     for call in todo:
-        q, k, v = _cut(call, q_BHQD, k_BKTD, v_BKTD)
-        masked = _masked(call, mask, scores, q)
-        if masked is None:
-            continue
-        out, lse = _forward(q, k, v, *masked, scale, scores.softcap)
-        partial.add(out, lse, call.rows, call.queries)
+        mine, theirs = _at(call)
+        q = q_BHQD[mine]
+        how = _how(call, mask, scores, q)
+        if how is not None:
+            partial.add(*_forward(q, k_BKTD[theirs], v_BKTD[theirs], how), call.rows, call.queries)
 
 
 def backward(
-    grad_BHQD: Tensor,
-    q_BHQD: Tensor,
+    done: Finished,
     k_BKTD: Tensor,
     v_BKTD: Tensor,
-    out_BHQD: Tensor,
-    lse_BHQ: Tensor,
     todo: tuple[Call, ...],
     mask: Mask,
     scores: Scores,
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Add the gradients of one block to `into` (dq of all my queries, dk and dv of the block), all in fp32 at least.
-
-    Args:
-        grad_BHQD: gradient of the whole output.
-        q_BHQD: my queries.
-        k_BKTD: the block's keys.
-        v_BKTD: the block's values.
-        out_BHQD: the whole output, of all blocks.
-        lse_BHQ: the whole row's log-sum-exp, 0 where a query sees nothing at all.
-        todo: as in `forward`.
-        mask: as in `forward`.
-        scores: as in `forward`.
-        into: dq, dk, dv.
-    """
-    scale = scores.scale_of(q_BHQD.shape[3])
+    """Add the gradients of one block to `into` (dq of all my queries, dk and dv of the block), all in fp32 at least."""
     dq, dk, dv = into
-    grad_BHQD, q_BHQD, k_BKTD, v_BKTD, out_BHQD = _for_device(grad_BHQD, q_BHQD, k_BKTD, v_BKTD, out_BHQD)
+    q, out, grad, k_BKTD, v_BKTD = _for_device(done.q, done.out, done.grad, k_BKTD, v_BKTD)
+    done = Finished(q, out, grad, done.lse)
     for call in todo:
-        q, k, v = _cut(call, q_BHQD, k_BKTD, v_BKTD)
-        mine = slice(*call.rows), slice(None), slice(*call.queries)
-        masked = _masked(call, mask, scores, q)
-        if masked is None:
-            continue
-        parts = _backward(grad_BHQD[mine], q, k, v, out_BHQD[mine], lse_BHQ[mine], *masked, scale, scores.softcap)
-        theirs = slice(*call.rows), slice(None), slice(*call.keys)
-        for total, at, part in ((dq, mine, parts[0]), (dk, theirs, parts[1]), (dv, theirs, parts[2])):
-            total[at] += part
+        mine, theirs = _at(call)
+        part = done.at(*mine)
+        how = _how(call, mask, scores, part.q)
+        if how is not None:
+            parts = _backward(part, k_BKTD[theirs], v_BKTD[theirs], how)
+            for total, at, more in ((dq, mine, parts[0]), (dk, theirs, parts[1]), (dv, theirs, parts[2])):
+                total[at] += more
 
 
-def _cut(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rows, queries, keys = slice(*call.rows), slice(*call.queries), slice(*call.keys)
-    return q[rows, :, queries], k[rows, :, keys], v[rows, :, keys]
+def _at(call: Call) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
+    """A tile's queries, and its keys, in `[B, heads, tokens, ...]`."""
+    rows, heads = slice(*call.rows), slice(None)
+    return (rows, heads, slice(*call.queries)), (rows, heads, slice(*call.keys))
 
 
-def _masked(call: Call, mask: Mask, scores: Scores, q: Tensor) -> tuple[TileKind, Tensor | None] | None:
-    """The kind of a tile, and what is added to its scores, -inf where nothing attends: [B or 1, H or 1, Q, T].
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How a tile makes its scores.
 
-    None where a mask function leaves nothing of the tile.
+    Attributes:
+        kind: of its mask.
+        bias: what is added, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for nothing.
+        scale: the factor of q.k.
+        softcap: as in `Scores`.
     """
+
+    kind: TileKind
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+def _how(call: Call, mask: Mask, scores: Scores, q: Tensor) -> _How | None:
+    """How `call` makes its scores; None where a mask function leaves nothing of the tile."""
+    of_kind = functools.partial(_How, scale=scores.scale_of(q.shape[3]), softcap=scores.softcap)
     if call.tile.kind != "masked":
-        return call.tile.kind, None
+        return of_kind(call.tile.kind, None)
     r = call.tile.region
     dtype = torch.promote_types(q.dtype, torch.float32)
     i, j = torch.arange(r.q0, r.q1, device=q.device), torch.arange(r.k0, r.k1, device=q.device)
@@ -194,20 +211,20 @@ def _masked(call: Call, mask: Mask, scores: Scores, q: Tensor) -> tuple[TileKind
                 return None
             allowed = None if bool(allowed.all()) else allowed
     if allowed is None:
-        return "full" if added is None else "masked", added
+        return of_kind("full" if added is None else "masked", added)
     if added is None:
         added = torch.zeros((), dtype=dtype, device=q.device)
     out = added.masked_fill(~allowed, -math.inf)
-    return "masked", out if out.dim() == 4 else out.view(1, 1, *out.shape[-2:])
+    return of_kind("masked", out if out.dim() == 4 else out.view(1, 1, *out.shape[-2:]))
 
 
 def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
     distance = i[:, None] - j[None]
     allowed: Tensor | None = None
-    if r.lo_binds:
-        allowed = distance >= r.lo  # type: ignore[operator]
-    if r.hi_binds:
-        near = distance <= r.hi  # type: ignore[operator]
+    if r.lo is not None and r.lo_binds:
+        allowed = distance >= r.lo
+    if r.hi is not None and r.hi_binds:
+        near = distance <= r.hi
         allowed = near if allowed is None else allowed & near
     return allowed
 
@@ -216,48 +233,35 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 # One tile: out and log-sum-exp of its keys alone; gradients from the whole row's out and log-sum-exp.
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, kind: TileKind, bias: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    flash = _flash_of(q, v, bias, softcap)
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+    flash = _flash_of(q, v, how)
     if flash is None:
-        return _written_out(q, k, v, kind, bias, scale, softcap)
-    v_dim = v.shape[3]
+        return _written_out(q, k, v, how)
+    v_dim, causal = v.shape[3], how.kind == "causal"
     q, k, v = _one_dim(q, k, v)
     if flash == "cpu":
-        out, lse = _flash_cpu(q, k, v, 0.0, kind == "causal", attn_mask=bias, scale=scale)
-        if bias is not None:  # the kernel says 0 for a row without any key
-            lse = torch.where(torch.isneginf(bias).all(-1), -math.inf, lse)
+        out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
+        if how.bias is not None:  # the kernel says 0 for a row without any key
+            lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
     else:
-        out, lse, *_ = _flash_cuda(q, k, v, 0.0, kind == "causal", False, scale=scale)
+        out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
     return out[..., :v_dim], lse
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: TileKind,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    flash = _flash_of(q, v, bias, softcap)
+def _backward(done: Finished, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+    flash = _flash_of(done.q, v, how)
     if flash is None:
-        return _written_out_backward(grad, q, k, v, out, lse, kind, bias, scale, softcap)
-    dim, v_dim = q.shape[3], v.shape[3]
-    q, k, v, grad, out = _one_dim(q, k, v, grad, out)
+        return _written_out_backward(done, k, v, how)
+    dim, v_dim, causal, lse = done.q.shape[3], v.shape[3], how.kind == "causal", done.lse
+    q, k, v, grad, out = _one_dim(done.q, k, v, done.grad, done.out)
     if flash == "cpu":
-        dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, kind == "causal", attn_mask=bias, scale=scale)
+        dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
     else:
         lse = lse.float().contiguous()
         zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that is not used
         sizes = q.shape[2], k.shape[2]
         dq, dk, dv = _flash_cuda_backward(
-            grad, q, k, v, out, lse, None, None, *sizes, 0.0, kind == "causal", zero, zero, scale=scale
+            grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, zero, zero, scale=how.scale
         )
     return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
@@ -271,15 +275,15 @@ def _wide(*xs: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
 
 
-def _flash_of(q: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None) -> str | None:
+def _flash_of(q: Tensor, v: Tensor, how: _How) -> str | None:
     """Whose flash attention takes this tile: "cpu" (any dtype, a mask too), "cuda", or nobody's (None)."""
-    if softcap is not None:
+    if how.softcap is not None:
         return None
     if q.device.type == "cpu":
         return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)
     dim = max(q.shape[3], v.shape[3])
-    return "cuda" if q.is_cuda and half and bias is None and dim <= 256 and dim % 8 == 0 else None
+    return "cuda" if q.is_cuda and half and how.bias is None and dim <= 256 and dim % 8 == 0 else None
 
 
 def _one_dim(*xs: Tensor) -> list[Tensor]:
@@ -288,61 +292,52 @@ def _one_dim(*xs: Tensor) -> list[Tensor]:
     return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
 
 
-def _scores(
-    q: Tensor, k: Tensor, kind: TileKind, bias: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, how: _How) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, Q, T] in fp32 at least, and tanh of the capped ones (its square is what the backward needs)."""
     group = q.shape[1] // k.shape[1]
-    q_BKGQD, k_BKTD = q.unflatten(1, (-1, group)), k
-    x = torch.matmul(q_BKGQD.flatten(2, 3), k_BKTD.transpose(2, 3))
-    x = x.unflatten(2, (group, -1)).flatten(1, 2).mul_(scale)
+    x = _by_q_head(torch.matmul(_by_kv_head(q, k), k.transpose(2, 3)), group).mul_(how.scale)
     tanh: Tensor | None = None
-    if softcap is not None:
-        tanh = torch.tanh(x / softcap)
-        x = tanh * softcap
-    if bias is not None:
-        x = x + bias
-    if kind == "causal":
+    if how.softcap is not None:
+        tanh = torch.tanh(x / how.softcap)
+        x = tanh * how.softcap
+    if how.bias is not None:
+        x = x + how.bias
+    if how.kind == "causal":
         x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -math.inf)
     return x, tanh
 
 
-def _written_out(
-    q: Tensor, k: Tensor, v: Tensor, kind: TileKind, bias: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def _by_kv_head(x_BHQD: Tensor, k_BKTD: Tensor) -> Tensor:
+    """`[B, K, G * Q, ...]`: the rows of all query heads of a KV head below each other."""
+    rows: Tensor = x_BHQD.unflatten(1, (k_BKTD.shape[1], -1)).flatten(2, 3)
+    return rows
+
+
+def _by_q_head(x: Tensor, group: int) -> Tensor:
+    """The inverse: `[B, H, Q, ...]`."""
+    heads: Tensor = x.unflatten(2, (group, -1)).flatten(1, 2)
+    return heads
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor]:
     q, k, v = _wide(q, k, v)
-    x, _ = _scores(q, k, kind, bias, scale, softcap)
+    x, _ = _scores(q, k, how)
     lse = torch.logsumexp(x, -1)
     p = (x - torch.where(torch.isneginf(lse), 0.0, lse)[..., None]).exp_()
-    group = q.shape[1] // k.shape[1]
-    out = torch.matmul(p.unflatten(1, (-1, group)).flatten(2, 3), v)
-    return out.unflatten(2, (group, -1)).flatten(1, 2), lse
+    return _by_q_head(torch.matmul(_by_kv_head(p, k), v), q.shape[1] // k.shape[1]), lse
 
 
-def _written_out_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kind: TileKind,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _written_out_backward(done: Finished, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
     """dS = P * (dO V^T - rowsum(dO * O)), through the cap, and from there to Q and K."""
-    grad, q, k, v, out = _wide(grad, q, k, v, out)
-    group = q.shape[1] // k.shape[1]
-    x, tanh = _scores(q, k, kind, bias, scale, softcap)
-    p = x.sub_(lse[..., None]).exp_().unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G * Q, T]
-    grad_rows = grad.unflatten(1, (-1, group)).flatten(2, 3)
-    delta = (grad * out).sum(-1, keepdim=True).unflatten(1, (-1, group)).flatten(2, 3)
+    grad, q, k, v, out = _wide(done.grad, done.q, k, v, done.out)
+    x, tanh = _scores(q, k, how)
+    p = _by_kv_head(x.sub_(done.lse[..., None]).exp_(), k)  # [B, K, G * Q, T]
+    grad_rows, q_rows = _by_kv_head(grad, k), _by_kv_head(q, k)
+    delta = _by_kv_head((grad * out).sum(-1, keepdim=True), k)
     dv = torch.matmul(p.transpose(2, 3), grad_rows)
     ds = torch.matmul(grad_rows, v.transpose(2, 3)).sub_(delta).mul_(p)
     if tanh is not None:
-        ds = ds.mul_(1 - tanh.unflatten(1, (-1, group)).flatten(2, 3).square())
-    ds = ds.mul_(scale)
-    dq = torch.matmul(ds, k).unflatten(2, (group, -1)).flatten(1, 2)
-    dk = torch.matmul(ds.transpose(2, 3), q.unflatten(1, (-1, group)).flatten(2, 3))
-    return dq, dk, dv
+        ds = ds.mul_(1 - _by_kv_head(tanh, k).square())
+    ds = ds.mul_(how.scale)
+    dq = _by_q_head(torch.matmul(ds, k), q.shape[1] // k.shape[1])
+    return dq, torch.matmul(ds.transpose(2, 3), q_rows), dv
