@@ -74,12 +74,15 @@ def _free_port() -> int:
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def alternate(candidates: dict[str, Timer], repeats: int, warmup: int = 1) -> tuple[Series, Series]:
+def alternate(
+    candidates: dict[str, Timer], repeats: int, warmup: int = 1, *, busiest: bool = False
+) -> tuple[Series, Series]:
     """Wall seconds and CPU seconds of each candidate, `repeats` times each, in the same processes and in alternation.
 
     The order rotates from round to round, so no candidate always runs after the same other one. Every run
     starts at a barrier. Its wall time is that of the slowest rank; its CPU time is summed over ranks (all their
-    threads, gloo's too) and hardly changes when other work shares the machine.
+    threads, gloo's too), or with `busiest` that of the rank with most, and hardly changes when other work shares the
+    machine. Without a process group: those of this process.
     """
     names = list(candidates)
     for _ in range(warmup):
@@ -89,12 +92,15 @@ def alternate(candidates: dict[str, Timer], repeats: int, warmup: int = 1) -> tu
     cpu: Series = {name: [] for name in names}
     for turn in range(repeats):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            dist.barrier()
+            if dist.is_initialized():
+                dist.barrier()
             start, start_cpu = time.perf_counter(), time.process_time()
             candidates[name]()
             wall[name].append(time.perf_counter() - start)
             cpu[name].append(time.process_time() - start_cpu)
-    return _reduced(wall, dist.ReduceOp.MAX), _reduced(cpu, dist.ReduceOp.SUM)
+    if not dist.is_initialized():
+        return wall, cpu
+    return _reduced(wall, dist.ReduceOp.MAX), _reduced(cpu, dist.ReduceOp.MAX if busiest else dist.ReduceOp.SUM)
 
 
 def _reduced(mine: Series, op: Any) -> Series:

@@ -4,14 +4,13 @@
 
 One process, one thread. A window of W should cost O(S W), documents the sum of their squares, chunks likewise, and a
 mask function only what it leaves of 256 x 1024 tiles. All candidates alternate within a round; medians of the ratios
-within a round to the causal attention of the same kernel.
+within a round to the causal attention of the same kernel. (`kernel="auto"` takes sdpa for windows of up to 256 tokens,
+block for longer ones.)
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ import longspan
 from longspan.attention import Mask
 from longspan.attention.ring import work_of_blocks
 from longspan.layout import Layout
-from longspan.shard import cu_seqlens_rows
+from longspan.rows import cu_seqlens_rows
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -58,15 +57,13 @@ def pairs(n: int, options: dict[str, Any]) -> int:
     return work_of_blocks(Layout(), (n, n), Mask(rows=rows, **named), 1)[0][0]
 
 
-def step(n: int, kernel: str, options: dict[str, Any]) -> Callable[[], float]:
+def step(n: int, kernel: str, options: dict[str, Any]) -> Callable[[], None]:
     sp = longspan.SequenceSharding(longspan.init_mesh())
     q, k, v = (torch.randn(1, n, heads, DIM).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
     grad = torch.randn(1, n, HEADS, DIM)
 
-    def run() -> float:
-        start = time.perf_counter()
+    def run() -> None:
         longspan.attention(q, k, v, sp, kernel=kernel, **options).backward(grad)
-        return time.perf_counter() - start
 
     return run
 
@@ -87,14 +84,9 @@ def main() -> None:
             for name, options in masks(n).items()
             if kernel == "block" or not {"prefix", "mask_mod"} & options.keys()
         }
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for turn in range(args.repeats + 1):
-            for name in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
-                taken = runs[name]()
-                if turn:
-                    seconds[name].append(taken)
+        seconds, _ = common.alternate(dict(runs), args.repeats)
         whole = pairs(n, {})
-        for name, options in itertools.islice(masks(n).items(), 99):
+        for name, options in masks(n).items():
             if name in runs:
                 ratio = common.paired_ratio(seconds[name], seconds["causal"])
                 share = pairs(n, options) / whole

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from typing import Any
 
 import common
@@ -39,7 +38,7 @@ def body(ring: int, n: int, repeats: int) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-    steps = {}
+    steps: dict[str, common.Timer] = {}
     for kind in ("zigzag", "contiguous"):
         sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring), layout=kind, ring_impl="p2p")
         local = sp.layout.local_length(n)
@@ -54,18 +53,7 @@ def body(ring: int, n: int, repeats: int) -> dict[str, Any]:
             longspan.attention(q, k, v, sp, length=n).backward(grad)
 
         steps |= {f"{kind} forward": forward, f"{kind} forward + backward": both}
-    wall: dict[str, list[float]] = {name: [] for name in steps}
-    cpu: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
-        for name in list(steps)[turn % 4 :] + list(steps)[: turn % 4]:
-            dist.barrier()
-            start, start_cpu = time.perf_counter(), time.process_time()
-            steps[name]()
-            mine = torch.tensor([time.perf_counter() - start, time.process_time() - start_cpu], dtype=torch.float64)
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-            if turn:
-                wall[name].append(float(mine[0]))
-                cpu[name].append(float(mine[1]))
+    wall, cpu = common.alternate(steps, repeats, busiest=True)
     return {"ring": ring, "wall": wall, "cpu": cpu}
 
 

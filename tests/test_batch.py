@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import longspan
+from longspan.batch import IGNORE, SequenceInfo, real_tokens, shard_batch
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
-from longspan.shard import IGNORE, SequenceInfo, chunk_rows, real_tokens, shard_batch
+from longspan.rows import chunk_rows
 from tests.models import sharding
 from tests.pool import RankPool
 

@@ -37,6 +37,7 @@ def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
 EXPLAINED = [
     ({}, "sdpa: torch's scaled_dot_product_attention takes this mask, run by run"),
     ({"window": 3}, "sdpa: "),
+    ({"window": 257, "n": 300}, "block: sdpa would write out the mask of a window of 257 tokens, twice as wide; tiles"),
     ({"chunk": 3}, "sdpa: "),
     ({"softcap": 3.0}, "block: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
     ({"prefix": 3}, "block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
@@ -49,7 +50,9 @@ EXPLAINED = [
 
 @pytest.mark.parametrize(("options", "text"), EXPLAINED)
 def test_the_choice_is_explained(options: dict[str, Any], text: str) -> None:
-    assert str(longspan.explain_kernel(*_qkv(), _one(), **options)).startswith(text)
+    options = dict(options)
+    n = options.pop("n", 8)
+    assert str(longspan.explain_kernel(*_qkv(n), _one(), **options)).startswith(text)
 
 
 def _explained_in_a_ring() -> str:

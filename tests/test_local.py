@@ -110,19 +110,35 @@ def test_flash_attn_cannot_do_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
         longspan.attention(x["q"], x["k"], x["v"], _one(), sinks=x["sinks"], kernel="flash_attn")
 
 
-def test_a_window_never_makes_a_square_tensor() -> None:
-    case = Case(n=4096, window=64, q_heads=1, kv_heads=1)
-    x = make(case)
+NO_SQUARE: dict[str, dict[str, Any]] = {
+    "short window": {"window": 64},
+    "long window": {"window": 1500},
+    "window to both sides": {"window": 700, "causal": False},
+    "chunks": {"chunk": 512},
+    "documents": {"cu_seqlens": torch.arange(0, 4097, 256)},
+    "prefix": {"prefix": 300},
+    "sinks": {"sinks": torch.zeros(2)},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"alibi": torch.ones(2)},
+    "mask function": {"mask_mod": lambda b, h, q, kv: q >= kv},
+}
+
+
+@pytest.mark.parametrize("name", NO_SQUARE)
+def test_a_mask_never_makes_a_square_tensor(name: str) -> None:
+    n = 4096
+    q, k, v = (torch.randn(1, n, heads, 8).requires_grad_() for heads in (2, 1, 1))
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         numel = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor):
-                self.numel = max(self.numel, out.numel())
+            for x in out if isinstance(out, tuple) else [out]:
+                if isinstance(x, Tensor):
+                    self.numel = max(self.numel, x.numel())
             return out
 
     with Largest() as largest:
-        longspan.attention(x["q"], x["k"], x["v"], _one(), window=case.window)
-    assert largest.numel <= 4 * case.n * 128  # n^2 would be 32 times as much
+        longspan.attention(q, k, v, _one(), **NO_SQUARE[name]).sum().backward()
+    assert largest.numel <= n * n // 16  # a square for each head would be 32 times as much

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import longspan
 from longspan import loss as loss_module
+from longspan.batch import IGNORE
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
-from longspan.shard import IGNORE
 from tests.pool import RankPool
 
 

@@ -21,7 +21,7 @@ from tests.counting import count_sent
 from tests.oracle import Case, make, options, oracle, relative_error
 from tests.pool import RankPool
 from tests.test_ulysses import CASES as PLAIN
-from tests.test_ulysses import _sharding, run
+from tests.test_ulysses import _sharding, drawn_cases, run
 
 HARD = {
     "chunks": Case(chunk=5, n=23, batch=2),
@@ -124,17 +124,8 @@ def _drawn(case: Case, ring: int, layout: str, impl: str, kv_replication: bool) 
     return compare(case, sp)
 
 
-shapes = st.builds(
-    lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
-    kv=st.integers(1, 6),
-    group=st.integers(1, 5),
-    n=st.integers(1, 60),
-    batch=st.integers(1, 3),
-    dim=st.sampled_from([4, 8, 24]),
-    v_dim=st.sampled_from([4, 8]),
-    causal=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 3),
+CASE = drawn_cases(
+    60,
     window=st.none() | st.integers(1, 12),
     chunk=st.none() | st.integers(1, 9),
     sinks=st.booleans(),
@@ -146,7 +137,7 @@ shapes = st.builds(
 
 @settings(max_examples=50)
 @given(
-    case=shapes,
+    case=CASE,
     mesh=st.sampled_from([(2, 2), (4, 4), (4, 2)]),
     layout=st.sampled_from(["zigzag", "contiguous"]),
     impl=st.sampled_from(["p2p", "allgather"]),

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
+from longspan.batch import IGNORE, shard_batch
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.mesh import OneDeviceMesh
-from longspan.shard import IGNORE, document_rows, mask_rows, shard_batch
+from longspan.rows import document_rows, mask_rows
 from tests.pool import RankPool
 
 

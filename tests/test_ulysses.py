@@ -101,22 +101,25 @@ def test_eager_takes_softcap_and_sinks(pool4: RankPool, extra: dict[str, Any]) -
     check(pool4, Case(n=18, q_heads=6, kv_heads=2, **extra), "eager")
 
 
-shapes = st.builds(
-    lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
-    kv=st.integers(1, 6),
-    group=st.integers(1, 5),
-    n=st.integers(1, 40),
-    batch=st.integers(1, 3),
-    dim=st.sampled_from([4, 8, 24]),
-    v_dim=st.sampled_from([4, 8]),
-    causal=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=st.integers(0, 3),
-)
+def drawn_cases(longest: int, **more: Any) -> Any:
+    """Cases of up to `longest` tokens, and what else is drawn for their fields."""
+    return st.builds(
+        lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
+        kv=st.integers(1, 6),
+        group=st.integers(1, 5),
+        n=st.integers(1, longest),
+        batch=st.integers(1, 3),
+        dim=st.sampled_from([4, 8, 24]),
+        v_dim=st.sampled_from([4, 8]),
+        causal=st.booleans(),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+        seed=st.integers(0, 3),
+        **more,
+    )
 
 
 @settings(max_examples=30)
-@given(case=shapes, world=st.sampled_from([2, 4]), window=st.none() | st.integers(1, 12), docs=st.data())
+@given(case=drawn_cases(40), world=st.sampled_from([2, 4]), window=st.none() | st.integers(1, 12), docs=st.data())
 def test_exact_for_drawn_shapes(get_pool: Any, case: Case, world: int, window: int | None, docs: Any) -> None:
     cuts = docs.draw(st.none() | st.lists(st.integers(0, case.n), max_size=3))
     ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from longspan import exchange as exchange
     from longspan.attention import attention as attention
     from longspan.attention import explain_kernel as explain_kernel
+    from longspan.batch import shard_batch as shard_batch
     from longspan.errors import LongspanError as LongspanError
     from longspan.loss import causal_lm_loss as causal_lm_loss
     from longspan.mesh import SequenceSharding as SequenceSharding
     from longspan.mesh import init_mesh as init_mesh
     from longspan.parallelize import parallelize as parallelize
-    from longspan.shard import shard_batch as shard_batch
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ _HOME = {
     "explain_kernel": "longspan.attention",
     "init_mesh": "longspan.mesh",
     "parallelize": "longspan.parallelize",
-    "shard_batch": "longspan.shard",
+    "shard_batch": "longspan.batch",
 }
 _MODULES = ("exchange",)
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.batch import IGNORE, SequenceInfo, cut_batch, digest, real_tokens
 from longspan.errors import LongspanError
 from longspan.families import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
 from longspan.gradients import GradientSum
 from longspan.huggingface import ModelBinding, check_positions
 from longspan.loss import causal_lm_loss, load_balancing_loss
-from longspan.shard import IGNORE, SequenceInfo, cut_batch, digest, real_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

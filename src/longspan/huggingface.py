@@ -18,11 +18,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
 from longspan.attention import Kernel, Mask, Scores, attend
+from longspan.batch import SequenceInfo
 from longspan.errors import LongspanError
 from longspan.families import HELP, attention_layers
 from longspan.families import check_model as check_model
 from longspan.pretrained import position_range
-from longspan.shard import SequenceInfo, chunk_rows
+from longspan.rows import chunk_rows
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding

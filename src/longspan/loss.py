@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.batch import IGNORE
 from longspan.errors import LongspanError
 from longspan.mesh import find_group, group_name
-from longspan.shard import IGNORE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,7 +16,7 @@ from longspan.attention.scores import Bias, Scores
 from longspan.attention.ulysses import ulysses_attention
 from longspan.errors import LongspanError
 from longspan.layout import HeadShare, check_heads, choose_impl, split_heads
-from longspan.shard import Rows, cu_seqlens_rows, document_rows, paired_rows
+from longspan.rows import Rows, cu_seqlens_rows, document_rows, paired_rows
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding

@@ -22,6 +22,10 @@ Kernel = str | Callable[..., Tensor]
 
 NAMES = ("auto", "sdpa", "block", "flash_attn", "flex", "eager")
 
+SHORT_WINDOW = 256
+"""The longest window that "auto" gives to sdpa, whose mask of a window has twice the pairs that attend. Up to here that
+costs no more than the many small tiles of "block" (`benchmarks/mask_cost.py`)."""
+
 _log = logging.getLogger("longspan")
 
 
@@ -92,9 +96,11 @@ def _auto(mask: Mask, scores: Scores, device: torch.device, ring: int, same_leng
         if compiles and written_out:
             return Choice("flex", "a ring adds up blocks by their log-sum-exps; FlexAttention compiles mask and scores")
         return Choice("block", f"a ring adds up blocks by their log-sum-exps; {tiles}")
-    if not more:
-        return Choice("sdpa", "torch's scaled_dot_product_attention takes this mask, run by run")
     wanted = f"sdpa cannot do {', '.join(more)}"
+    if not more:
+        if mask.window is None or mask.window <= SHORT_WINDOW:
+            return Choice("sdpa", "torch's scaled_dot_product_attention takes this mask, run by run")
+        wanted = f"sdpa would write out the mask of a window of {mask.window} tokens, twice as wide"
     if compiles:
         return Choice("flex", f"{wanted}; FlexAttention compiles it")
     return Choice("block", f"{wanted}; {tiles}")

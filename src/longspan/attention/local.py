@@ -25,6 +25,7 @@ from longspan.attention.ring import Ring, reference_ring, ring_attention
 from longspan.attention.scores import Scores
 from longspan.errors import LongspanError
 from longspan.layout import Layout
+from longspan.rows import chunk_rows
 
 
 def local_attention(
@@ -62,7 +63,7 @@ def local_attention(
         by_tiles = ring_attention if kernel == "block" else reference_ring
         q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
         return by_tiles(q, k, v, ring, mask, scores).transpose(1, 2)
-    mask = chunks_as_rows(mask.limited_to(k_BTKD.shape[1]), q_BSHD.shape[0], k_BTKD.shape[1])
+    mask = _chunks_as_rows(mask.limited_to(k_BTKD.shape[1]), q_BSHD.shape[0], k_BTKD.shape[1])
     if not isinstance(kernel, str):
         return _call(kernel, q_BSHD, k_BTKD, v_BTKD, mask, scores)
     kernels = {"sdpa": _sdpa, "flash_attn": _flash_attn, "flex": _flex}
@@ -70,21 +71,13 @@ def local_attention(
 
 
 @functools.lru_cache(maxsize=16)
-def chunks_as_rows(mask: Mask, batch: int, length: int) -> Mask:
+def _chunks_as_rows(mask: Mask, batch: int, length: int) -> Mask:
     """Chunks are runs of tokens that attend among themselves, as documents are: cut every document at their borders."""
     if mask.chunk is None or mask.kv_rows is not None:
         return mask
-    chunk = mask.chunk
     rows = mask.rows or (((0, length),),) * batch
-    cut = tuple(
-        tuple(
-            (max(start, c), min(stop, c + chunk))
-            for start, stop in row
-            for c in range(start // chunk * chunk, stop, chunk)
-        )
-        for row in rows
-    )
-    return dataclasses.replace(mask, chunk=None, rows=cut)
+    starts = tuple(tuple(start for start, _ in row) for row in rows)  # chunks count from the sequence's start
+    return dataclasses.replace(mask, chunk=None, rows=chunk_rows(rows, mask.chunk, starts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from longspan.errors import LongspanError
 from longspan.layout import Span
 from longspan.regions import Region
-from longspan.shard import Rows
+from longspan.rows import Rows
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`mask_mod(b, h, q, kv) -> bool`, FlexAttention's form: row of the batch, query head, positions of query and key."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan import checkpoint
+from longspan.batch import shard_batch
 from longspan.data import StepBatch, deal, prefetch
 from longspan.errors import LongspanError
 from longspan.launch import Stopped, StopRequest
@@ -31,7 +32,6 @@ from longspan.metrics import (
     peak_memory_gib,
 )
 from longspan.parallelize import parallelize
-from longspan.shard import shard_batch
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import build_model, open_inputs
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
