@@ -11,7 +11,7 @@ from torch import Tensor
 from longspan.attention.kernels import Choice, Kernel, choose_kernel, tell
 from longspan.attention.local import local_attention
 from longspan.attention.mask import Mask, MaskMod
-from longspan.attention.ring import Ring, reference_ring, ring_attention
+from longspan.attention.ring import Ring, reference_ring, ring_attention, routes_of
 from longspan.attention.scores import Bias, Scores
 from longspan.attention.ulysses import ulysses_attention
 from longspan.errors import LongspanError
@@ -181,22 +181,20 @@ def attend(
     if not torch.compiler.is_compiling():
         tell(choice)
     mask = mask.limited_to(max(lengths))
-    resolved = choice.name if isinstance(kernel, str) else kernel
     if sp.ring_size > 1:
-        impl = sp.ring_impl
+        by_blocks = reference_ring if choice.name == "eager" else ring_attention
 
         def inner(q: Tensor, k: Tensor, v: Tensor, scores: Scores, share: HeadShare) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            ring = Ring(sp.ring_group, sp.ring_rank, sp.layout, lengths, "p2p", share.spread, choice.name)
-            if resolved == "eager":
-                return reference_ring(q, k, v, ring, mask, scores).transpose(1, 2)
             kv_bytes = (k.numel() + v.numel()) * k.element_size() * sp.ring_size
-            ring = ring.by(choose_impl(impl, kv_bytes, ring.routes(mask, q.shape[0])))
-            return ring_attention(q, k, v, ring, mask, scores).transpose(1, 2)
+            impl = choose_impl(sp.ring_impl, kv_bytes, routes_of(sp.layout, lengths, mask, q.shape[0]))
+            ring = Ring(sp.ring_group, sp.ring_rank, sp.layout, lengths, impl, share.spread, choice.name)
+            return by_blocks(q, k, v, ring, mask, scores).transpose(1, 2)
     else:
+        run = choice.name if isinstance(kernel, str) else kernel
 
         def inner(q: Tensor, k: Tensor, v: Tensor, scores: Scores, share: HeadShare) -> Tensor:
-            return local_attention(q, k, v, mask, scores, resolved, share.spread)
+            return local_attention(q, k, v, mask, scores, run, share.spread)
 
     if sp.ulysses_size == 1 or sp.ulysses_group is None:
         (share,) = split_heads(q.shape[2], k.shape[2], 1)

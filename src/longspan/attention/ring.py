@@ -12,7 +12,6 @@ Shape suffixes: B batch, S tokens of my block, T tokens of a block of keys, H qu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -63,10 +62,6 @@ class Ring:
         """R."""
         return self.layout.ring
 
-    def by(self, impl: str) -> Ring:
-        """The same ring, its blocks moved by "p2p" or "allgather"."""
-        return dataclasses.replace(self, impl=impl)
-
     def q_runs(self, rank: int, mask: Mask) -> tuple[Span, ...]:
         """Positions of the queries of one rank's block."""
         runs = self.layout.block(self.lengths[0], rank)
@@ -89,7 +84,12 @@ class Ring:
 
     def routes(self, mask: Mask, batch: int) -> Routes:
         """How far every block travels."""
-        return _routes(self.layout, self.lengths, mask.without_mod(), batch)
+        return routes_of(self.layout, self.lengths, mask, batch)
+
+
+def routes_of(layout: Layout, lengths: Span, mask: Mask, batch: int) -> Routes:
+    """How far every block of a ring travels: as far as the mask needs it (a `mod` is not asked)."""
+    return _routes(layout, lengths, mask.without_mod(), batch)
 
 
 @functools.lru_cache(maxsize=32)
