@@ -256,11 +256,13 @@ def test_zigzag_shares_out_a_causal_mask_and_contiguous_does_not() -> None:
 def test_what_a_round_does_not_hide_is_waited_for(
     kv: float, gradient: float, attention: float, own: float, rounds: int
 ) -> None:
-    waited = gradient  # the last one has nothing beside it
-    for number in range(rounds + 1):
-        computing = attention * own if number == 0 else attention * (1 - own) / rounds
-        in_flight = kv * (number < rounds) + gradient * (number >= 2)
-        waited += max(0.0, in_flight - computing)
+    halves = 2 if gradient else 1  # of the rank's own block: the second hides the last gradient
+    in_flight = [kv * (number < rounds) + gradient * (number >= 2) for number in range(rounds + 1)]
+    computing = [attention * own / halves] + [attention * (1 - own) / rounds] * rounds
+    if gradient:
+        in_flight.append(gradient)
+        computing.append(attention * own / halves)
+    waited = sum(max(0.0, sent - computed) for sent, computed in zip(in_flight, computing, strict=True))
     assert waiting(kv, gradient, attention, own, rounds) == pytest.approx(waited)
 
 
@@ -277,7 +279,7 @@ def test_a_ring_hides_behind_a_long_attention_and_an_all_gather_never_does() -> 
         assert len({sum(c.bytes_total for c in sent) for sent in moved.values()}) == 1
         seconds = {impl: sum(c.seconds for c in sent) for impl, sent in moved.items()}
         assert exposed["allgather"] == pytest.approx(seconds["allgather"])
-        assert (exposed["p2p"] < 0.15 * seconds["p2p"]) == hidden  # the last gradient has nothing beside it
+        assert (exposed["p2p"] < 0.01 * seconds["p2p"]) == hidden
 
 
 def slow(*ops: str) -> Hardware:

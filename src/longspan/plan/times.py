@@ -77,7 +77,8 @@ def waiting(kv: float, gradient: float, attention: float, own: float, rounds: in
     """Seconds in which a rank of a ring waits for messages, in one forward or backward of an attention.
 
     Round 0 computes the rank's own block, each further round one that has come. While a round computes, the next
-    round's block arrives, and from round 2 on a gradient of the round before; the last one has nothing beside it.
+    round's block arrives, and from round 2 on a gradient of the round before. In a backward half of the own block waits
+    until the end, to hide the last gradient.
 
     Args:
         kv: seconds of a message of keys and values.
@@ -86,10 +87,10 @@ def waiting(kv: float, gradient: float, attention: float, own: float, rounds: in
         own: the share of it that is round 0's.
         rounds: hops of the block that travels furthest, at least 1.
     """
-    first, each = attention * own, attention * (1 - own) / rounds
-    arriving = [kv - first] + [kv - each] * (rounds > 1) + [gradient - each] * (rounds > 1)
+    first, each = attention * own * (0.5 if gradient else 1.0), attention * (1 - own) / rounds
+    arriving = [kv - first] + [kv - each] * (rounds > 1) + [gradient - each] * (rounds > 1) + [gradient - first]
     between = max(0, rounds - 2) * max(0.0, kv + gradient - each)
-    return sum(max(0.0, wait) for wait in arriving) + between + gradient
+    return sum(max(0.0, wait) for wait in arriving) + between
 
 
 def _seconds(sents: list[Sent], mesh: Mesh, hardware: Hardware) -> dict[str, float]:

@@ -100,7 +100,10 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
         name = config.model or config.config
         raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
     if config.grad_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers 5.23 renames it and warns of the old name.
+        rename = hasattr(model, "activation_checkpointing_enable")
+        enable = model.activation_checkpointing_enable if rename else model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model.train()
 
 
