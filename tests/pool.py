@@ -256,6 +256,7 @@ def _serve(rank: int, world_size: int, port: int, conn: Connection, dump: str, w
             while True:
                 _answer(conn, rank, _run, conn.recv_bytes(), store, rank, world_size)
                 gc.collect()
+                gc.freeze()  # what a task leaves behind are modules and caches: the next collection need not see them
 
 
 def _die_with_parent() -> None:

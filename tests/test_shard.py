@@ -43,7 +43,7 @@ def _round_trip(n: int, dim: int, ring: int, layout: str) -> None:
     assert torch.equal(positions, torch.arange(n))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     n=st.integers(1, 37),
     dim=st.integers(0, 2),

@@ -144,6 +144,8 @@ def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, 
         "data, unsharded weights": {"data_degree": 4, "fsdp": False},
         "more sequences at once": {"ulysses": 4, "fsdp": False, "micro_batch": 2},
     }  # fmt: skip
+    if pack == "documents":  # what differs is the data and the mask
+        meshes = {name: meshes[name] for name in ("ulysses", "ring x ulysses", "data x ulysses, accumulating")}
     for name, changes in meshes.items():
         other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **changes)
         _train(other) if other.ranks == 1 else _on(pool4, other)
@@ -340,7 +342,7 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 120) -> None:
 
 @pytest.mark.launcher
 def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, ulysses=2, steps=40, save_every=0, schedule="constant")
+    config = dataclasses.replace(config, ulysses=2, steps=16, save_every=0, schedule="constant")
     whole = dataclasses.replace(config, out=tmp_path / "whole", export="never")
     _on(pool2, whole)
     log = config.out / "metrics.jsonl"
@@ -354,7 +356,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: 
     stopped = max(_losses(config.out))
     assert f"stopped by a signal after step {stopped}" in stdout
     assert (config.checkpoints / f"step-{stopped:08d}" / "complete.json").exists()
-    assert 3 <= stopped < 40
+    assert 3 <= stopped < 16
     _on(pool2, config)
     assert _losses(config.out) == _losses(whole.out)
 
