@@ -80,6 +80,7 @@ CASES = {
     "window of one": Case(window=1, n=9),
     "window over all": Case(window=99, n=9),
     "long window": Case(window=140, n=301),
+    "long window by tiles": Case(window=300, n=701, q_heads=2, kv_heads=1),
     "documents": Case(documents=(0,) * 5 + (1,) * 7 + (2,), n=13, batch=2),
     "documents and padding": Case(documents=(-1,) * 2 + (7,) * 5 + (3,) * 4 + (-1,) * 3, n=14),
     "documents and window": Case(documents=(0,) * 9 + (1,) * 12, n=21, window=4),

@@ -84,7 +84,7 @@ def attention(
 
     Returns:
         `[batch, tokens, query heads, head_dim of v]`. Without a ring it is in fp32 to the bit what the same kernel
-        gives on one device; a ring differs by the order of a sum.
+        gives on one device (with a softcap up to rounding); a ring differs by the order of a sum.
 
     Raises:
         LongspanError: for tensors of wrong rank, dtypes or shapes that do not fit, heads that do not, and whatever

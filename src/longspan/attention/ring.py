@@ -151,7 +151,9 @@ class _RingAttention(torch.autograd.Function):
                 work.forward(partial, q, visit)
         out, lse = partial.out, partial.lse
         if sinks is not None:  # one more key per head, whose value is zero
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            sink = sinks.to(lse.dtype)[:, None]
+            highest = torch.maximum(lse, sink)
+            total = highest + ((lse - highest).exp_() + (sink - highest).exp_()).log_()  # to the bit, as `Partial.add`
             out.mul_((lse - total).exp_()[..., None])
             lse = total
         out = out.to(q.dtype)
@@ -208,9 +210,10 @@ class _Work:
             return
         total = dq.shape[1]
         k, v = (_kv_of(x, self.ring, heads, total) for x in (visit.held.k, visit.held.v))
-        dk, dv = (_kv_of(x, self.ring, heads, total) for x in (into.k, into.v))
-        if self.ring.spread is not None:  # copies
-            dk, dv = dk.zero_(), dv.zero_()
+        if self.ring.spread is None:
+            dk, dv = (_kv_of(x, self.ring, heads, total) for x in (into.k, into.v))
+        else:  # heads that were repeated: added up below
+            dk, dv = into.k.new_zeros(k.shape), into.v.new_zeros(v.shape)
         at = slice(None), slice(*heads)
         kernel, where = self._kernel(visit.rank)
         kernel.backward(done.at(*at), k, v, where, self.mask, self.scores.of_heads(*heads), (dq[at], dk, dv))

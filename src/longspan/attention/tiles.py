@@ -102,13 +102,20 @@ class Partial:
         self.lse = q_BHQD.new_full(q_BHQD.shape[:3], -math.inf, dtype=dtype)
 
     def add(self, out: Tensor, lse: Tensor, rows: Span, queries: Span) -> None:
-        """Merge the attention to further keys: weights exp(lse - new lse), at most 1, so nothing overflows."""
+        """Merge the attention to further keys: exponentials of at most 0, so nothing overflows.
+
+        Written with exp and log, whose results do not depend on where an element lies, as those of `logaddexp` do on a
+        CPU (vectors or, at the end, numbers): so a head's result is the same to the bit on whichever rank it is.
+        """
         mine = slice(*rows), slice(None), slice(*queries)
-        old = self.lse[mine]
-        new = torch.logaddexp(old, lse.to(old.dtype))
-        finite = torch.where(torch.isneginf(new), 0.0, new)  # -inf - -inf is NaN; its weights are exp(-inf) = 0
-        self.out[mine].mul_((old - finite).exp_()[..., None]).add_(out * (lse - finite).exp_()[..., None])
-        self.lse[mine] = new
+        old, more = self.lse[mine], lse.to(self.lse.dtype)
+        highest = torch.maximum(old, more)
+        highest = torch.where(torch.isneginf(highest), 0.0, highest)  # -inf - -inf is NaN
+        before, now = (old - highest).exp_(), (more - highest).exp_()
+        total = before + now
+        self.lse[mine] = highest + total.log()
+        total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
+        self.out[mine].mul_((before / total)[..., None]).add_(out * (now / total)[..., None])
 
 
 @dataclass(frozen=True, slots=True)
