@@ -211,15 +211,6 @@ def test_the_code_of_a_command_is_the_exit_code(monkeypatch: pytest.MonkeyPatch)
     assert cli.main(["verify"]) == 1
 
 
-def test_only_the_first_rank_says_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert cli.main(["train"]) == 2
-    assert capsys.readouterr().err == ""
-
-
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "longspan: error: there is no command 'trian'; did you mean 'train'?\n"
@@ -243,12 +234,18 @@ def test_bad_input_is_one_line_on_stderr(tmp_path: Path) -> None:
 
 
 @pytest.mark.launcher
-def test_torchrun_with_a_wrong_world_size_is_refused_once(tmp_path: Path) -> None:
+def test_torchrun_refuses_bad_input_once_although_its_first_rank_is_slow(tmp_path: Path) -> None:
+    """torchrun ends every rank when one has failed: the others must not end the one that is about to say why."""
+    script = tmp_path / "slow_first_rank.py"
+    script.write_text(
+        "import os, sys, time\nfrom longspan.cli import main\n"
+        "if os.environ['LOCAL_RANK'] == '0':\n    time.sleep(2)\nsys.exit(main())\n"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     flags = ["--data", "pydoc", "--config", str(ROOT / "examples" / "llama-tiny.json"), "--ulysses", "4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, "-m", "longspan", "train", *flags, "--out", str(tmp_path)],
+        [*torchrun, str(script), "train", *flags, "--out", str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=240,
@@ -257,3 +254,58 @@ def test_torchrun_with_a_wrong_world_size_is_refused_once(tmp_path: Path) -> Non
     assert done.returncode != 0
     message = "longspan: error: torchrun started 2 processes, but --data-degree 1 --ulysses 4 needs 4"
     assert done.stderr.count(message) == 1, done.stderr
+
+
+def test_wrong_flags_are_said_by_the_first_rank_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("longspan.launch.time.sleep", waits.append)
+    for name, value in {"RANK": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for local_rank, waited in (("3", [30]), ("0", [])):
+        waits.clear()
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["train", "--ulises", "4"])
+        assert stop.value.code == 2
+        said = capsys.readouterr()
+        assert ("--ulises" in said.out + said.err) == (local_rank == "0")
+        assert waits == waited
+
+
+@pytest.mark.parametrize("error", [LongspanError("only here"), None])
+def test_a_rank_whose_error_is_its_own_waits_for_the_first_and_then_says_it(
+    error: BaseException | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("longspan.launch.time.sleep", waits.append)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(_: object) -> int:
+        if error is not None:
+            raise error
+        return 1  # as `verify` says no: the report is the first rank's to print
+
+    monkeypatch.setattr("longspan.train.run", run)
+    for local_rank, waited in (("1", [30]), ("0", [])):
+        waits.clear()
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert cli.main(["train"]) == (2 if error else 1)
+        assert capsys.readouterr().err == ("longspan: error: only here\n" if error else "")
+        assert waits == waited
+
+
+def test_ranks_that_were_stopped_do_not_wait_and_one_says_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(_: object) -> int:
+        raise Stopped(15)
+
+    monkeypatch.setattr("longspan.train.run", run)
+    monkeypatch.setattr("longspan.launch.time.sleep", lambda _: pytest.fail("waited"))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train"]) == 143
+    assert capsys.readouterr().err == ""

@@ -61,28 +61,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, args: list[str]) -> int:
-    from longspan.launch import RankFailed, Stopped, is_first_rank
+    from longspan.launch import RankFailed, Stopped, is_first_rank_here, let_first_rank_speak
 
+    code, why = 0, ""
     try:
         if command not in COMMANDS:
             raise LongspanError(f"there is no command {command!r}; {_nearest(command, COMMANDS)}")
         module_name, config_name, text = COMMANDS[command]
         module = importlib.import_module(module_name)
         config = parse(getattr(module, config_name), args, prog=f"longspan {command}", summary=text)
-        return int(module.run(config))
+        code = int(module.run(config))
     except LongspanError as error:
-        if is_first_rank():
-            print(f"longspan: error: {error}", file=sys.stderr)
-        return 2
+        code, why = 2, f"longspan: error: {error}\n"
     except RankFailed as error:
-        print(f"{error.details}longspan: error: {error}", file=sys.stderr)
-        return 1
-    except Stopped as stop:
-        if is_first_rank():
+        code, why = 1, f"{error.details}longspan: error: {error}\n"
+    except Stopped as stop:  # nobody waits: an agent that was told to stop would wait for them
+        if is_first_rank_here():
             print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
         return 128 + stop.signum
     except KeyboardInterrupt:
         return 130
+    if code:
+        let_first_rank_speak()
+    sys.stderr.write(why)
+    return code
 
 
 def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) -> Any:
@@ -95,6 +97,8 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
         SystemExit: with code 2 for wrong flags, said by tyro; with 0 after --help.
     """
     import tyro
+
+    from longspan.launch import is_first_rank_here, let_first_rank_speak
 
     path, flags = _take_from(args)
     in_file = _flags_of_file(config_class, path, given=flags) if path is not None else []
@@ -121,8 +125,15 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
         ],
         frozen=True,
     )
-    with registry:
-        return tyro.cli(whole, args=flags + in_file, prog=prog, description=description).config
+    said_here = is_first_rank_here()
+    try:
+        with registry:
+            given = flags + in_file
+            return tyro.cli(whole, args=given, prog=prog, description=description, console_outputs=said_here).config
+    except SystemExit as end:
+        if end.code:
+            let_first_rank_speak()
+        raise
 
 
 def _doc(config_class: type[Any]) -> str:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 STOP_GRACE_S = 600
 #: Seconds that a rank which lost the connection to a peer waits before it ends.
 LOST_PEER_WAIT_S = 5
+#: Seconds that a rank which ends with an error leaves the machine's first rank to say it, under torchrun.
+FIRST_RANK_WAIT_S = 30
 
 _TORCHRUN_ENV = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -94,8 +96,24 @@ def under_torchrun() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process should speak for the job: rank 0, or the only process."""
+    """Whether this process should print what the job found: rank 0, or the only process."""
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def is_first_rank_here() -> bool:
+    """Whether this process should say on this machine why the job ends: its first rank, or the only process."""
+    return not under_torchrun() or os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
+
+
+def let_first_rank_speak() -> None:
+    """Called by every rank that is about to end with an error: the others wait for the machine's first rank.
+
+    torchrun ends all ranks as soon as one has failed, so a rank that ended at once could end the one that was about to
+    say why. The first rank returns at once, says it and fails; torchrun then ends the others in their wait. If they are
+    still there after `FIRST_RANK_WAIT_S` seconds, the error was not that of all ranks, and they should say it.
+    """
+    if not is_first_rank_here():
+        time.sleep(FIRST_RANK_WAIT_S)
 
 
 def threads_per_rank(nproc: int) -> int:
