@@ -11,6 +11,8 @@ back as a list in rank order:
     def test_sum(pool4):
         assert pool4.run(_sum_of_ranks) == [6.0] * 4
 
+Ranks are forked from a server that has imported what they need (`PRELOAD`): imports cost once, not once a rank.
+
 Every task starts with a fresh default process group (groups and meshes of the task before are gone), seed 0 and one
 thread. A rank that raises is re-raised as `RankError`; a task that outlives its limit becomes `RankHang` with the
 stack of every rank that did not answer. In both cases the pool is usable afterwards.
@@ -45,6 +47,26 @@ GRACE_S = 5.0
 """How long the other ranks may go on after one has failed; they most likely wait for it in a collective."""
 
 DUMP_SIGNAL = signal.SIGUSR1
+
+_FAMILIES = (
+    "albert bert distilbert gemma2 gemma3 gpt2 gpt_neox gpt_oss llama llama4 mistral mixtral modernbert "
+    "olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe"
+)
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.profiler",
+    "datasets",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES.split()),
+    "longspan.parallelize",
+    "longspan.train.loop",
+    "longspan.verify.job",
+)
+"""What the server imports. A name that is wrong is passed over: a rank then imports it when it needs it."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +204,8 @@ class RankPool:
         # The store lives here, on a port that the system picks: nobody can take it in between, and it outlives a rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
-        context = multiprocessing.get_context("spawn")
+        multiprocessing.set_forkserver_preload(list(PRELOAD))
+        context = multiprocessing.get_context("forkserver")
         for rank in range(self.world_size):
             conn, child_conn = context.Pipe()
             dump = Path(self._folder.name, f"rank{rank}.stacks")
