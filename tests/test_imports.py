@@ -105,7 +105,7 @@ def test_the_modules_are_found() -> None:
 
 def test_public_names_are_functions_whatever_was_imported_before() -> None:
     """`longspan.attention` and `longspan.parallelize` share their names with the modules that hold them."""
-    for first in ("longspan.attention.ulysses", "longspan.parallelize", "longspan"):
+    for first in ("longspan.attention.ulysses", "longspan.parallelize"):  # and none first: README's lines
         code = (
             f"import {first}, longspan, inspect\n"
             "for name in ('attention', 'parallelize', 'shard_batch', 'init_mesh', 'causal_lm_loss'):\n"

@@ -19,10 +19,9 @@ from tests.oracle import relative_error
 from tests.pool import RankPool
 
 LIMIT = 5e-6
-# data x ring; what is left of the ranks is ulysses.
-MESHES_OF_4 = [(1, 1), (2, 1)]
-RINGS_OF_4 = [(1, 2), (1, 4), (2, 2)]
-MESHES_OF_8 = [(1, 1), (1, 2)]
+# data x ring, what is left of the ranks is ulysses; and whether weights are sharded.
+SHARDED = [(1, 1, True), (2, 1, True), (1, 2, True), (1, 4, True), (2, 2, True)]
+ON_4_RANKS = [*SHARDED, (2, 1, False)]
 
 
 def _inputs(family: str) -> dict[str, Any]:
@@ -60,24 +59,20 @@ def _truth(family: str, changes: tuple[tuple[str, Any], ...] = (), inputs: Any =
 def _run(
     family: str,
     changes: dict[str, Any],
-    meshes: list[tuple[int, int]],
-    fsdp: tuple[bool, ...],
+    meshes: list[tuple[int, int, bool]],
     whole: dict[str, Any],
     truth: Truth,
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ranks without heads
-        for data, ring in meshes:
+        for data, ring, fsdp in meshes:
             sp = sharding(data, ring)
-            for sharded in fsdp:
-                model = longspan.parallelize(build(family, **changes), sp, fsdp=sharded)
-                compare(truth, model, whole, sp, LIMIT)
+            compare(truth, longspan.parallelize(build(family, **changes), sp, fsdp=fsdp), whole, sp, LIMIT)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_every_mesh_of_4_ranks(pool4: RankPool, family: str) -> None:
-    pool4.run(_run, family, {}, MESHES_OF_4, (True, False), _inputs(family), _truth(family))
-    pool4.run(_run, family, {}, RINGS_OF_4, (True,), _inputs(family), _truth(family))
+    pool4.run(_run, family, {}, ON_4_RANKS, _inputs(family), _truth(family))
 
 
 # Where 8 ranks or uneven heads may matter: sinks, biases of heads, experts, chunks, softcap, norms over heads, MHA. The
@@ -91,42 +86,43 @@ def test_families_on_8_ranks_with_uneven_heads_and_fewer_kv_heads(pool8: RankPoo
     if FAMILIES[family].get("num_key_value_heads", 4) is not None:
         heads["num_key_value_heads"] = 4
     truth = _truth(family, tuple(heads.items()))
-    pool8.run(_run, family, heads, MESHES_OF_8, (True,), _inputs(family), truth, timeout=120)
+    pool8.run(_run, family, heads, [(1, 1, True), (1, 2, True)], _inputs(family), truth, timeout=120)
 
 
 def test_sinks_have_a_gradient_on_ranks_without_heads(pool4: RankPool) -> None:
     """FSDP sums what every rank has a gradient for: a rank that left one out would be out of step with the others."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
     truth = _truth("GptOss", tuple(heads.items()))
-    pool4.run(_run, "GptOss", heads, [(1, 1)], (True, False), _inputs("GptOss"), truth)
+    pool4.run(_run, "GptOss", heads, [(1, 1, True), (1, 1, False)], _inputs("GptOss"), truth)
 
 
 @pytest.mark.parametrize("family", ["Albert", "DistilBert"])
 def test_encoders_whose_layers_have_no_numbers(pool2: RankPool, family: str) -> None:
-    pool2.run(_run, family, {}, [(1, 1)], (True, False), _inputs(family), _truth(family))
+    pool2.run(_run, family, {}, [(1, 1, True), (1, 1, False)], _inputs(family), _truth(family))
 
 
 def test_replicas_that_hold_whole_sequences(pool4: RankPool) -> None:
-    pool4.run(_run, "Llama", {}, [(4, 1)], (True, False), _inputs("Llama"), _truth("Llama"))
+    pool4.run(_run, "Llama", {}, [(4, 1, True), (4, 1, False)], _inputs("Llama"), _truth("Llama"))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4Text", "GptOss", "Bert", "ModernBert"])
 def test_padding(pool4: RankPool, side: str, family: str) -> None:
     truth = _truth(family, (), _padded, side)
-    pool4.run(_run, family, {}, [(2, 1), (1, 2)], (True,), _padded(family, side), truth)
+    meshes = [(1, 2, True)] if side == "left" else [(2, 1, True)]
+    pool4.run(_run, family, {}, SHARDED if family == "Llama" else meshes, _padded(family, side), truth)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "Llama4Text", "GPT2"])
 def test_packed_documents(pool4: RankPool, family: str) -> None:
-    pool4.run(_run, family, {}, [(1, 1), (1, 4)], (True,), _packed(family), _truth(family, (), _packed))
+    pool4.run(_run, family, {}, [(1, 1, True), (1, 4, True)], _packed(family), _truth(family, (), _packed))
 
 
 def test_a_decoder_made_bidirectional(pool4: RankPool) -> None:
     """Gemma-3's windows are then open to both sides, and its own size of them is made from the config's."""
     changes = {"use_bidirectional_attention": True, "sliding_window": 12}
     truth = _truth("Gemma3Text", tuple(changes.items()))
-    pool4.run(_run, "Gemma3Text", changes, [(1, 1), (1, 2)], (True,), _inputs("Gemma3Text"), truth)
+    pool4.run(_run, "Gemma3Text", changes, [(1, 1, True), (1, 2, True)], _inputs("Gemma3Text"), truth)
 
 
 def _packed_from_2(family: str) -> dict[str, Any]:
@@ -136,7 +132,7 @@ def _packed_from_2(family: str) -> dict[str, Any]:
 
 def test_chunks_end_where_position_ids_say_so(pool4: RankPool) -> None:
     truth = _truth("Llama4Text", (), _packed_from_2)
-    pool4.run(_run, "Llama4Text", {}, [(1, 1)], (True,), _packed_from_2("Llama4Text"), truth)
+    pool4.run(_run, "Llama4Text", {}, [(1, 1, True)], _packed_from_2("Llama4Text"), truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +174,7 @@ def test_marked_documents_are_as_if_alone(pool4: RankPool, family: str, how: str
         "seq_idx": {"seq_idx": ids.int()},
         "cu_seq_lens": {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 9, "max_length_k": 9},
     }
-    pool4.run(_run, family, changes, [(1, 1)], (True,), {**whole, **marks[how]}, truth)
+    pool4.run(_run, family, changes, [(1, 1, True)], {**whole, **marks[how]}, truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -192,19 +188,18 @@ EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
 def test_router_loss_on_every_mesh(pool4: RankPool, family: str) -> None:
     truth = _truth(family, tuple(AUX.items()))
     assert truth.aux_loss is not None and abs(truth.loss - _truth(family).loss) > 0.1
-    pool4.run(_run, family, AUX, [*MESHES_OF_4, (4, 1)], (True, False), _inputs(family), truth)
-    pool4.run(_run, family, AUX, RINGS_OF_4, (True,), _inputs(family), truth)
+    pool4.run(_run, family, AUX, [*ON_4_RANKS, (1, 1, False), (4, 1, True)], _inputs(family), truth)
 
 
 def test_router_loss_counts_no_padding(pool4: RankPool) -> None:
     for side in ("left", "right"):
         truth = _truth("Qwen3Moe", tuple(AUX.items()), _padded, side)
-        pool4.run(_run, "Qwen3Moe", AUX, [(1, 1), (2, 1)], (True,), _padded("Qwen3Moe", side), truth)
+        pool4.run(_run, "Qwen3Moe", AUX, [(1, 1, True), (2, 1, True)], _padded("Qwen3Moe", side), truth)
 
 
 def test_router_loss_of_packed_documents(pool4: RankPool) -> None:
     truth = _truth("Mixtral", tuple(AUX.items()), _packed)
-    pool4.run(_run, "Mixtral", AUX, [(1, 1)], (False,), _packed("Mixtral"), truth)
+    pool4.run(_run, "Mixtral", AUX, [(1, 1, False)], _packed("Mixtral"), truth)
 
 
 def _router_loss_checkpointed(truth: Truth) -> None:
@@ -288,7 +283,7 @@ def test_sparse_prediction_of_modernbert(pool2: RankPool) -> None:
     truth = _truth("ModernBert")
     out = model(**batch())
     assert abs(float(out.loss.detach()) - truth.loss) < 1e-6
-    pool2.run(_run, "ModernBert", changes, [(1, 1)], (True,), _inputs("ModernBert"), truth)
+    pool2.run(_run, "ModernBert", changes, [(1, 1, True)], _inputs("ModernBert"), truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

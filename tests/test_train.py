@@ -129,9 +129,9 @@ def _plain_losses(config: TrainConfig) -> dict[int, float]:
 
 @pytest.mark.parametrize("pack", ["stream", "documents"])
 def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, pack: Any) -> None:
-    config = dataclasses.replace(config, pack=pack)
+    config = dataclasses.replace(config, pack=pack, steps=4)
     plain = _plain_losses(config)
-    assert plain[6] < plain[1] - 0.5
+    assert plain[4] < plain[1] - 0.4
     meshes: dict[str, dict[str, Any]] = {
         "alone": {},
         "ulysses": {"ulysses": 4},
@@ -342,7 +342,7 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 120) -> None:
 
 @pytest.mark.launcher
 def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, ulysses=2, steps=16, save_every=0, schedule="constant")
+    config = dataclasses.replace(config, ulysses=2, steps=12, save_every=0, schedule="constant")
     whole = dataclasses.replace(config, out=tmp_path / "whole", export="never")
     _on(pool2, whole)
     log = config.out / "metrics.jsonl"
@@ -356,7 +356,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: 
     stopped = max(_losses(config.out))
     assert f"stopped by a signal after step {stopped}" in stdout
     assert (config.checkpoints / f"step-{stopped:08d}" / "complete.json").exists()
-    assert 3 <= stopped < 16
+    assert 3 <= stopped < 12
     _on(pool2, config)
     assert _losses(config.out) == _losses(whole.out)
 

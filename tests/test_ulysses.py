@@ -15,7 +15,7 @@ import longspan
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
 from tests.counting import count_sent
-from tests.oracle import Case, make, options, oracle, relative_error
+from tests.oracle import Case, make, options, relative_error, truth_of
 from tests.pool import RankPool
 
 
@@ -43,7 +43,7 @@ def _errors(case: Case, kernel: Any) -> dict[str, Any]:
     """This rank's comparison: to the bit with one device, and relative errors."""
     ours = run(case, _sharding(dist.get_world_size()), kernel)
     single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), kernel)
-    truth = oracle(case, make(case))
+    truth = truth_of(case)
     return {
         "equal": torch.equal(ours["out"], single["out"]),
         "single": {name: relative_error(ours[name], single[name]) for name in ours},
@@ -129,7 +129,7 @@ def test_exact_for_drawn_shapes(get_pool: Any, case: Case, world: int, window: i
 
 
 def _bf16(case: Case) -> tuple[float, float]:
-    truth = oracle(case, make(case))["out"]
+    truth = truth_of(case)["out"]
     ours = run(case, _sharding(dist.get_world_size()))["out"]
     single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")))["out"]
     return relative_error(ours, truth), relative_error(single, truth)
@@ -241,6 +241,6 @@ def test_dtypes_must_agree(pool2: RankPool) -> None:
 def test_one_device_needs_no_process_group() -> None:
     case = Case(n=9)
     single = run(case, longspan.SequenceSharding(longspan.init_mesh()))
-    truth = oracle(case, make(case))
+    truth = truth_of(case)
     assert max(relative_error(single[name], truth[name]) for name in single) < 1e-6
     assert not dist.is_initialized()
