@@ -15,18 +15,17 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.launcher
 def test_the_loop_of_ones_own_runs_and_does_not_depend_on_the_ranks() -> None:
-    losses = []
+    runs, losses = [], []
     for ranks in (1, 2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         flags = ["--context", "201", "--steps", "2", "--ulysses", str(ranks)]
-        done = subprocess.run(
-            [*torchrun, str(ROOT / "examples" / "finetune.py"), *flags],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        losses.append([float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)])
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        command = [*torchrun, str(ROOT / "examples" / "finetune.py"), *flags]
+        pipe = subprocess.PIPE
+        runs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
+    for run in runs:
+        stdout, stderr = run.communicate(timeout=240)
+        assert run.returncode == 0, stderr
+        losses.append([float(x) for x in re.findall(r"loss ([\d.]+)", stdout)])
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)

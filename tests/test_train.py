@@ -378,10 +378,10 @@ def _train_until_rank_1_is_killed(config: TrainConfig) -> None:
 
 @pytest.mark.launcher
 def test_a_rank_killed_in_mid_training_ends_the_job_and_is_named(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, ulysses=3, batch=2)
+    config = dataclasses.replace(config, ulysses=2, batch=2)
     start = time.monotonic()
-    with pytest.raises(RankFailed, match=r"^rank 1 of 3 was killed by SIGKILL; .*; the other ranks were ended$"):
-        launch.launch(_train_until_rank_1_is_killed, config, nproc=3)
+    with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
+        launch.launch(_train_until_rank_1_is_killed, config, nproc=2)
     assert time.monotonic() - start < 90
     assert max(_losses(config.out)) == 2
 
