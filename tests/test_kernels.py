@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.attention import flex, kernels
+from longspan.attention import flex, kernels, tiles
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
 from tests.counting import count_sent
 from tests.oracle import Case, make, options, oracle, relative_error
 from tests.pool import RankPool
-from tests.test_ring import HARD, compare
+from tests.test_ring import CASES, HARD, compare
 from tests.test_ulysses import _sharding
 
 longspan_attention = sys.modules["longspan.attention"]  # the module, not the function of that name
@@ -148,6 +148,74 @@ def test_flex_in_a_ring_has_the_gradients_of_the_whole(pool4: RankPool, ring: in
     for found in pool4.run(_flex_ring, ring, names):
         for name, errors in found.items():
             assert max(errors.values()) <= 4e-6, (name, errors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles on a GPU, without one.
+
+
+def _bound(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that torch gives them; binding fails where they do not fit its signature."""
+    names = [x.name for x in op.default._schema.arguments if not x.kwarg_only]
+    only = {x.name for x in op.default._schema.arguments if x.kwarg_only}
+    assert len(args) <= len(names) and set(options) <= only
+    return {**dict(zip(names, args, strict=False)), **options}
+
+
+def _stand_in(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_flash_attention, args, options)
+    q, k, v = x["query"], x["key"], x["value"]
+    assert x["dropout_p"] == 0 and q.shape[3] == k.shape[3] == v.shape[3]
+    assert not x["is_causal"] or q.shape[2] == k.shape[2]  # a GPU's kernel aligns the ends otherwise
+    return *tiles._flash_cpu(q, k, v, 0.0, x["is_causal"], scale=x["scale"]), None, None, 0, 0, None, None, None
+
+
+def _stand_in_backward(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_flash_attention_backward, args, options)
+    q, k, v, out, lse = (x[name] for name in ("query", "key", "value", "out", "logsumexp"))
+    assert (x["max_q"], x["max_k"], x["dropout_p"]) == (q.shape[2], k.shape[2], 0)
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    assert out.shape == x["grad_out"].shape == q.shape
+    return tiles._flash_cpu_backward(x["grad_out"], q, k, v, out, lse, 0.0, x["is_causal"], scale=x["scale"])
+
+
+def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
+    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_flash_cuda", _stand_in)
+        patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
+        patch.setattr(tiles, "_for_device", lambda *xs: list(xs))
+        plain = {True: "cuda", False: None}
+        patch.setattr(tiles, "_flash_of", lambda q, v, how: plain[how.softcap is None and how.bias is None])
+        return {name: compare(CASES[name], sp, "block") for name in names}
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_tiles_as_on_a_gpu(pool4: RankPool, ring: int) -> None:
+    """torch's flash attention for GPUs is called as its signature says, and what it leaves is written out."""
+    names = [name for name, case in CASES.items() if case.dtype == torch.float32 and not name.startswith("long")]
+    for found in pool4.run(_as_on_a_gpu, ring, names):
+        for name, errors in found.items():
+            assert max(errors.values()) <= 4e-6, (name, errors)
+
+
+@pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 64), (2, 32)])
+@pytest.mark.parametrize("kind", ["full", "causal"])
+def test_a_gpus_flash_attention_takes_what_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, kv_heads: int, v_dim: int
+) -> None:
+    """torch's own operators, on tensors without data: arguments, shapes and dtypes."""
+    monkeypatch.setattr(tiles, "_flash_of", lambda q, v, how: "cuda")
+    q, k, v = (
+        torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
+        for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
+    )
+    how = tiles._How(kind, None, 0.125, None)
+    out, lse = tiles._forward(q, k, v, how)
+    assert (out.shape, out.dtype) == ((2, 4, 128, v_dim), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
+    grads = tiles._backward(tiles.Finished(q, out, out, lse), k, v, how)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
