@@ -12,12 +12,13 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+CONSTRAINTS := constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
 
 # On CPU every rank is a process: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench oldest clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,19 +50,23 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/ring_accuracy.py
 	$(BIN)/python benchmarks/models_verified.py
 
-clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows (but torch, which is the pinned one)
+	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.installed
+	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
 
-$(STAMP): pyproject.toml constraints.txt
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) --editable ".[train,dev]"
+	@$(PIP) constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) $(CONSTRAINTS) --editable ".[train,dev]"
 	@touch $@
 
 # DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) --editable ".[train,dev,bench]"
-	@DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation setuptools deepspeed
+	@$(PIP) constraints.txt --editable ".[train,dev,bench]"
+	@DS_BUILD_OPS=0 $(PIP) constraints.txt --no-deps --no-build-isolation setuptools deepspeed
 	@touch $@

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import longspan
 
+ROOT = Path(__file__).parents[1]
 MODULES = sorted({"longspan", *(m.name for m in pkgutil.walk_packages(longspan.__path__, "longspan."))})
 
 # Anything of these takes seconds to import or touches a device.
@@ -101,6 +104,20 @@ def test_the_modules_are_found() -> None:
         for p in sources.rglob("*.py")
     }
     assert on_disk == set(MODULES), os.linesep.join(sorted(on_disk ^ set(MODULES)))
+
+
+def test_the_oldest_versions_are_those_that_are_allowed() -> None:
+    """`make oldest` installs what the package says it runs on; torch, which is large, it takes from the pinned ones."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["hf"], *extras["train"], *extras["plot"]]
+    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(wanted), re.MULTILINE))
+    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    del floors["torch"]
+    # A bound may leave out what a version of it ends with: 3 is 3.0.0.
+    padded = {name: ".".join([*version.split("."), "0", "0"][:3]) for name, version in floors.items()}
+    assert pinned == padded
 
 
 def test_public_names_are_functions_whatever_was_imported_before() -> None:

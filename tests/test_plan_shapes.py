@@ -41,7 +41,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "olmo2": [{}, {"num_key_value_heads": 2, "attention_bias": True}],
     "gemma2": [{}, {"sliding_window": 17, "tie_word_embeddings": False}],
     "gemma3_text": [{}, {"sliding_window_pattern": 2, "head_dim": 12, "num_key_value_heads": 1}],
-    "gpt_oss": [{"num_local_experts": 4}, {"layer_types": ["full_attention"] * 6, "num_experts": 8, "head_dim": 8}],
+    "gpt_oss": [
+        {"num_local_experts": 4},
+        {"layer_types": ["full_attention"] * 6, "num_local_experts": 8, "head_dim": 8},
+    ],
     "deepseek_v3": [
         {"n_routed_experts": 8, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 2},
         {"q_lora_rank": None, "kv_lora_rank": 20, "v_head_dim": 12, "attention_bias": True, "num_local_experts": 16},
@@ -125,10 +128,13 @@ def _kind_of(layer: Any, config: Any) -> tuple[str, int | None]:
 def _assert_as_transformers(shape: ModelShape, config: dict[str, Any]) -> None:
     model = _build(config)
     prefix, layers = _layers_of(model)
-    assert [_ours(layer.parameters) for layer in shape.layers] == [_shapes_of(layer) for layer in layers]
-    assert sorted(_ours(shape.root)) == sorted(_shapes_of(model, without=prefix))
+    by_layer = [sorted(_ours(layer.parameters)) for layer in shape.layers]
+    assert by_layer == [sorted(_shapes_of(layer)) for layer in layers]
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    root = [(name.replace(head, "lm_head"), size) for name, size in _shapes_of(model, without=prefix)]
+    assert sorted(_ours(shape.root)) == sorted(root)  # GPT-NeoX's head once had another name
     assert shape.params == sum(p.numel() for p in model.parameters())
-    assert shape.tied == (model.lm_head.weight is model.get_input_embeddings().weight)
+    assert shape.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
     assert [(layer.kind, layer.window) for layer in shape.layers] == [_kind_of(x, model.config) for x in layers]
     assert shape.d_model == model.config.hidden_size
     assert shape.vocab == model.config.vocab_size

@@ -249,7 +249,8 @@ def _mask_and_scores(
         raise LongspanError(f"layer {layer.name} passes {', '.join(unknown)} to its attention, not understood; {HELP}")
     rows, chunk = info.rows, request.chunk
     if rows is not None and chunk is not None:
-        # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row.
+        # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row (as
+        # transformers before 5.23 does where position ids restart).
         rows, chunk = chunk_rows(rows, chunk, info.starts), None
     mask = Mask(causal=request.causal, window=request.window, chunk=chunk, rows=rows)
     return mask, Scores(scale, softcap, sinks)

@@ -49,8 +49,8 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
 
     A masked LM where the config's `architectures` name one (BERT), else a causal LM.
 
-    Its attention is transformers' own `sdpa`, or `eager` for a model that has no `sdpa`. Random weights
-    (`--config`) depend on the seed alone.
+    Its attention is transformers' own `sdpa`, or `eager` for a model that has no `sdpa`, or has a softcap (Gemma-2),
+    which the `sdpa` of older versions leaves out without a word. Random weights (`--config`) depend on the seed alone.
 
     Raises:
         LongspanError: if transformers cannot make such a model of it.
@@ -70,9 +70,10 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
             return auto.from_config(own, attn_implementation=attention, **options)
         return auto.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
 
+    softcap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     try:
         try:
-            model = build("sdpa")
+            model = build("sdpa" if softcap is None else "eager")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
                 raise
