@@ -63,8 +63,8 @@ def choose_kernel(
         scores: what to compute.
         device: where.
         grad: whether gradients will be asked for.
-        same_length: whether there are as many queries as keys.
         ring: ranks of the ring; from 2 on a kernel must give log-sum-exps that blocks are added up by.
+        same_length: whether there are as many queries as keys.
 
     Raises:
         LongspanError: for a kernel that is unknown, not installed, or cannot do this; with one that can.

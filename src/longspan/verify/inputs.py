@@ -70,7 +70,7 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
             return auto.from_config(own, attn_implementation=attention, **options)
         return auto.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
 
-    softcap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
     try:
         try:
             model = build("sdpa" if softcap is None else "eager")
