@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,11 +143,29 @@ def test_rank_killed_between_tasks_is_noticed(pool2: RankPool) -> None:
     assert pool2.run(dist.get_rank) == [0, 1]
 
 
-def test_groups_do_not_accumulate(pool2: RankPool) -> None:
+def test_groups_do_not_accumulate(pool2: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.pool.MAX_THREADS", 10**6)
     first = max(pool2.run(_make_groups, 10))
     for _ in range(3):
         last = max(pool2.run(_make_groups, 10))
     assert last <= first + 5
+
+
+_KEPT: list[dist.ProcessGroup] = []
+
+
+def _keep_groups(count: int) -> int:
+    _KEPT.extend(dist.new_group(list(range(dist.get_world_size()))) for _ in range(count))
+    return os.getpid()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux tells the threads of a process")
+def test_ranks_that_keep_many_groups_are_replaced() -> None:
+    own = RankPool(2)
+    pids = own.run(_keep_groups, 2)
+    assert own.run(_keep_groups, 30) == pids
+    assert not set(own.run(os.getpid)) & set(pids)
+    own.close()
 
 
 def test_what_cannot_be_sent_is_refused(pool2: RankPool) -> None:
