@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import masking_utils
+from transformers import masking_utils as masks
 
 import longspan
 from longspan.huggingface import MaskRequest, longspan_mask
@@ -115,7 +115,7 @@ def test_padding(pool4: RankPool, side: str, family: str) -> None:
 
 
 chunks_by_position = pytest.mark.skipif(
-    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
+    not hasattr(masks, "remap_positions_for_packed_sequence"),
     reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
 )
 LLAMA4 = pytest.param("Llama4Text", marks=chunks_by_position)
@@ -300,7 +300,7 @@ def test_sparse_prediction_of_modernbert(pool2: RankPool) -> None:
 
 
 def _mask(name: str, *args: Any) -> Any:
-    return getattr(masking_utils, name)(*args)
+    return getattr(masks, name)(*args)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 100])
@@ -315,7 +315,6 @@ def test_masks_are_read_back(size: int) -> None:
 
 
 def test_masks_that_are_something_else() -> None:
-    masks = masking_utils
     assert longspan_mask() == MaskRequest(causal=True)
     assert longspan_mask(mask_function=masks.bidirectional_mask_function) == MaskRequest(causal=False)
     everything = masks.or_masks(masks.causal_mask_function, lambda *_: torch.tensor(True))  # Gemma-3's bidirectional

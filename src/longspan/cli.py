@@ -79,6 +79,8 @@ def _run(command: str, args: list[str]) -> int:
         if is_first_rank_here():
             print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
         return 128 + stop.signum
+    except SystemExit as end:  # after --help or wrong flags, said by tyro
+        code = int(end.code or 0)
     except KeyboardInterrupt:
         return 130
     if code:
@@ -98,7 +100,7 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
     """
     import tyro
 
-    from longspan.launch import is_first_rank_here, let_first_rank_speak
+    from longspan.launch import is_first_rank_here
 
     path, flags = _take_from(args)
     in_file = _flags_of_file(config_class, path, given=flags) if path is not None else []
@@ -125,15 +127,9 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
         ],
         frozen=True,
     )
-    said_here = is_first_rank_here()
-    try:
-        with registry:
-            given = flags + in_file
-            return tyro.cli(whole, args=given, prog=prog, description=description, console_outputs=said_here).config
-    except SystemExit as end:
-        if end.code:
-            let_first_rank_speak()
-        raise
+    said_here, given = is_first_rank_here(), flags + in_file
+    with registry:
+        return tyro.cli(whole, args=given, prog=prog, description=description, console_outputs=said_here).config
 
 
 def _doc(config_class: type[Any]) -> str:
