@@ -45,7 +45,7 @@ HARD = {
     "cross attention": Case(causal=False, n=13, kv_n=30),
     "cross attention, few keys": Case(causal=False, n=30, kv_n=5, batch=2),
     "cross attention with documents": Case(
-        causal=False, n=10, kv_n=16, documents=(0,) * 4 + (1,) * 6, kv_documents=(0,) * 7 + (1,) * 6 + (-1,) * 3
+        causal=False, n=10, kv_n=16, documents=(0,) * 4 + (1,) * 6, kv_documents=(1,) * 7 + (0,) * 6 + (-1,) * 3
     ),
     "chunked prefill": Case(n=9, kv_n=25, q_start=16),
     "chunked prefill in the middle": Case(n=8, kv_n=40, q_start=11, window=9),
@@ -70,6 +70,23 @@ def test_one_device(name: str, kernel: str) -> None:
     case = HARD[name]
     errors = compare(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), kernel)
     assert max(errors.values()) <= _limit(case), errors
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kernel", ["block", "flex", "eager"])
+def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
+    x = make(Case(documents=(-1,) * 3 + (0,) * 8, n=11, dtype=torch.float64))  # padding: rows with nothing but the sink
+    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    q, sinks = x["q"], torch.full((x["q"].shape[2],), -torch.inf, dtype=torch.float64)
+    if kernel != "flex":  # it has no backward on a CPU
+        q, sinks = q.requires_grad_(), sinks.requires_grad_()
+    rest = x["k"], x["v"], sp
+    out = longspan.attention(q, *rest, documents=x["documents"], sinks=sinks, kernel=kernel)
+    without = longspan.attention(q, *rest, documents=x["documents"], kernel=kernel)
+    assert torch.equal(out, without)
+    if kernel != "flex":
+        both = [torch.autograd.grad(o, [q, *more], x["grad"]) for o, more in ((out, [sinks]), (without, []))]
+        assert torch.equal(both[0][0], both[1][0]) and not both[0][1].any()
 
 
 def _everywhere(ring: int, layout: str, names: list[str], impl: str = "p2p") -> dict[str, dict[str, float]]:

@@ -263,8 +263,14 @@ def _ids(rows: Rows, positions: Tensor) -> Tensor:
     """The number of the run that each position lies in, int64 [B, len(positions)]; -1 for none."""
     ids = torch.full((len(rows), len(positions)), -1, dtype=torch.int64, device=positions.device)
     for b, row in enumerate(rows):
-        for number, (start, stop) in enumerate(row):
-            ids[b, (positions >= start) & (positions < stop)] = number
+        # By a search and not run by run: there may be thousands, and this is asked for in every layer.
+        runs = sorted((start, stop, number) for number, (start, stop) in enumerate(row) if stop > start)
+        if runs:
+            starts, stops, numbers = torch.tensor(runs, device=positions.device).unbind(1)
+            at = torch.bucketize(positions, starts.contiguous(), right=True) - 1  # the last that starts before
+            at_least = at.clamp(min=0)
+            inside = (at >= 0) & (positions < stops[at_least])
+            ids[b] = torch.where(inside, numbers[at_least], -1)
     return ids
 
 

@@ -149,15 +149,11 @@ class _RingAttention(torch.autograd.Function):
         for _, visits in _rounds(mine, ring, ring.routes(mask, q.shape[0])):
             for visit in visits:
                 work.forward(partial, q, visit)
-        out, lse = partial.out, partial.lse
         if sinks is not None:  # one more key per head, whose value is zero
-            sink = sinks.to(lse.dtype)[:, None]
-            highest = torch.maximum(lse, sink)
-            total = highest + ((lse - highest).exp_() + (sink - highest).exp_()).log_()  # to the bit, as `Partial.add`
-            out.mul_((lse - total).exp_()[..., None])
-            lse = total
-        out = out.to(q.dtype)
-        lse = lse.masked_fill(torch.isneginf(lse), 0)
+            zero = partial.out.new_zeros(())
+            partial.add(zero, sinks[:, None].expand(q.shape[:3]), (0, q.shape[0]), (0, q.shape[2]))
+        out = partial.out.to(q.dtype)
+        lse = partial.lse.masked_fill(torch.isneginf(partial.lse), 0)
         ctx.save_for_backward(q, mine.packed, out, lse, sinks)
         ctx.shapes, ctx.ring, ctx.mask, ctx.scores = (k.shape, v.shape), ring, mask, scores
         return out
