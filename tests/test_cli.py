@@ -272,9 +272,21 @@ def test_wrong_flags_are_said_by_the_first_rank_of_a_machine(
         assert waits == waited
 
 
-@pytest.mark.parametrize("error", [LongspanError("only here"), None])
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (LongspanError("only here"), 2, "longspan: error: only here\n"),
+        (SystemExit("a library had enough"), 1, "a library had enough\n"),
+        (SystemExit(3), 3, ""),
+        (None, 1, ""),
+    ],
+)
 def test_a_rank_whose_error_is_its_own_waits_for_the_first_and_then_says_it(
-    error: BaseException | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException | None,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     waits: list[float] = []
     monkeypatch.setattr("longspan.launch.time.sleep", waits.append)
@@ -290,8 +302,8 @@ def test_a_rank_whose_error_is_its_own_waits_for_the_first_and_then_says_it(
     for local_rank, waited in (("1", [30]), ("0", [])):
         waits.clear()
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert cli.main(["train"]) == (2 if error else 1)
-        assert capsys.readouterr().err == ("longspan: error: only here\n" if error else "")
+        assert cli.main(["train"]) == code
+        assert capsys.readouterr().err == said
         assert waits == waited
 
 

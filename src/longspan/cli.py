@@ -79,8 +79,8 @@ def _run(command: str, args: list[str]) -> int:
         if is_first_rank_here():
             print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
         return 128 + stop.signum
-    except SystemExit as end:  # after --help or wrong flags, said by tyro
-        code = int(end.code or 0)
+    except SystemExit as end:  # after --help or wrong flags, said by tyro; with a text it means that and a 1
+        code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
     except KeyboardInterrupt:
         return 130
     if code:

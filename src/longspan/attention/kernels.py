@@ -166,7 +166,8 @@ def _refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> 
     learnt = scores.alibi is not None and scores.alibi.requires_grad
     if scores.bias is not None and not learnt:
         at = torch.zeros(1, dtype=torch.int64, device=device)
-        learnt = scores.bias_of(1, at, at, torch.float32).requires_grad  # type: ignore[union-attr]
+        added = scores.bias_of(1, at, at, torch.float32)
+        learnt = added is not None and added.requires_grad
     if learnt:
         raise LongspanError(
             f"kernel={kernel!r} gives no gradient to a bias that is learnt; use kernel='eager' (exact, but its memory "

@@ -266,11 +266,9 @@ def _ids(rows: Rows, positions: Tensor) -> Tensor:
         # By a search and not run by run: there may be thousands, and this is asked for in every layer.
         runs = sorted((start, stop, number) for number, (start, stop) in enumerate(row) if stop > start)
         if runs:
-            starts, stops, numbers = torch.tensor(runs, device=positions.device).unbind(1)
-            at = torch.bucketize(positions, starts.contiguous(), right=True) - 1  # the last that starts before
-            at_least = at.clamp(min=0)
-            inside = (at >= 0) & (positions < stops[at_least])
-            ids[b] = torch.where(inside, numbers[at_least], -1)
+            starts, stops, numbers = torch.tensor(list(zip(*runs, strict=True)), device=positions.device)
+            at = (torch.bucketize(positions, starts, right=True) - 1).clamp(min=0)  # the last that starts before
+            ids[b] = torch.where((positions >= starts[at]) & (positions < stops[at]), numbers[at], -1)
     return ids
 
 
