@@ -18,7 +18,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # On CPU every rank is a process: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint bench oldest clean
+# The fast tier: what a change is most likely to break, in files that need no process of their own. Tests marked `slow`
+# are left out.
+FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives data exchange kernels layout local loss \
+	plan_shapes regions ring shard tolerance ulysses verify_compare))
+
+# The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
+CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
+CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
+
+.PHONY: help demo test check fast lint bench oldest cpus clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,8 +38,19 @@ demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then ve
 	$(BIN)/longspan train --from examples/demo.toml
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
-test: lint  ## lint, then all tests
+test: lint  ## lint, then all tests, and the fast tier again on the kernels of lesser CPUs
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory --output-sync -j2 $(addprefix fast-,$(filter default avx2,$(CPUS))))
+
+check: lint  ## before every commit: lint and the fast tier, on this CPU's kernels and on those of one without AVX
+	@$(MAKE) --no-print-directory --output-sync -j2 fast fast-default
+
+fast: $(STAMP)
+	@$(BIN)/python -m pytest --quiet -m "not slow" $(FAST)
+
+# How a CPU rounds depends on its kernels. A limit that fits this CPU alone is found here.
+fast-%: $(STAMP)
+	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not slow" $(FAST)
 
 lint: $(STAMP)  ## ruff, mypy and the order of imports
 	$(BIN)/ruff check .
@@ -53,6 +73,12 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows (but torch, which is the pinned one)
 	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.installed
 	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
+
+cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 1 and 2 threads
+	@set -e; for cpu in $(CPUS); do for threads in 1 2; do \
+	    echo "ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads"; \
+	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
+	done; done
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

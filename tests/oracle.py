@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.tolerance import eps, units
+
 
 @dataclass(frozen=True)
 class Case:
@@ -162,14 +164,79 @@ def oracle(case: Case, x: dict[str, Tensor], dtype: torch.dtype = torch.float64)
     return {"out": out.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
 
 
+def sizes(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """How large the terms are of which out and every gradient is the sum: what an error is measured in.
+
+    For each number the sum of the absolute values of its terms, fp64, to first order: where a step takes a rounded
+    value, that value's own size is carried on through the derivative (`E_*` below, in units of eps). Where terms
+    cancel, the number is small and its size is not; where nothing attends, both are 0.
+    """
+    group = case.q_heads // case.kv_heads
+    q, g = (x[name].double().transpose(1, 2) for name in ("q", "grad"))
+    k, v = (x[name].double().transpose(1, 2).repeat_interleave(group, 1) for name in ("k", "v"))
+    scale = case.scale if case.scale is not None else 1 / math.sqrt(case.dim)
+    i, j = torch.arange(case.n)[:, None] + case.q_start, torch.arange(case.keys)
+    s, E_s = q @ k.mT * scale, q.abs() @ k.abs().mT * scale
+    slope = E_slope = torch.ones(())
+    if case.softcap is not None:
+        t = torch.tanh(s / case.softcap)
+        slope = 1 - t.square()
+        s, E_s = case.softcap * t, slope * E_s + case.softcap * t.abs()
+        E_slope = 1 + 2 * t.abs() * E_s / case.softcap
+    if case.alibi:
+        bias = x["alibi"].double()[:, None, None] * (i - j).abs()
+        s, E_s = s - bias, E_s + bias
+    if case.bias is not None:
+        heads = torch.arange(case.q_heads, dtype=torch.float64)[:, None, None]
+        bias = BIASES[case.bias](heads, i, j)
+        # The function rounds inside as well, in fp32 where positions are integers: by how much, its own values say.
+        inside = (BIASES[case.bias](heads.long(), i, j).double() - bias).abs() / eps(case.dtype)
+        s, E_s = s + bias, E_s + bias.abs() + inside
+    s = s.masked_fill(~allowed(case, x), -math.inf)
+    sink = x["sinks"].double().view(1, -1, 1, 1) if case.sinks else torch.full((1, 1, 1, 1), -math.inf)
+    lse = torch.logsumexp(torch.cat([s, sink.expand(*s.shape[:3], 1).double()], -1), -1, keepdim=True)
+    lse = lse.masked_fill(lse == -math.inf, 0)
+    p, p_sink = (s - lse).exp(), (sink - lse).exp()
+    E_sink = torch.where(p_sink > 0, sink.abs(), 0)
+    E_s = torch.where(p > 0, E_s, 0)
+    # A weight is exp(s - lse): off by the errors of both, and lse is off by the mean of those of its scores.
+    E_lse = lse.abs() + (p * E_s).sum(-1, keepdim=True) + p_sink * E_sink
+    E_p = p * (1 + E_s + E_lse)
+    E_out = E_p @ v.abs()
+    dp, E_dp = g @ v.mT, g.abs() @ v.abs().mT
+    delta, E_delta = (p * dp).sum(-1, keepdim=True), (g.abs() * E_out).sum(-1, keepdim=True)
+    ds = p * (dp - delta)
+    E_ds = (E_p * (dp - delta).abs() + p * (E_dp + E_delta)) * slope + ds.abs() * E_slope
+
+    def per_kv_head(y: Tensor) -> Tensor:
+        return y.unflatten(1, (case.kv_heads, group)).sum(2)
+
+    found = {
+        "out": E_out,
+        "dq": scale * E_ds @ k.abs(),
+        "dk": per_kv_head(scale * E_ds.mT @ q.abs()),
+        "dv": per_kv_head(E_p.mT @ g.abs()),
+    }
+    found = {name: y.transpose(1, 2) for name, y in found.items()}
+    if case.sinks:
+        E = p_sink * (1 + E_sink + E_lse) * delta.abs() + p_sink * E_delta
+        found["dsinks"] = E.sum((0, 2, 3))
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def truth_of(case: Case) -> dict[str, Tensor]:
     """The oracle's answer to a case, which a process computes once for all the meshes it is compared on."""
     return oracle(case, make(case))
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b|| in fp64; ||a - b|| where b is zero but for rounding (dq of a softmax over one key, say)."""
-    a, b = a.double(), b.double()
-    norm = float(b.norm())
-    return float((a - b).norm()) / (norm if norm > 1e-6 else 1.0)
+@functools.lru_cache(maxsize=256)
+def sizes_of(case: Case) -> dict[str, Tensor]:
+    """`sizes` of a case, likewise computed once."""
+    return sizes(case, make(case))
+
+
+def errors(case: Case, found: dict[str, Tensor], truth: dict[str, Tensor] | None = None) -> dict[str, float]:
+    """The error of each of `found` (out, dq, dk, dv, dsinks), in `units`; against the oracle, or another `truth`."""
+    expected, size = truth or truth_of(case), sizes_of(case)
+    return {name: units(y, expected[name], size[name], case.dtype) for name, y in found.items()}

@@ -13,9 +13,9 @@ back as a list in rank order:
 
 Ranks are forked from a server that has imported what they need (`PRELOAD`): imports cost once, not once a rank.
 
-Every task starts with a fresh default process group (groups and meshes of the task before are gone), seed 0 and one
-thread. A rank that raises is re-raised as `RankError`; a task that outlives its limit becomes `RankHang` with the
-stack of every rank that did not answer. In both cases the pool is usable afterwards.
+Every task starts with a fresh default process group (groups and meshes of the task before are gone), seed 0 and
+`THREADS` threads. A rank that raises is re-raised as `RankError`; a task that outlives its limit becomes `RankHang`
+with the stack of every rank that did not answer. In both cases the pool is usable afterwards.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ GRACE_S = 5.0
 MAX_THREADS = 64
 """Ranks with more threads are replaced before the next task. gloo has three for every group, one of which wakes a
 hundred times a second: groups that something still holds would come to take half a core from all tests."""
+
+THREADS = os.environ.get("OMP_NUM_THREADS", "1")
+"""Compute threads of each rank, here and where a test starts ranks of its own: one, or they fight for the cores."""
 
 DUMP_SIGNAL = signal.SIGUSR1
 
@@ -277,7 +280,7 @@ def _death(worker: _Worker) -> Failure:
 
 def _serve(rank: int, world_size: int, port: int, conn: Connection, dump: str, warm: tuple[str, ...]) -> None:
     """A rank's life: one task after the other until the parent is gone."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = THREADS
     for interface in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
         os.environ["GLOO_SOCKET_IFNAME"] = interface  # a machine's own name need not resolve to an address
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
@@ -306,7 +309,7 @@ def _die_with_parent() -> None:
 def _warm_up(warm: tuple[str, ...]) -> None:
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(THREADS))
     for name in warm:
         importlib.import_module(name)
     gc.collect()

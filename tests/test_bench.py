@@ -24,7 +24,7 @@ from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attenti
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.report import Measurement, as_toml, print_table
 from longspan.errors import LongspanError
-from tests.pool import RankPool
+from tests.pool import THREADS, RankPool
 
 ROOT = Path(__file__).parents[1]
 SIZES = [2.0**n for n in range(12, 27, 2)]
@@ -278,7 +278,7 @@ def test_two_ranks_from_the_command_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("reduce_scatter") == 2 and f"written to {out}" in done.stdout

@@ -16,6 +16,7 @@ from longspan.errors import LongspanError
 from longspan.launch import RankFailed, Stopped
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig
+from tests.pool import THREADS
 
 ROOT = Path(__file__).parents[1]
 
@@ -241,7 +242,7 @@ def test_torchrun_refuses_bad_input_once_although_its_first_rank_is_slow(tmp_pat
         "import os, sys, time\nfrom longspan.cli import main\n"
         "if os.environ['LOCAL_RANK'] == '0':\n    time.sleep(2)\nsys.exit(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
     flags = ["--data", "pydoc", "--config", str(ROOT / "examples" / "llama-tiny.json"), "--ulysses", "4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import longspan
 from longspan import exchange
 from tests.pool import RankPool
+from tests.tolerance import excess
 
 
 class _Block(nn.Module):
@@ -44,12 +45,13 @@ def _compare(q_heads: int, kv_heads: int, length: int, backend: str, ring: int =
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring))
     block = _Block(sp, q_heads, kv_heads, length)
     x = sp.shard(torch.randn(2, length, 32))
-    eager = _gradients(block, x)
+    eager, exact = _gradients(block, x), _gradients(block.double(), x.double())
+    block.float()  # the same weights as before: fp64 holds every number of fp32
     torch._dynamo.reset()
     compiled = _gradients(torch.compile(block, fullgraph=ring == 1, backend=backend), x)  # type: ignore[arg-type]
     for name, grad in eager.items():
         assert grad.abs().max() > 0, name
-        assert torch.allclose(compiled[f"_orig_mod.{name}" if name != "x" else name], grad, rtol=1e-4, atol=1e-5), name
+        assert excess(compiled[f"_orig_mod.{name}" if name != "x" else name], grad, exact[name]) <= 1, name
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads", "length"), [(4, 2, 16), (6, 3, 15), (4, 1, 16)])

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.pool import THREADS
+from tests.tolerance import last_place
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,13 +22,14 @@ def test_the_loop_of_ones_own_runs_and_does_not_depend_on_the_ranks() -> None:
     for ranks in (1, 2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         flags = ["--context", "201", "--steps", "2", "--ulysses", str(ranks)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
         command = [*torchrun, str(ROOT / "examples" / "finetune.py"), *flags]
         pipe = subprocess.PIPE
         runs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
     for run in runs:
         stdout, stderr = run.communicate(timeout=240)
         assert run.returncode == 0, stderr
-        losses.append([float(x) for x in re.findall(r"loss ([\d.]+)", stdout)])
-    assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        losses.append(re.findall(r"loss ([\d.]+)", stdout))
+    assert len(losses[0]) == len(losses[1]) == 2
+    for one, two in zip(*losses, strict=True):
+        assert abs(float(one) - float(two)) < 1.5 * last_place(one), losses  # the same, or the next decimal

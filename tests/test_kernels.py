@@ -18,10 +18,11 @@ from longspan.attention import flex, kernels, tiles
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
 from tests.counting import count_sent
-from tests.oracle import Case, make, options, oracle, relative_error
+from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
-from tests.test_ring import CASES, HARD, compare
+from tests.test_ring import CASES, HARD, _all_exact, compare
 from tests.test_ulysses import _sharding
+from tests.tolerance import MARGIN, excess
 
 longspan_attention = sys.modules["longspan.attention"]  # the module, not the function of that name
 
@@ -104,7 +105,7 @@ def test_flex_forward_takes_every_mask(name: str) -> None:
         out = longspan.attention(
             x["q"], x["k"], x["v"], _one(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
         )
-    assert relative_error(out, oracle(case, x)["out"]) < 2e-6
+    assert errors(case, {"out": out})["out"] <= MARGIN
 
 
 def _differentiable_flex(compiled: bool) -> Any:
@@ -123,7 +124,8 @@ def _differentiable_flex(compiled: bool) -> Any:
         x = x if score_mod is None else score_mod(x, b, h, i, j)
         allowed = block_mask.mask_mod(b, h, i, j).expand_as(x)
         highest = x.detach().masked_fill(~allowed, -1e30).amax(-1, keepdim=True)
-        weights = torch.where(allowed, (x - highest).exp(), 0)
+        # Masked before the exponential: where nothing is seen it is infinite, and its gradient 0 times that.
+        weights = torch.where(allowed, (x - highest).masked_fill(~allowed, 0).exp(), 0)
         total = weights.sum(-1)
         seen = total > 0
         safe = torch.where(seen, total, 1)
@@ -141,13 +143,13 @@ def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         return {name: compare(HARD[name], sp) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_flex_in_a_ring_has_the_gradients_of_the_whole(pool4: RankPool, ring: int) -> None:
     """Positions, weights of partial results and both gradients that reach a block are longspan's own."""
     names = FLEX if ring > 1 else [name for name in FLEX if "prefill" not in name]
     for found in pool4.run(_flex_ring, ring, names):
-        for name, errors in found.items():
-            assert max(errors.values()) <= 4e-6, (name, errors)
+        _all_exact(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,13 +192,13 @@ def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         return {name: compare(CASES[name], sp, "block") for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_tiles_as_on_a_gpu(pool4: RankPool, ring: int) -> None:
     """torch's flash attention for GPUs is called as its signature says, and what it leaves is written out."""
     names = [name for name, case in CASES.items() if case.dtype == torch.float32 and not name.startswith("long")]
     for found in pool4.run(_as_on_a_gpu, ring, names):
-        for name, errors in found.items():
-            assert max(errors.values()) <= 4e-6, (name, errors)
+        _all_exact(found)
 
 
 @pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 64), (2, 32)])
@@ -233,9 +235,10 @@ class _Table(torch.nn.Module):
         return self.weight[h, (q - kv).clamp(-3, 3) + 3]
 
 
-def _learnt(ring: int) -> Tensor:
+def _learnt(ring: int, dtype: torch.dtype = torch.float32) -> Tensor:
     sp = _sharding(dist.get_world_size() // ring, ring) if ring else _one()
-    x, table = make(Case(n=13)), _Table()
+    x, table = make(Case(n=13)), _Table().to(dtype)
+    x = {name: t.to(dtype) for name, t in x.items()}
     q, k, v = (sp.shard(x[name]) for name in "qkv")
     out = longspan.attention(q, k, v, sp, length=13, bias=table, kernel="eager")
     out.backward(sp.shard(x["grad"]))
@@ -247,11 +250,11 @@ def _learnt(ring: int) -> Tensor:
 
 
 def test_eager_learns_a_bias_on_every_mesh(pool4: RankPool) -> None:
-    single = _learnt(0)
+    single, exact = _learnt(0), _learnt(0, torch.float64)
     assert single.abs().max() > 0.1
     for ring in (1, 2, 4):
         for grad in pool4.run(_learnt, ring):
-            assert relative_error(grad, single) < 2e-6
+            assert excess(grad, single, exact) <= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from torch import Tensor
 import longspan
 from longspan.errors import LongspanError
 from longspan.mesh import OneDeviceMesh
-from tests.oracle import Case, make, oracle, relative_error
+from tests.oracle import Case, errors, make
 from tests.test_ulysses import CASES, run
+from tests.tolerance import MARGIN
 
 
 def _one() -> longspan.SequenceSharding:
@@ -25,8 +26,8 @@ def _one() -> longspan.SequenceSharding:
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_kernels_agree_with_the_oracle(kernel: str, name: str) -> None:
     case = CASES[name]
-    ours, truth = run(case, _one(), kernel), oracle(case, make(case))
-    assert max(relative_error(ours[part], truth[part]) for part in ours) <= 2e-6
+    found = errors(case, run(case, _one(), kernel))
+    assert max(found.values()) <= MARGIN, found
 
 
 @pytest.mark.parametrize("case", [Case(n=24), Case(n=24, window=5), Case(n=24, softcap=3.0), CASES["documents"]])
@@ -37,7 +38,7 @@ def test_flex_forward(case: Case) -> None:
             x["q"], x["k"], x["v"], _one(), window=case.window, documents=x.get("documents"), softcap=case.softcap,
             kernel="flex",
         )  # fmt: skip
-    assert relative_error(out, oracle(case, x)["out"]) < 1e-6
+    assert errors(case, {"out": out})["out"] <= MARGIN
 
 
 def test_flex_says_that_it_has_no_backward_on_cpu() -> None:
@@ -57,8 +58,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 
 def test_any_callable_is_a_kernel() -> None:
     case = Case(n=12)
-    ours, truth = run(case, _one(), _plain), oracle(case, make(case))
-    assert max(relative_error(ours[part], truth[part]) for part in ours) <= 2e-6
+    found = errors(case, run(case, _one(), _plain))
+    assert max(found.values()) <= MARGIN, found
     x = make(Case(n=12))
     with pytest.raises(LongspanError, match="the kernel _plain has no keyword window, which this attention needs"):
         longspan.attention(x["q"], x["k"], x["v"], _one(), window=3, kernel=_plain)
@@ -99,8 +100,8 @@ class _FlashAttn(types.ModuleType):
 def test_flash_attn_is_called_with_the_right_arguments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
     case = CASES[name]
-    ours, truth = run(case, _one(), "flash_attn"), oracle(case, make(case))
-    assert max(relative_error(ours[part], truth[part]) for part in ours) <= 2e-6
+    found = errors(case, run(case, _one(), "flash_attn"))
+    assert max(found.values()) <= MARGIN, found
 
 
 def test_flash_attn_cannot_do_sinks(monkeypatch: pytest.MonkeyPatch) -> None:

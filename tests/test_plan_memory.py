@@ -53,16 +53,16 @@ def test_memory_is_within_a_tenth(
     config = {**SMALL, **config}
     model = shape_from_config({"model_type": "llama", **config}, "test")
     plan = cost(model, Job(context=context, batch=mesh.data, **options), mesh, read_hardware("cpu"))
-    # At most twice: on a busy machine gloo's threads may hold what was sent for longer than they need it.
-    for _ in range(2):
-        measured = max(get_pool(mesh.gpus).run(peak_of_a_step, config, context, mesh, options, tmp_path))
-        if plan.memory_total_bytes == pytest.approx(measured, rel=0.10):
-            return
-    pytest.fail(f"{plan.memory_total_bytes} planned, {measured} measured: {plan.memory_bytes}")
+    measured = max(get_pool(mesh.gpus).run(peak_of_a_step, config, context, mesh, options, tmp_path))
+    assert plan.memory_total_bytes == pytest.approx(measured, rel=0.10), plan.memory_bytes
 
 
 def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
-    """Bytes of this rank's weights and optimizer state, and the rise above them in the second step."""
+    """Bytes of this rank's weights and optimizer state, and the rise above them in a step.
+
+    The lowest of three: what a rank needs is the same in each, but gloo's threads, when they get the processor late,
+    hold what was sent for longer than they need it, and that only adds.
+    """
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -92,11 +92,14 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     step()
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
     at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
-    recorded.export_chrome_trace(str(trace))
-    return at_rest + peak(json.loads(trace.read_text())["traceEvents"])
+    peaks = []
+    for _ in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
+            step()
+        trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
+        recorded.export_chrome_trace(str(trace))
+        peaks.append(peak(json.loads(trace.read_text())["traceEvents"]))
+    return at_rest + min(peaks)
 
 
 def peak(events: list[dict[str, Any]]) -> int:

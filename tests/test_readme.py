@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.pool import THREADS
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")] if p.is_file())
 
@@ -138,7 +140,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
         return
     # Blank lines before the code give a traceback the page's own line numbers.
     sources = [(str(page), "\n" * (block.line - 1) + block.source, block.runs) for block in blocks]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": THREADS}
     done = subprocess.run(
         [sys.executable, "-c", RUN_BLOCKS],
         input=json.dumps(sources),

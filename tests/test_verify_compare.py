@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -108,6 +109,28 @@ def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly()
         )
     )
     assert check.passed and check.sharded[3] == 0.0
+
+
+def test_where_terms_cancel_errors_are_relative_to_comparable_gradients() -> None:
+    right = Sums(sharded=1e-10, unsharded=1e-10, reference=1e4, elements=100)  # rounding of 1e-7
+    layer = {f"layers.0.{name}.weight": [right] for name in "abc"}
+    for reference in (0.0, 1e-28):  # zero but for the rounding of fp64
+        for unsharded in (0.0, 1e-10):  # one device may have it right by luck
+            cancelled = Sums(sharded=1e-10, unsharded=unsharded, reference=reference, elements=100)
+            check = judge({**layer, "layers.0.key.bias": [cancelled]}, FP32)[-1]
+            assert check.passed and check.sharded == pytest.approx((1e-7,))
+            wrong = dataclasses.replace(cancelled, sharded=1e-4)  # 1e-4 of its neighbours
+            assert not judge({**layer, "layers.0.key.bias": [wrong]}, FP32)[-1].passed
+    small = Sums(sharded=1e-18, unsharded=1e-18, reference=1e-4, elements=100)  # small, but no rounding
+    assert judge({**layer, "layers.0.small": [small]}, FP32)[-1].sharded == pytest.approx((1e-7,))
+
+
+def test_a_slice_that_should_be_zero_is_measured_beside_the_rest_of_its_tensor() -> None:
+    full, none = Sums(1e-10, 1e-10, 1e4, 100), Sums(1e-10, 0.0, 0.0, 100)
+    (check,) = judge({"w": [full, none]}, FP32)
+    assert check.passed and check.sharded[1] == pytest.approx(math.sqrt(1e-10 / 5e3))
+    (check,) = judge({"w": [full, dataclasses.replace(none, sharded=1e-4)]}, FP32)
+    assert not check.passed_on(1)
 
 
 def test_check_names_the_rank_that_is_furthest_over_its_limit() -> None:

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +30,14 @@ numbers of a cut `k_norm`. Faults in fp32 are hundreds to millions of times the 
 """
 
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+
+SHARPNESS = 1e-4
+"""The relative fault that an fp32 comparison must be able to see.
+
+The limit follows the rounding of the unsharded run, so it is only as small as the machine's arithmetic is good. Where
+"fp32" products are computed in bf16 or TF32, by a setting or a library's default, rounding is a thousand times that of
+fp32, and a comparison would pass faults of that size.
+"""
 
 _CHUNK_ELEMENTS = 1 << 24  # of the reference, sent at a time: 128 MiB in fp64, twice (reference and unsharded)
 
@@ -74,6 +83,12 @@ class Criterion:
     A slice of sixteen numbers may be right by luck, or small: `unsharded` is the unsharded run's error on the same
     slice, or what it would be if the noise in the whole tensor were spread evenly, whichever is larger. `floor` is
     likewise relative to the slice, or to the slice that an evenly spread tensor would have.
+
+    Some gradients are zero but for rounding, because their terms cancel: those of a bias of keys, which a softmax does
+    not see, or of queries and keys where each token attends to itself alone. An error relative to such a number says
+    nothing. What is smaller than `floor` times the gradients of its layer is therefore measured against those: errors
+    and the floor are relative to a slice of as many numbers of their typical size (the median of their root mean
+    squares). Likewise a slice that is as small beside the rest of its tensor.
     """
 
     factor: float
@@ -243,11 +258,17 @@ def judge(sums: dict[str, list[Sums]], criterion: Criterion) -> tuple[Check, ...
     of them all.
     """
     checks = []
+    totals = {name: functools.reduce(operator.add, per_rank) for name, per_rank in sums.items()}
+    typical = _typical_squares(totals)
     for name, per_rank in sums.items():
         group = name if name in ("loss", "logits") else group_of(name)
-        whole = functools.reduce(operator.add, per_rank)
-        errors, noise = [s.sharded_error for s in per_rank], [s.unsharded_error for s in per_rank]
-        limits = tuple(_limit(s, whole, criterion) for s in per_rank)
+        whole = totals[name]
+        sizes = [_size2(s, whole, typical.get(layer_of(name), 0.0), criterion) for s in per_rank]
+        errors, noise = (
+            [relative(error, size) for error, size in zip(squares, sizes, strict=True)]
+            for squares in ([s.sharded for s in per_rank], [s.unsharded for s in per_rank])
+        )
+        limits = tuple(_limit(s, whole, size, criterion) for s, size in zip(per_rank, sizes, strict=True))
         checks.append(_check(name, group, errors, noise, limits, per_rank))
         if name == "logits":
             errors, noise = [s.worst_row_sharded for s in per_rank], [s.worst_row_unsharded for s in per_rank]
@@ -256,14 +277,43 @@ def judge(sums: dict[str, list[Sums]], criterion: Criterion) -> tuple[Check, ...
     return tuple(checks)
 
 
-def _limit(part: Sums, whole: Sums, criterion: Criterion) -> float:
-    """The largest relative error of one rank's `part` that still counts as rounding; see `Criterion`."""
-    if part.reference == 0.0:
+def unsharp(checks: Iterable[Check]) -> float | None:
+    """The median limit of the gradients, where that is too wide for a fault of `SHARPNESS` in most of them; or None."""
+    limits = [max(check.limit) for check in checks if check.group not in ("loss", "logits")]
+    median = statistics.median(limits) if limits else 0.0
+    return median if median > SHARPNESS else None
+
+
+def _typical_squares(totals: dict[str, Sums]) -> dict[int | None, float]:
+    """Per layer (None for what is in no layer), the median over its gradients of the mean square of their numbers."""
+    squares: dict[int | None, list[float]] = {}
+    for name, whole in totals.items():
+        if name not in ("loss", "logits") and whole.elements:
+            squares.setdefault(layer_of(name), []).append(whole.reference / whole.elements)
+    return {layer: statistics.median(found) for layer, found in squares.items()}
+
+
+def _size2(part: Sums, whole: Sums, typical: float, criterion: Criterion) -> float:
+    """The square of what errors in one rank's `part` are relative to: its reference, or where terms cancel, theirs."""
+    terms, even = part.elements * typical, _even_share(part.reference, part, whole, whole.reference)
+    negligible = criterion.floor**2
+    if even < negligible * terms:
+        return terms
+    return even if part.reference < negligible * even else part.reference
+
+
+def _limit(part: Sums, whole: Sums, size2: float, criterion: Criterion) -> float:
+    """The largest error of one rank's `part`, relative to `size2`, that still counts as rounding; see `Criterion`."""
+    if size2 == 0.0:
         return criterion.floor
-    share = part.elements / whole.elements
-    noise = criterion.factor * math.sqrt(max(part.unsharded, share * whole.unsharded))
-    floor = criterion.floor * math.sqrt(max(part.reference, share * whole.reference))
-    return (noise + floor) / math.sqrt(part.reference)
+    noise = criterion.factor * math.sqrt(_even_share(part.unsharded, part, whole, whole.unsharded))
+    floor = criterion.floor * math.sqrt(max(size2, _even_share(part.reference, part, whole, whole.reference)))
+    return (noise + floor) / math.sqrt(size2)
+
+
+def _even_share(mine: float, part: Sums, whole: Sums, all_: float) -> float:
+    """`mine`, or what `part` would have of `all_` if that were spread evenly over the tensor, whichever is larger."""
+    return max(mine, part.elements / whole.elements * all_) if whole.elements else mine
 
 
 def _check(

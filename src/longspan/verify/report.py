@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from longspan.verify.compare import GROUP_ORDER, Check, Criterion
+from longspan.verify.compare import GROUP_ORDER, SHARPNESS, Check, Criterion, unsharp
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,8 +67,14 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every check and every equality holds."""
-        return all(check.passed for check in self.checks) and all(equal.passed for equal in self.equalities)
+        """Whether every check and every equality holds, and the checks are sharp enough to say so."""
+        held = all(check.passed for check in self.checks) and all(equal.passed for equal in self.equalities)
+        return held and self.unsharp is None
+
+    @property
+    def unsharp(self) -> float | None:
+        """In fp32, the typical limit where it is wider than the faults that must be seen; None where it is not."""
+        return unsharp(self.checks) if self.setup["dtype"] == "fp32" else None
 
     @property
     def exit_code(self) -> int:
@@ -104,7 +110,8 @@ def print_table(report: Report, file: IO[str] | None = None) -> None:
         )
     else:
         failed = sum(not check.passed for check in report.checks) + sum(not e.passed for e in report.equalities)
-        console.print(f"[bold red]FAIL[/]  {failed} of {_count(report)} disagree. {diagnosis(report)}", soft_wrap=False)
+        disagree = f"{failed} of {_count(report)} disagree. " if failed else ""
+        console.print(f"[bold red]FAIL[/]  {disagree}{diagnosis(report)}", soft_wrap=False)
 
 
 def _count(report: Report) -> str:
@@ -225,6 +232,12 @@ def _verdict(passed: bool) -> str:
 
 def diagnosis(report: Report) -> str:
     """One sentence on where a failing run goes wrong first, from what fails and what does not."""
+    if report.unsharp is not None:
+        return (
+            f"The unsharded fp32 run is itself so far from the wider one that a fault of {SHARPNESS:g} would not be "
+            f"seen (limit {report.unsharp:.1e}): its products are not computed in fp32. Look for "
+            f"torch.set_float32_matmul_precision, torch.backends.*.fp32_precision or ONEDNN_DEFAULT_FPMATH_MODE."
+        )
     failed = {check.name: check for check in report.checks if not check.passed}
     logits = failed.get("logits") or failed.get("logits, worst token")
     if logits is not None:
