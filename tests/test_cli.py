@@ -128,13 +128,101 @@ def test_a_flag_with_underscores_wins_too(tmp_path: Path) -> None:
         ("ulyses = 4", r"unknown key 'ulyses'; did you mean 'ulysses'\?"),
         ("zzz = 4", r"unknown key 'zzz'; there are data, model, config, "),
         ("[train]\nulysses = 4", r"unknown key 'train'; "),
-        ("lr = {a = 1}", r"lr is a dict; give text, a number, true, false or a list"),
+        ("lr = {a = 1}", r"line 1: lr = {'a': 1} will not do: give a number"),
         ("ulysses = ", r"run\.toml is not TOML: "),
+        ("lr = 1\nsave_every = 3\nsave-every = 4", r"line 3: save-every says again what stands in .*line 2 in another"),
+        ("lr = 1\nlr = 2", r"is not TOML: .*line 2"),
+        ("# first\nlr = '0.1'", r"line 2: lr = '0.1' will not do: give a number"),
+        ("steps = 1.5", r"line 1: steps = 1.5 will not do: give a whole number"),
+        ("steps = '8kk'", r"steps = '8kk' will not do: '8kk' is not an integer"),
+        ("steps = true", r"steps = True will not do"),
+        ("fsdp = 'no'", r"fsdp = 'no' will not do: give true or false"),
+        ("out = 5", r"out = 5 will not do: give a path"),
+        ("data = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] will not do: give text"),
+        ("betas = [0.9]", r"betas = \[0.9\] will not do: give a list of 2 numbers"),
+        ("betas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
+        ("betas = [0.9, '--lr=9']", r"give a number"),
+        ("schedule = 'Linear'", r"schedule = 'Linear' will not do: choose one of 'cosine', 'linear', 'constant'"),
+        ("'lr=3 --steps' = 1", r"unknown key 'lr=3 --steps'"),
+        ("no-fsdp = true", r"unknown key 'no-fsdp'; did you mean 'fsdp'"),
+        ("from = 'x.toml'", r"unknown key 'from'"),
+        ('out = "a\\u0000b"', r"NUL byte"),
+        ("lr = " + "[" * 20_000, r"nested too deeply"),
+        ("steps = " + "1" * 5000, r"is not TOML"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(LongspanError, match=message):
         _parse("--from", _file(tmp_path, text))
+
+
+def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'data = "--steps"\nmodel = "--no-fsdp"\ntokenizer = "--lr=7"\nout = "--help"')
+    config = _parse("--from", path)
+    assert (config.data, config.model, config.tokenizer, config.out) == (
+        "--steps",
+        "--no-fsdp",
+        "--lr=7",
+        Path("--help"),
+    )
+    assert (config.steps, config.fsdp, config.lr) == (1000, True, 3e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lr", "nan"], "--lr must be finite and above 0, got nan"),
+        (["--lr", "inf"], "--lr must be finite and above 0, got inf"),
+        (["--clip", "nan"], "--clip must be finite and at least 0, got nan"),
+        (["--weight-decay=-inf"], "--weight-decay must be finite and at least 0, got -inf"),
+        (["--betas", "0.9", "1"], "--betas must be below 1, got 1.0"),
+        (["--betas", "nan", "0.9"], "--betas must be at least 0 and below 1, got nan"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--seed", str(1 << 63)], "--seed must be at most 9,223,372,036,854,775,807, got 9223372036854775808"),
+        (["--steps", "9" * 25], "--steps must be at most 1,099,511,627,776, got"),
+        (["--ulysses", "70000"], "--ulysses must be at most 65,536, got 70000"),
+        (["--ring", "300", "--ulysses", "300"], "--ring 300 --ulysses 300 must be at most 65,536, got 90000"),
+        (["--config", "nope.json"], "--config nope.json does not exist"),
+        (["--data", "./gone"], "--data ./gone is neither a file nor a directory"),
+        (["--data", "gone/"], "--data gone/ is neither"),
+        (["--tokenizer", "a/b/c"], "--tokenizer a/b/c does not exist, and no name on the Hugging Face hub either"),
+        (["--data=~nobody-of-this-name/x"], "no user of that name"),
+        (["--data", "x" * 5000], "is too long for a path"),
+        (["--out", "/proc/version/out"], "cannot be written"),
+        (["--text-field", ""], "--text-field is empty"),
+    ],
+)
+def test_values_out_of_range_are_refused_and_leave_nothing(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is any hub asked."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("asked the net"))
+    monkeypatch.chdir(tmp_path)
+    model = str(ROOT / "examples" / "llama-tiny.json")
+    assert cli.main(["train", "--config", model, "--data", "pydoc", "--context", "64", *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1, error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_out_of_range_in_a_file_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _file(tmp_path, 'data = "pydoc"\nconfig = "x.json"\n\nlr = nan\nsteps = 0')
+    assert cli.main(["train", "--from", path, "--steps", "3"]) == 2
+    assert capsys.readouterr().err.endswith(f"got nan (given in {path}, line 4)\n")
+    assert cli.main(["train", "--from", path, "--lr", "1", "--steps", "-3"]) == 2
+    assert capsys.readouterr().err.endswith("got -3\n")
+
+
+def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
+    """`longspan plan ... | head -1`: no traceback, no word of a lost peer."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "longspan", "plan", "--model", "llama-3.1-8b", "--gpus", "64", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 128 + 13
 
 
 def test_a_missing_file_is_refused() -> None:

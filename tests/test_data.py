@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from longspan.data import (
     load_tokenizer,
     prefetch,
 )
+from longspan.data.source import Place
 from longspan.data.tokens import split_text
 from longspan.errors import LongspanError
 
@@ -309,7 +311,7 @@ def test_a_missing_field_is_refused_with_those_there_are(folder: Path) -> None:
     _refused(
         r"has no field 'body'; it has 'text', 'n': choose one .*--text-field", folder / "d.parquet", text_field="body"
     )
-    _refused(r"the field 'n' .* holds int, not text", folder / "d.parquet", text_field="n")
+    _refused(r"the field 'n' .* holds int64, not text", folder / "d.parquet", text_field="n")
 
 
 def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
@@ -319,6 +321,93 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     _refused(r"--data .*b\.jsonl cannot be read", tmp_path / "b.jsonl")
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe latin")
     _refused(r"--data .*c\.txt cannot be read: UnicodeDecodeError", tmp_path / "c.txt")
+
+
+def test_rows_without_the_field_are_counted_and_refused(tmp_path: Path) -> None:
+    rows = [{"text": "there"} if i % 2 else {"body": "not there"} for i in range(7)]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    _refused(r"a\.jsonl: 4 of 7 rows have no field 'text', the first in line 1; line 1 has 'body'", tmp_path)
+    late = [{"text": "x" * 1000}] * 1500 + [{"Text": "late"}]  # behind what is looked at beforehand
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, late)))
+    assert _documents(DocumentSource(str(tmp_path), shuffle=0), 1500)
+    with pytest.raises(LongspanError, match=r"1 of 1501 rows have no field 'text', the first in line 1501; .*'Text'"):
+        _documents(DocumentSource(str(tmp_path), shuffle=0), 1501)
+    for line, said in (
+        ('{"text": 3}', r"line 2, holds int, not text"),
+        ("[1]", r"line 2 holds \[1\], not an object"),
+        ('{"text": "\\ud800"}', r"line 2 is not JSON in UTF-8 \(UnicodeEncodeError"),
+        ('{"text": ' + "[" * 100_000, r"line 2 is not JSON"),
+    ):
+        (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n' + line)
+        _refused(said, tmp_path)
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": ""}\r\n\n{"text": null}\n{"text": "the only one \\u00e4"}')
+    assert _documents(DocumentSource(str(tmp_path)), 2) == ["the only one ä"] * 2
+
+
+def test_a_file_whose_columns_are_others_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "a.txt").write_text("one of 51")
+    pq.write_table(pa.table({"body": ["x"] * 50}), tmp_path / "b.parquet")
+    _refused(r"b\.parquet has no field 'text'; it has 'body'", tmp_path)
+    pq.write_table(pa.table({"text": [1] * 50}), tmp_path / "b.parquet")
+    _refused(r"the field 'text' of --data .*b\.parquet holds int64, not text", tmp_path)
+    for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        column = pa.array(["y", None, "z"], pa.string()).cast(kind)
+        pq.write_table(pa.table({"n": [1, 2, 3], "text": column}), tmp_path / "b.parquet")
+        assert _documents(DocumentSource(str(tmp_path), shuffle=0), 3) == ["one of 51", "y", "z"]
+
+
+@pytest.mark.parametrize("name", ["a*.txt", "[ab].txt", "what?.txt", "{a,b}.txt", "a::b.txt", "**.txt", "x y.jsonl"])
+def test_a_name_of_a_file_is_no_pattern(name: str, tmp_path: Path) -> None:
+    mine = json.dumps({"text": "mine"}) if name.endswith(".jsonl") else "mine"
+    for other in ("ab.txt", "a.txt", "b.txt", "whatx.txt"):
+        (tmp_path / other).write_text("another's")
+    (tmp_path / name).write_text(mine)
+    assert _documents(DocumentSource(str(tmp_path / name)), 3) == ["mine"] * 3
+    assert _documents(DocumentSource(str(tmp_path)), 5).count("mine") == 1
+
+
+def test_what_is_no_file_is_named_and_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("there")
+    odd = tmp_path / "b.txt"
+    odd.symlink_to("gone.txt")
+    _refused(r"b\.txt is a link to gone\.txt, which does not exist", tmp_path)
+    odd.unlink()
+    os.mkfifo(odd)
+    _refused(r"b\.txt is no regular file", tmp_path)
+    odd.unlink()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    _refused(r"would be read twice, by a link", tmp_path)
+    (tmp_path / "loop").unlink()
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "c.txt").write_text("linked")
+    (tmp_path / "linked").symlink_to(elsewhere)
+    assert _documents(DocumentSource(str(tmp_path), shuffle=0), 2) == ["there", "linked"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("there")
+    (tmp_path / "closed").mkdir(mode=0)
+    _refused(r"closed cannot be listed: Permission denied", tmp_path)
+    (tmp_path / "closed").rmdir()
+    (tmp_path / "a.txt").chmod(0)
+    _refused(r"a\.txt cannot be read: permission denied", tmp_path)
+
+
+def test_a_path_that_is_not_there_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    for data in ("gone.jsonl", "./gone", "/gone", "a/b/c", "gone/", "hf://datasets/x/y", "a b"):
+        _refused(r"is neither a file nor a directory, and as the name of a dataset it cannot be meant", data)
+
+
+def test_a_place_of_another_version_is_refused(folder: Path) -> None:
+    place = Place(reader={"examples_iterable": {"shard_idx": 0}})
+    with pytest.raises(LongspanError, match=r"was written by another version of longspan"):
+        next(DocumentSource(str(folder)).documents(place))
 
 
 def test_a_negative_shuffle_is_refused() -> None:

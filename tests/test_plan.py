@@ -31,7 +31,9 @@ from longspan.plan import (
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
 from longspan.plan.compute import attended_pairs, layer_work
+from longspan.plan.curves import contexts, gpu_counts
 from longspan.plan.hardware import OPS
+from longspan.plan.models import CONFIGS
 from longspan.plan.report import SCHEMA, command, plan_dict, to_dict
 from longspan.plan.search import meshes, refusal
 from longspan.plan.shapes import ModelShape, shape_from_config
@@ -225,6 +227,23 @@ def test_the_command_is_one_that_train_takes(gpus: int, ring: int) -> None:
     assert words[0] == ("longspan" if gpus == 4 else "torchrun")
 
 
+def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    """As a shell reads it, not only as `shlex` does: spaces, quotes, a variable, a command in a path."""
+    folder = tmp_path / "my 'best' \"model\" $HOME `id`;#"
+    folder.mkdir()
+    file = folder / "config.json"
+    file.write_text(json.dumps({**CONFIGS["qwen3-0.6b"]}))
+    for given in (file, folder):
+        best = search(read_model(str(given)), Job(context=8192), 2, A100).recommended
+        assert best is not None
+        script = f"printf '%s\\n' {command(best)}"
+        words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+        config = parse(TrainConfig, words[2:], prog="longspan train", summary="x y")
+        assert config.config == file
+    odd = replace(best, model=replace(best.model, name="-x.json"))
+    assert "--config ./-x.json" in str(command(odd))
+
+
 def test_no_command_for_what_this_version_does_not_run() -> None:
     for job, mesh in (
         (Job(context=8192, mode="prefill"), Mesh(ulysses=2)),
@@ -318,6 +337,19 @@ def test_layers_may_go_round_in_different_ways() -> None:
         assert cost(model, of_job, mesh, A100).ring_impl is None
 
 
+def test_a_search_is_bounded_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpus in ("16385", "1048576", "9" * 20):
+        assert main(["plan", "--model", "llama-2-7b", "--gpus", gpus]) == 2
+        assert f"--gpus must be at most 16,384, got {gpus}" in capsys.readouterr().err
+    with pytest.raises(LongspanError, match=r"gpus must be at most 16,384, got 1048576"):
+        search(LLAMA, Job(context=8192), 1 << 20, A100)
+    found = search(LLAMA, Job(context=1 << 20), 1 << 14, A100)
+    assert found.plans and any("longer than the 2048 ranks that are planned" in reason for _, reason in found.rejected)
+    with pytest.raises(LongspanError, match=r"context must be at most 1,099,511,627,776"):
+        Job(context=10**13)
+    assert max(gpu_counts(1 << 13)) == 1 << 14 and max(contexts(Job(context=1 << 40))) == 1 << 40
+
+
 def test_rings_of_thousands_are_planned() -> None:
     """A table of ranks x ranks would take minutes."""
     for layout in ("zigzag", "contiguous"):
@@ -388,6 +420,23 @@ def test_measured_links_go_first(tmp_path: Path) -> None:
         (TOML.replace("flops = 1e12\n", ""), "has no flops"),
         (TOML.partition("[inter]")[0], "has no [inter]"),
         ("= 3", "is not TOML"),
+        (TOML.replace("1e-4", "-1e-4"), "line 9: intra.latency = -0.0001 must be at least 0"),
+        (TOML.replace("1e-4", "nan"), "line 9: intra.latency = nan must be finite and at least 0"),
+        (TOML.replace("1e-4", "{all_reduce = 'x'}"), "line 9: intra.latency.all_reduce = 'x' must be a number"),
+        (TOML.replace("1e-4", "{all_redcue = 1}"), "did you mean 'all_reduce'?"),
+        (
+            TOML.replace("bandwidth = 1e9", "bandwidth = inf"),
+            "line 11: inter.bandwidth = inf must be finite and above 0",
+        ),
+        (TOML.replace("24e9", "inf"), "line 3: memory_bytes = inf must be finite and at least 0"),
+        (TOML.replace("= 4", "= 4.5"), "line 6: gpus_per_node = 4.5 must be an integer"),
+        ("overlaps = 'no'\n" + TOML, "line 1: overlaps = 'no' must be true or false"),
+        ("like = 3\n" + TOML, "line 1: like = 3 must be text"),
+        ("links = 3\n" + TOML, "line 1: links = 3 must be a table"),
+        (TOML + "[links.ulises.p2p]\nlatency = 1\nbandwidth = 1\n", "did you mean 'ulysses'?"),
+        (TOML + "[links.ring.p2p]\nlatency = -1\nbandwidth = 1\n", "links.ring.p2p.latency = -1 must be at least 0"),
+        (TOML + "[links.ring]\np2p = 3\n", "links.ring.p2p = 3 must be a table"),
+        ("a = " + "[" * 20000, "nested too deeply"),
     ],
 )
 def test_bad_hardware_files(tmp_path: Path, text: str, said: str) -> None:
@@ -396,6 +445,19 @@ def test_bad_hardware_files(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(LongspanError) as error:
         read_hardware(str(path))
     assert said in str(error.value)
+
+
+def test_hardware_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
+    me, other = tmp_path / "me.toml", tmp_path / "other.toml"
+    me.write_text(f'like = "{me}"')
+    with pytest.raises(LongspanError, match=r"`like` leads back to .*me\.toml -> .*me\.toml"):
+        read_hardware(str(me))
+    me.write_text(f'like = "{other}"')
+    other.write_text(f'like = "{tmp_path}/./me.toml"')
+    with pytest.raises(LongspanError, match=r"me\.toml -> .*other\.toml -> .*me\.toml; name the catalogue"):
+        read_hardware(str(me))
+    other.write_text('like = "h100"\nflops = 1e12')
+    assert read_hardware(str(me)).flops == 1e12
 
 
 @pytest.mark.parametrize(
@@ -410,7 +472,11 @@ def test_bad_hardware_files(tmp_path: Path, text: str, said: str) -> None:
         (["--model", "llama-2-7b", "--batch", "0"], "batch=0 must be"),
         (["--model", "llama-2-7b", "--tiled-mlp", "0"], "tiled-mlp=0 must be"),
         (["--model", "llama-2-7b", "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
+        (["--model", "llama-2-7b", "--efficiency", "nan"], "--efficiency must be above 0 and at most 1, got nan"),
         (["--model", "llama-2-7b", "--offload"], "give both"),
+        (["--model", "llama-2-7b", "--html", "."], "--html . is a folder; give a file, such as --html plan.html"),
+        (["--model", "~nobody-of-this-name/x"], "no user of that name"),
+        (["--model", "x" * 5000], "is too long for a path"),
     ],
 )
 def test_bad_input_is_one_clear_line(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -322,7 +322,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert _unreadable(file).startswith(f"{file} is not JSON (Expecting property name")
     assert _unreadable(file).endswith("; give the config.json of a Hugging Face model")
     file.write_bytes(b"\xff\xfe{}")
-    assert _unreadable(file).startswith(f"{file} is not JSON ('utf-8' codec")
+    assert _unreadable(file).startswith(f"--model {file} cannot be read: it is no UTF-8 text")
     file.write_text("[1, 2]")
     assert _unreadable(file) == (
         f"{file} holds a JSON list, not an object; give the config.json of a Hugging Face model"

@@ -405,7 +405,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
     _refused(config, r"for each of the 8 ranks", context=7, ring=2, ulysses=4, batch=1)
     _refused(config, r"--ring must be at least 1, got 0", ring=0)
     _refused(config, r"mesh: --data-degree 1 --ring 3 --ulysses 2 needs 6", nproc=3, ring=3, ulysses=2)
-    _refused(config, r"--lr 0 must be above 0", lr=0)
+    _refused(config, r"--lr must be above 0, got 0", lr=0)
     _refused(config, r"--warmup 7 is longer than the run of --steps 6", warmup=7)
     _refused(
         config,
@@ -418,7 +418,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
 def test_models_and_tokenizers_that_do_not_fit_are_refused(config: TrainConfig, tmp_path: Path) -> None:
     _refused(config, r"--context 513 is longer than the 512 positions .*give --context 512 or less, or", context=513)
     _refused(config, r"--model no/such: no model config can be read there", config=None, model="no/such")
-    _refused(config, r"--config .*no\.json: no model config can be read", config=tmp_path / "no.json")
+    _refused(config, r"--config .*no\.json does not exist; give the path", config=tmp_path / "no.json")
     small = tmp_path / "config.json"
     small.write_text(json.dumps(LLAMA | {"vocab_size": 300}))
     _refused(config, r"--tokenizer bytes has 384 ids, the model's vocabulary only 300", config=small)
@@ -431,9 +431,32 @@ def test_data_is_checked_before_any_rank_starts(config: TrainConfig, tmp_path: P
     _refused(config, r"neither a file nor a directory", data=str(tmp_path / "none.txt"))
 
 
+def test_what_is_refused_leaves_no_folder(config: TrainConfig, tmp_path: Path) -> None:
+    for changes in ({"context": 513}, {"data": "gone.txt"}, {"lr": float("nan")}, {"tokenizer": "./gone"}):
+        _refused(config, "", **changes)
+        assert not config.out.exists(), changes
+
+
 def test_an_output_folder_that_cannot_be_written_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _refused(config, r"--out .* cannot be written", out=tmp_path / "file")
+
+
+@pytest.mark.parametrize("seed", [20261122, (1 << 63) - 1])
+def test_any_seed_trains(config: TrainConfig, seed: int) -> None:
+    _train(dataclasses.replace(config, seed=seed, steps=2, batch=1, save_every=0, export="never"))
+    assert len(_losses(config.out)) == 2
+
+
+def test_every_rank_and_step_has_a_seed_of_its_own() -> None:
+    from longspan.train.loop import step_seed
+
+    largest = (1 << 63) - 1
+    drawn = {step_seed(s, step, rank) for s in (0, 1, largest) for step in (0, 1, 1 << 30) for rank in (0, 1, 1 << 16)}
+    assert len(drawn) == 27
+    for seed in drawn:
+        torch.manual_seed(seed)
+    assert step_seed(3, 4, 5) == 3800777695958491832  # a resumed run draws what it would have drawn
 
 
 def test_a_rank_that_reads_other_data_is_caught(config: TrainConfig, pool2: RankPool) -> None:

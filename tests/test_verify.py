@@ -644,7 +644,7 @@ def test_no_memory_for_the_reference_is_said_on_every_rank_with_the_way_out(
         ({"config": "mixtral", "dtype": "bf16"}, r"mixtral.json has 4 experts: .* --dtype fp32"),
         ({"data": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
         ({"data": "/no/such/text.txt"}, "/no/such/text.txt"),
-        ({"config": Path("/no/such/config.json")}, "--config /no/such/config.json: no model config can be read there"),
+        ({"config": Path("/no/such/config.json")}, "--config /no/such/config.json does not exist; give the path"),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(

@@ -6,19 +6,21 @@ code. Only the command that is asked for is imported, and none of them imports t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
 import signal
 import sys
-import tomllib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from longspan.checked import check_text, path_of, read_toml, spell
 from longspan.errors import LongspanError
 
 #: Command: (module, its config class, what it does).
@@ -64,15 +66,20 @@ def _run(command: str, args: list[str]) -> int:
     from longspan.launch import RankFailed, Stopped, is_first_rank_here, let_first_rank_speak
 
     code, why = 0, ""
+    origins: dict[str, str] = {}
     try:
         if command not in COMMANDS:
-            raise LongspanError(f"there is no command {command!r}; {_nearest(command, COMMANDS)}")
+            raise LongspanError(f"there is no command {spell(command)}; {_nearest(command, COMMANDS)}")
         module_name, config_name, text = COMMANDS[command]
         module = importlib.import_module(module_name)
-        config = parse(getattr(module, config_name), args, prog=f"longspan {command}", summary=text)
+        config_class = getattr(module, config_name)
+        config, origins = _parse(config_class, args, prog=f"longspan {command}", summary=text)
         code = int(module.run(config))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _nobody_reads()
     except LongspanError as error:
-        code, why = 2, f"longspan: error: {error}\n"
+        code, why = 2, f"longspan: error: {error}{_origin(str(error), origins)}\n"
     except RankFailed as error:
         code, why = 1, f"{error.details}longspan: error: {error}\n"
     except Stopped as stop:  # nobody waits: an agent that was told to stop would wait for them
@@ -89,21 +96,42 @@ def _run(command: str, args: list[str]) -> int:
     return code
 
 
+def _nobody_reads() -> int:
+    """Whoever read stdout has gone (`longspan plan ... | head -1`): end as any program of a pipe does, quietly."""
+    with contextlib.suppress(OSError, ValueError):  # what is still in the buffer has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+def _origin(message: str, origins: dict[str, str]) -> str:
+    """Where a value stands that an error names by its flag, if a file gave it."""
+    named = re.match(r"--([a-z][a-z-]*)", message)
+    found = origins.get(named[1]) if named else None
+    return f" (given in {found})" if found else ""
+
+
 def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) -> Any:
     """Make a config from flags, and from the file that `--from` names; flags win over the file.
 
     Integers may be written with k (1024) or M (1024 * 1024): `--context 128k`.
 
     Raises:
-        LongspanError: for a file that cannot be read or has unknown keys.
+        LongspanError: for a file that cannot be read, has unknown or doubled keys, or values of another type.
         SystemExit: with code 2 for wrong flags, said by tyro; with 0 after --help.
     """
+    return _parse(config_class, args, prog=prog, summary=summary)[0]
+
+
+def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) -> tuple[Any, dict[str, str]]:
+    """`parse`, and where in the file the values stand that it gave, by flag."""
     import tyro
 
     from longspan.launch import is_first_rank_here
 
     path, flags = _take_from(args)
-    in_file = _flags_of_file(config_class, path, given=flags) if path is not None else []
+    for flag in flags:
+        check_text("the argument", flag)
+    in_file, origins = ({}, {}) if path is None else _values_of_file(config_class, path)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_plain_rule)
     description = f"{summary[0].upper()}{summary[1:]}.\n\n{_doc(config_class)}"
@@ -127,9 +155,36 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
         ],
         frozen=True,
     )
-    said_here, given = is_first_rank_here(), flags + in_file
+    # What a file gives takes the place of the defaults, as values and not as words: so no text in it can be a flag.
+    required = [
+        field.name
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    defaults = config_class(**{**dict.fromkeys(required, tyro.MISSING), **in_file})
+    said_here = is_first_rank_here()
     with registry:
-        return tyro.cli(whole, args=given, prog=prog, description=description, console_outputs=said_here).config
+        found = tyro.cli(
+            whole,
+            args=flags,
+            default=whole(config=defaults),
+            prog=prog,
+            description=description,
+            console_outputs=said_here,
+        )
+    config = _at_home(found.config)
+    given = {re.sub(r"^--(no-)?|=.*$", "", arg, flags=re.DOTALL).replace("_", "-") for arg in flags}
+    return config, {name: where for name, where in origins.items() if name not in given}
+
+
+_SOURCES = ("data", "model", "tokenizer", "gpu", "resume")
+
+
+def _at_home(config: Any) -> Any:
+    """`~` is the home folder in what may be a path or a name, too: a shell expands it in `--data ~/x` only."""
+    texts = {name: getattr(config, name, None) for name in _SOURCES}
+    changed = {name: str(path_of(f"--{name}", text)) for name, text in texts.items() if text and text.startswith("~")}
+    return dataclasses.replace(config, **changed) if changed else config
 
 
 def _doc(config_class: type[Any]) -> str:
@@ -143,44 +198,60 @@ def _take_from(args: list[str]) -> tuple[Path | None, list[str]]:
         if arg == "--from":
             if index + 1 == len(args):
                 raise LongspanError("--from needs a file: --from run.toml")
-            path, rest = Path(args[index + 1]), args[:index] + args[index + 2 :]
+            path, rest = path_of("--from", args[index + 1]), args[:index] + args[index + 2 :]
         elif arg.startswith("--from="):
-            path, rest = Path(arg.removeprefix("--from=")), args[:index] + args[index + 1 :]
+            path, rest = path_of("--from", arg.removeprefix("--from=")), args[:index] + args[index + 1 :]
     if any(arg == "--from" or arg.startswith("--from=") for arg in rest):
         raise LongspanError("--from is given twice; give one file")
     return path, rest
 
 
-def _flags_of_file(config_class: type[Any], path: Path, given: list[str]) -> list[str]:
-    """The file's values as flags, but for those that the command line gives itself."""
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise LongspanError(f"--from {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise LongspanError(f"--from {path} is not TOML: {error}") from error
-    names = [field.name.replace("_", "-") for field in dataclasses.fields(config_class)]
-    overridden = {re.sub(r"^--(no-)?|=.*$", "", arg).replace("_", "-") for arg in given if arg.startswith("--")}
-    flags: list[str] = []
-    for key, value in values.items():
-        name = key.replace("_", "-")
-        if name not in names:
-            raise LongspanError(f"--from {path}: unknown key {key!r}; {_nearest(name, names)}")
-        if name not in overridden:
-            flags += _as_flag(name, value, path)
-    return flags
+def _values_of_file(config_class: type[Any], path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The file's values by field, and where each stands by flag."""
+    file = read_toml("--from", path)
+    kinds = typing.get_type_hints(config_class)
+    names = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(config_class)}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, value in file.values.items():
+        flag = key.replace("_", "-")
+        if flag not in names:
+            raise file.error(f"unknown key {spell(key)}; {_nearest(flag, names)}", key)
+        if flag in origins:
+            raise file.error(f"{key} says again what stands in {origins[flag]} in another spelling; keep one", key)
+        try:
+            values[names[flag]] = _typed(kinds[names[flag]], value)
+        except ValueError as error:
+            raise file.error(f"{key} = {spell(value)} will not do: {error}", key) from error
+        origins[flag] = file.where(key)
+    return values, origins
 
 
-def _as_flag(name: str, value: Any, path: Path) -> list[str]:
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    if isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    if isinstance(value, str | int | float):
-        return [f"--{name}", str(value)]
-    raise LongspanError(
-        f"--from {path}: {name} is a {type(value).__name__}; give text, a number, true, false or a list"
-    )
+def _typed(kind: Any, value: Any) -> Any:
+    """A value of a TOML file as the type of its field. Raises ValueError with what is wanted."""
+    arguments = [t for t in typing.get_args(kind) if t is not type(None)]
+    origin = typing.get_origin(kind)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in arguments:
+            raise ValueError(f"choose one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin is tuple:
+        several = arguments[-1] is Ellipsis
+        if not isinstance(value, list) or not value or not (several or len(value) == len(arguments)):
+            raise ValueError(f"give a list of {'' if several else f'{len(arguments)} '}numbers")
+        return tuple(_typed(arguments[0], item) for item in value)
+    if len(arguments) == 1:  # what may be left out
+        return _typed(arguments[0], value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int | str) and not isinstance(value, bool):
+        return parse_integer(value) if isinstance(value, str) else value
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if kind in (str, Path) and isinstance(value, str):
+        return check_text("the value", value) if kind is str else path_of("the path", value)
+    wanted = {bool: "true or false", int: 'a whole number (or "8k")', float: "a number", str: "text", Path: "a path"}
+    raise ValueError(f"give {wanted[kind]}")
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -196,9 +267,13 @@ def _plain_rule(info: Any) -> Any:
     inner = [t for t in typing.get_args(kind) if t is not type(None)]
     if len(inner) == 1 and len(typing.get_args(kind)) == 2:
         kind = inner[0]
-    elif kind is not int:
+    elif kind not in (int, Path):
         return None
-    readers: dict[Any, tuple[str, Any]] = {int: ("INT", parse_integer), str: ("STR", str), Path: ("PATH", Path)}
+    readers: dict[Any, tuple[str, Any]] = {
+        int: ("INT", parse_integer),
+        str: ("STR", str),
+        Path: ("PATH", lambda text: path_of("the path", text)),
+    }
     if kind not in readers:
         return None
     metavar, read = readers[kind]
@@ -217,7 +292,7 @@ def parse_integer(text: str) -> int:
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(r"([+-]?[\d_]+)([kKmM]?)", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not an integer (128k and 1M are 131072 and 1048576)")
+    match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)([kKmM]?)", text.strip())
+    if match is None or len(match[1]) > 30:
+        raise ValueError(f"{spell(text)} is not an integer (128k and 1M are 131072 and 1048576)")
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]

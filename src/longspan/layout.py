@@ -7,6 +7,7 @@ a ring (`Routes`), and the heads it computes inside an attention (`split_heads`)
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -157,12 +158,12 @@ def _shortest_way(block: int, ranks: Collection[int], size: int) -> tuple[int, i
     """Hops of a block to the right and to the left that reach all `ranks`."""
     if len(ranks) == size:
         return size - 1, 0
-    offsets = sorted((rank - block) % size for rank in ranks if rank != block)
-    # The first k of them are reached to the right, the others to the left.
-    ways = [
-        ((offsets[k - 1] if k else 0), (size - offsets[k] if k < len(offsets) else 0)) for k in range(len(offsets) + 1)
-    ]
-    return min(ways, key=lambda way: (way[0] + way[1], -way[0]))
+    stops = [0, *sorted([(rank - block) % size for rank in ranks if rank != block]), size]
+    # Right up to one of them, and left for the others: what need not be travelled is the gap between. The widest; of
+    # equal ones the last, which goes further to the right.
+    gaps = list(map(operator.sub, stops[1:], stops))
+    widest = len(gaps) - 1 - gaps[::-1].index(max(gaps))
+    return stops[widest], size - stops[widest + 1]
 
 
 SMALL = 1 << 20

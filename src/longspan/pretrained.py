@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from longspan.checked import existing_path, means_a_path, read_text, spell
 from longspan.errors import LongspanError
+
+
+def check_source(flag: str, name: str, *, local: bool = False) -> None:
+    """Refuse what names neither a file or folder here nor, by its form, anything on the Hugging Face hub.
+
+    The hub is asked only for what can be a name there: a path with a slip in it is said at once.
+
+    Args:
+        flag: the option that named it, for messages.
+        name: what is to be read.
+        local: whether it must be here.
+
+    Raises:
+        LongspanError: with the way out.
+    """
+    path = existing_path(flag, name)
+    if path is None and (local or means_a_path(name)):
+        hub = "" if local else ", and no name on the Hugging Face hub either (NAME or OWNER/NAME)"
+        raise LongspanError(f"{flag} {name} does not exist{hub}; give the path of a file or folder that is there")
 
 
 def read_model_config(flag: str, name: str, context: int) -> Any:
@@ -16,14 +37,21 @@ def read_model_config(flag: str, name: str, context: int) -> Any:
         context: tokens of the sequences it is for.
 
     Raises:
-        LongspanError: if there is none, or its position range is shorter than the context.
+        LongspanError: if there is none, it is no language model's, or its position range is shorter than the context.
     """
+    check_source(flag, name, local=flag == "--config")
+    _check_json(flag, name)
     from transformers import AutoConfig
 
     try:
         found = AutoConfig.from_pretrained(name)
     except Exception as error:
         raise LongspanError(f"{flag} {name}: no model config can be read there: {first_line(error)}") from error
+    vocabulary = getattr(found.get_text_config(), "vocab_size", None)
+    if not isinstance(vocabulary, int) or vocabulary < 1:
+        raise LongspanError(
+            f"{flag} {name} is not the config of a language model: its vocab_size is {spell(vocabulary)}"
+        )
     limit = position_range(found)
     if limit is not None and context > limit:
         raise LongspanError(
@@ -36,9 +64,32 @@ def read_model_config(flag: str, name: str, context: int) -> Any:
 def position_range(config: Any) -> int | None:
     """How many positions a model knows; None where it does not say, or its RoPE grows with the length ("dynamic")."""
     text = config.get_text_config()
-    limit: int | None = getattr(text, "max_position_embeddings", None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    return None if rope.get("rope_type") == "dynamic" else limit
+    limit: object = getattr(text, "max_position_embeddings", None)
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise LongspanError(f"max_position_embeddings {spell(limit)} of the model's config must be an integer above 0")
+    rope = getattr(text, "rope_parameters", None)
+    return None if isinstance(rope, dict) and rope.get("rope_type") == "dynamic" else limit
+
+
+def _check_json(flag: str, name: str) -> None:
+    """Refuse a file that holds no JSON object: what transformers says of it is not always clear."""
+    path = existing_path(flag, name)
+    if path is None:
+        return
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise LongspanError(
+                f"{flag} {name} has no config.json; give the folder of a model, or a config.json itself"
+            )
+        path = path / "config.json"
+    try:
+        found = json.loads(read_text(flag, path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, LongspanError):
+            raise
+        raise LongspanError(f"{flag} {path} is not JSON: {first_line(error)}; give a model's config.json") from error
+    if not isinstance(found, dict):
+        raise LongspanError(f"{flag} {path} holds {spell(found)}, not an object; give a model's config.json")
 
 
 def first_line(error: BaseException) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional  # imports no torch; tyro looks the annotation up when it makes the help
 
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.errors import LongspanError
 
 ELEMENT_BYTES = 4
@@ -68,12 +68,17 @@ class BenchConfig:
         Raises:
             LongspanError: with the numbers and the way out.
         """
-        for name in ("data_degree", "ring", "ulysses", "tensor", "rounds"):
-            if getattr(self, name) < 1:
-                raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("data_degree", "ring", "ulysses", "tensor"):
+            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
+        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        check_number("--rounds", self.rounds, 1, LARGEST_COUNT)
+        if self.nproc is not None:
+            check_number("--nproc", self.nproc, 1, LARGEST_JOB)
         given = " ".join(map(str, self.sizes))
         if wrong := [size for size in self.sizes if size < 1]:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")
+        for size in self.sizes:
+            check_number("--sizes", size, 1, LARGEST_COUNT)
         grain = ELEMENT_BYTES * self.ranks
         different = len({-(-size // grain) for size in self.sizes})
         if self.ranks > 1 and different < 3:
@@ -83,20 +88,11 @@ class BenchConfig:
             )
 
     def check_out(self) -> None:
-        """Refuse an `out` that could not be written, before anything is measured. Makes its folder.
+        """Refuse an `out` that could not be written, before anything is measured. Makes nothing.
 
         Only the machine of the first rank can tell.
 
         Raises:
             LongspanError: with the reason.
         """
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LongspanError(
-                f"--out {self.out} cannot be written: {error}; give another file, such as --out link.toml"
-            ) from error
-        if self.out.is_dir():
-            raise LongspanError(f"--out {self.out} is a folder; give a file, such as --out {self.out / 'link.toml'}")
-        if not os.access(self.out if self.out.exists() else self.out.parent, os.W_OK):
-            raise LongspanError(f"--out {self.out} cannot be written: permission denied; give another file")
+        check_output("--out", self.out, example="link.toml")

@@ -35,6 +35,7 @@ def run(config: BenchConfig) -> int:
     measurement: Measurement = launch.launch(worker, config, nproc=config.ranks)
     if launch.is_first_rank():
         print_table(measurement)  # first, so that a disk that is full by now does not take the figures with it
+        config.out.parent.mkdir(parents=True, exist_ok=True)
         config.out.write_text(as_toml(measurement))
         print(f"\nwritten to {config.out}")
     return 0

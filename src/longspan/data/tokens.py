@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longspan.errors import LongspanError
+from longspan.pretrained import check_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +27,8 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         LongspanError: if there is none, or it has no token for the end of a text, which separates documents.
     """
+    if name != BYTES:
+        check_source("--tokenizer", name)
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     if name == BYTES:

@@ -64,6 +64,8 @@ def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
 

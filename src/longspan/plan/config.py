@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.errors import LongspanError
 from longspan.plan.job import Job
+from longspan.plan.search import MOST_GPUS
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class PlanConfig:
     """a100-40gb, a100-80gb, h100, h200, b200, mi300x, l40s, cpu, or a .toml: your own, or what `longspan bench link`
     wrote."""
     gpus: int = 8
-    """GPUs in all."""
+    """GPUs in all, up to 16,384."""
     context: int = 131072
     """Tokens of one sequence (also 128k or 1M: k is 1024, M is 1024 * 1024). In decode those already in the cache."""
     batch: int = 1
@@ -98,11 +100,14 @@ class PlanConfig:
             LongspanError: with the number and the way out.
         """
         self.job()
-        for name in ("gpus", "top", "gpus_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        check_number("--gpus", self.gpus, 1, MOST_GPUS)
+        check_number("--top", self.top, 1, LARGEST_COUNT)
+        if self.gpus_per_node is not None:
+            check_number("--gpus-per-node", self.gpus_per_node, 1, LARGEST_JOB)
         for name in ("efficiency", "attention_efficiency"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise LongspanError(f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}")
+        for name in ("html", "png"):
+            if getattr(self, name) is not None:
+                check_output(f"--{name}", getattr(self, name), example=f"plan.{name}")

@@ -6,11 +6,12 @@ from collections.abc import Hashable
 from dataclasses import asdict, replace
 from typing import Any
 
+from longspan.checked import LARGEST_COUNT
 from longspan.plan.communication import heads_of
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh
 from longspan.plan.memory import ITEMS
-from longspan.plan.search import Plan, Search, planned, refusal, search
+from longspan.plan.search import MOST_GPUS, Plan, Search, planned, refusal, search
 from longspan.plan.shapes import ModelShape
 
 BEST = 6
@@ -26,12 +27,12 @@ SHORTEST, LONGEST = 1 << 12, 1 << 24
 def contexts(job: Job) -> list[int]:
     """Powers of two from 4k (or the job's own context) to 16M (or four times the job's), and the job's own."""
     first = min(SHORTEST, 1 << (job.context.bit_length() - 1))
-    return _powers(first, max(LONGEST, 4 * job.context), job.context)
+    return _powers(first, min(max(LONGEST, 4 * job.context), LARGEST_COUNT), job.context)
 
 
 def gpu_counts(gpus: int) -> list[int]:
-    """Powers of two from 1 to at least eight times the job's GPUs, and its own."""
-    return _powers(1, 8 * gpus, gpus)
+    """Powers of two from 1 to at least eight times the job's GPUs (but no more than are searched), and its own."""
+    return _powers(1, min(8 * gpus, MOST_GPUS), gpus)
 
 
 def _powers(first: int, last: int, own: int) -> list[int]:

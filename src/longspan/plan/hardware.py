@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from longspan.checked import Toml, check_number, existing_path, path_of, read_toml, spell
 from longspan.errors import LongspanError
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
@@ -31,6 +31,11 @@ class Link:
 
     bandwidth: float
     latency: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        check_number("the bandwidth of a link", self.bandwidth, 0, above=True)
+        for op in OPS:
+            check_number(f"the latency of a link's {op}", self.latency.get(op), 0)
 
 
 # Start-up times of collectives: 5 us for an AllReduce and 15 us for an All-to-All inside a node are the reference
@@ -88,15 +93,21 @@ class Hardware:
     measured_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"):
-            if not getattr(self, name) > 0:
-                raise LongspanError(f"hardware {self.name}: {name}={getattr(self, name)} must be above 0")
+        said = f"hardware {self.name}: "
+        for name in ("memory_bytes", "flops", "memory_bandwidth"):
+            check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
+        check_number(f"{said}gpus_per_node={spell(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
             if not 0 < getattr(self, name) <= 1:
                 raise LongspanError(f"hardware {self.name}: {name}={getattr(self, name)} must be in (0, 1]")
-        for where in ("intra", "inter"):
-            if not getattr(self, where).bandwidth > 0:
-                raise LongspanError(f"hardware {self.name}: the {where} bandwidth must be above 0")
+        for name in ("reserve_bytes", "attention_block", "attention_width"):
+            check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0)
+        for name in ("attention_flops", "attention_forward_flops"):
+            if getattr(self, name) is not None:
+                check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
+        for (axis, op), (latency, bandwidth) in self.measured.items():
+            check_number(f"{said}the latency of {op} on {axis}", latency, 0)
+            check_number(f"{said}the bandwidth of {op} on {axis}", bandwidth, 0, above=True)
 
     def members_per_node(self, stride: int, size: int) -> int:
         """How many of a group of `size` ranks, `stride` apart, share a node."""
@@ -201,80 +212,144 @@ _NUMBERS = {
 _KNOWN = _NUMBERS | {"name", "like", "overlaps", "on_cpu", "intra", "inter", "links", "dtype", "measured"}
 
 
+_LINK_AXES = ("data", "ring", "ulysses", "tensor", "fsdp", "sequence")
+
+
 def read_hardware(name_or_path: str) -> Hardware:
     """Hardware by its name in the catalogue, or from a TOML file.
 
     A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes what is left out from
-    the catalogue. `[intra]` and `[inter]` hold `bandwidth` and, as wanted, `latency` (seconds, one number or one per
-    op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, as `longspan bench link` writes them.
+    the catalogue, or from another file. `[intra]` and `[inter]` hold `bandwidth` and, as wanted, `latency` (seconds,
+    one number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, as `longspan bench link`
+    writes them.
 
     Raises:
         LongspanError: for an unknown name (the nearest are named), a file that cannot be read, unknown or missing
-            keys, or impossible values.
+            keys, or impossible values; with the file and the line.
     """
+    return _read(name_or_path, ())
+
+
+def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
+    """`read_hardware`, for the files that lead here by their `like`."""
     if name_or_path.lower() in CATALOGUE:
         return CATALOGUE[name_or_path.lower()]
-    path = Path(name_or_path)
-    if path.suffix != ".toml" and not path.exists():
+    path = path_of("--gpu", name_or_path)
+    if path.suffix != ".toml" and existing_path("--gpu", name_or_path) is None:
         asked = name_or_path.lower()
-        close = [name for name in CATALOGUE if asked and name.startswith(asked)]
+        close = [name for name in CATALOGUE if name.startswith(asked)]
         close = close or difflib.get_close_matches(asked, CATALOGUE, n=3, cutoff=0.4)
         nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CATALOGUE)}"
         raise LongspanError(f"--gpu {name_or_path} is unknown; {nearest} Or give a .toml file of your own")
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise LongspanError(f"--gpu {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise LongspanError(f"--gpu {path} is not TOML: {error}") from error
-    return _from_toml(values, path)
+    readers = (*readers, path.absolute())
+    if path.resolve() in {reader.resolve() for reader in readers[:-1]}:
+        chain = " -> ".join(str(reader) for reader in readers)
+        raise LongspanError(
+            f"--gpu {readers[0]}: `like` leads back to {path}: {chain}; name the catalogue in one of them"
+        )
+    return _from_toml(read_toml("--gpu", path), readers)
 
 
-def _from_toml(values: dict[str, Any], path: Path) -> Hardware:
-    unknown = sorted(values.keys() - _KNOWN)
-    if unknown:
-        raise LongspanError(f"--gpu {path}: unknown key {unknown[0]!r}; the keys are {', '.join(sorted(_KNOWN))}")
-    links = {
-        (axis, op): (_number(found, "latency", path), _number(found, "bandwidth", path))
-        for axis, ops in values.get("links", {}).items()
-        for op, found in ops.items()
-    }
-    measured_here = "measured" in values
-    base = read_hardware(str(values["like"])) if "like" in values else CATALOGUE["cpu"]
-    needed = {"memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"}
-    missing = sorted(needed - values.keys())
-    if missing and "like" not in values:
-        raise LongspanError(f'--gpu {path} has no {", ".join(missing)}; give them, or like = "h100" for the rest')
-    if "like" not in values and not measured_here:
+def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
+    values = file.values
+    _check_keys(file, _KNOWN)
+    for key in ("name", "like", "dtype", "measured"):
+        _typed(file, key, str, "text")
+    if values.get("dtype", "bf16") not in ("bf16", "fp32"):
+        raise file.error(f"dtype = {spell(values['dtype'])} must be 'bf16' or 'fp32'", "dtype")
+    for key in ("overlaps", "on_cpu"):
+        _typed(file, key, bool, "true or false")
+    for key in ("intra", "inter", "links"):
+        _typed(file, key, dict, "a table")
+    changed: dict[str, Any] = {key: _number(file, key) for key in _NUMBERS & values.keys()}
+    if "gpus_per_node" in values:
+        changed["gpus_per_node"] = _number(file, "gpus_per_node", whole=True)
+    measured_here, own = "measured" in values, "like" in values
+    base = _read(values["like"], readers) if own else CATALOGUE["cpu"]
+    missing = sorted({"memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"} - values.keys())
+    if missing and not own:
+        raise LongspanError(f'--gpu {file.path} has no {", ".join(missing)}; give them, or like = "h100" for the rest')
+    if not own and not measured_here:
         lacking = [where for where in ("intra", "inter") if where not in values]
         if lacking:
-            raise LongspanError(f"--gpu {path} has no [{lacking[0]}] with a bandwidth in bytes/s; give it")
-    changed: dict[str, Any] = {key: _number(values, key, path) for key in _NUMBERS & values.keys()}
-    if "gpus_per_node" in changed:
-        changed["gpus_per_node"] = int(changed["gpus_per_node"])
+            raise LongspanError(f"--gpu {file.path} has no [{lacking[0]}] with a bandwidth in bytes/s; give it")
     for where in ("intra", "inter"):
         if where in values:
-            changed[where] = _link(values[where], getattr(base, where), path)
+            changed[where] = _link(file, where, getattr(base, where))
     for flag, of_a_gpu in (("overlaps", True), ("on_cpu", False)):
         if flag in values:
-            changed[flag] = bool(values[flag])
-        elif "like" not in values and not measured_here:
+            changed[flag] = values[flag]
+        elif not own and not measured_here:
             changed[flag] = of_a_gpu
     if measured_here and "dtype" in values:
-        changed["measured_dtype"] = str(values["dtype"])
-    return dataclasses.replace(base, name=str(values.get("name", path.stem)), measured=links, **changed)
+        changed["measured_dtype"] = values["dtype"]
+    try:
+        return dataclasses.replace(base, name=values.get("name", file.path.stem), measured=_links(file), **changed)
+    except LongspanError as error:  # out of range: its name is a key's
+        key = next((key for key in values if f"{key}=" in str(error)), "")
+        raise LongspanError(f"--gpu {file.where(key)}: {error}") from error
 
 
-def _link(values: dict[str, Any], base: Link, path: Path) -> Link:
-    bandwidth = _number(values, "bandwidth", path)
-    latency: Any = values.get("latency", dict(base.latency))
-    if isinstance(latency, int | float):
-        latency = dict.fromkeys(OPS, float(latency))
-    return Link(bandwidth, {**base.latency, **latency})
+def _check_keys(file: Toml, known: Collection[str], *keys: str) -> None:
+    table: Any = file.values
+    for key in keys:
+        table = table[key]
+    for name in table:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            nearest = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
+            raise file.error(f"unknown key {spell('.'.join((*keys, name)))}; {nearest}", *keys, name)
 
 
-def _number(values: dict[str, Any], key: str, path: Path) -> float:
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise LongspanError(f"--gpu {path}: {key} = {value!r} must be a number of at least 0")
-    return float(value)
+def _typed(file: Toml, key: str, kind: type, wanted: str) -> None:
+    if key in file.values and not isinstance(file.values[key], kind):
+        raise file.error(f"{key} = {spell(file.values[key])} must be {wanted}", key)
+
+
+def _table(file: Toml, *keys: str) -> dict[str, Any]:
+    table: Any = file.values
+    for key in keys:
+        table = table[key]
+    if not isinstance(table, dict):
+        raise file.error(f"{'.'.join(keys)} = {spell(table)} must be a table", *keys)
+    return table
+
+
+def _links(file: Toml) -> dict[tuple[str, str], tuple[float, float]]:
+    """The measured links, of (axis, op)."""
+    found = {}
+    if "links" in file.values:
+        _check_keys(file, _LINK_AXES, "links")
+    for axis in file.values.get("links", {}):
+        _table(file, "links", axis)
+        _check_keys(file, OPS, "links", axis)
+        for op in file.values["links"][axis]:
+            where = ("links", axis, op)
+            _table(file, *where)
+            _check_keys(file, ("latency", "bandwidth", "residual"), *where)
+            found[axis, op] = _number(file, *where, "latency"), _number(file, *where, "bandwidth", above=True)
+    return found
+
+
+def _link(file: Toml, where: str, base: Link) -> Link:
+    _check_keys(file, ("bandwidth", "latency"), where)
+    latency = file.values[where].get("latency", {})
+    if isinstance(latency, dict):
+        if latency:
+            _check_keys(file, OPS, where, "latency")
+        given = {op: _number(file, where, "latency", op) for op in latency}
+    else:
+        given = dict.fromkeys(OPS, _number(file, where, "latency"))
+    return Link(_number(file, where, "bandwidth", above=True), {**base.latency, **given})
+
+
+def _number(file: Toml, *keys: str, above: bool = False, whole: bool = False) -> float:
+    """The number that `keys` lead to: finite, and not below 0."""
+    value: Any = file.values
+    for key in keys:
+        value = value.get(key)
+    try:
+        check_number(f"{'.'.join(keys)} = {spell(value)}", value, 1 if whole else 0, above=above, whole=whole)
+    except LongspanError as error:
+        raise file.error(str(error), *keys) from error
+    return value if whole else float(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from longspan.checked import LARGEST_COUNT, check_number, spell
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 
@@ -63,7 +64,8 @@ class Job:
         for name in ("context", "batch", "tiled_mlp"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LongspanError(f"{name.replace('_', '-')}={value!r} must be an integer of at least 1")
+                raise LongspanError(f"{name.replace('_', '-')}={spell(value)} must be an integer of at least 1")
+            check_number(name.replace("_", "-"), value, 1, LARGEST_COUNT)
         for name, choices in (
             ("mode", ("train", "prefill", "decode")),
             ("dtype", ("bf16", "fp32")),
@@ -73,7 +75,7 @@ class Job:
             ("ring_impl", ("auto", "p2p", "allgather")),
         ):
             if getattr(self, name) not in choices:
-                raise LongspanError(f"{name}={getattr(self, name)!r} is unknown; choose {', '.join(choices)}")
+                raise LongspanError(f"{name}={spell(getattr(self, name))} is unknown; choose {', '.join(choices)}")
         if self.activation_offload and not self.activation_checkpointing:
             raise LongspanError("activation offload moves the inputs that activation checkpointing keeps; give both")
 
@@ -101,7 +103,7 @@ class Mesh:
         for axis in AXES:
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise LongspanError(f"{axis}={size!r} must be an integer of at least 1")
+                raise LongspanError(f"{axis}={spell(size)} must be an integer of at least 1")
 
     @property
     def gpus(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -113,7 +114,7 @@ def method_dict(method: Method) -> dict[str, Any]:
 
 
 def command(plan: Plan) -> str | None:
-    """The command that runs a plan, where this version has one. DATA stands for the user's text."""
+    """The command that runs a plan, where this version has one, quoted for a shell. DATA stands for the user's text."""
     job, mesh = plan.job, plan.mesh
     if job.mode != "train" or not plan.runs:
         return None
@@ -140,4 +141,6 @@ def _model_flag(name: str) -> str:
     if name in CONFIGS:
         return f"--model PATH_OR_HUB_NAME_OF_{name.upper()}"
     path = Path(name)
-    return f"--config {path}" if path.suffix == ".json" else f"--config {path / 'config.json'}"
+    file = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
+    plain = f"./{file}" if str(file).startswith("-") else str(file)  # or it would be a flag
+    return f"--config {shlex.quote(plain)}"

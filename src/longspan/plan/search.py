@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from longspan.checked import check_number
 from longspan.errors import LongspanError
 from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
 from longspan.plan.compute import model_flops, optimizer_seconds
@@ -192,14 +193,23 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
     return plan
 
 
+MOST_GPUS = 1 << 14
+"""GPUs that all meshes are searched for. A highly composite number of them has some 11,000 meshes."""
+
+LONGEST_RING = 1 << 11
+"""Ranks of a ring that is planned: each computes its share round by round, so a plan takes the square of them."""
+
+MOST_CHUNKS = 1 << 18
+"""Chunks of a context that are planned: each is a region of its own."""
+
+
 def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search:
     """Every mesh of `gpus` GPUs, ranked: what fits before what does not, then by the time of a step, then by memory.
 
     Raises:
-        LongspanError: if `gpus` is below 1.
+        LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
     """
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise LongspanError(f"gpus={gpus!r} must be an integer of at least 1")
+    check_number("gpus", gpus, 1, MOST_GPUS, whole=True)
     plans: list[Plan] = []
     rejected: list[tuple[Mesh, str]] = []
     for mesh in meshes(gpus):
@@ -239,9 +249,15 @@ def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
             f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "
             f"try batch={mesh.data} or data={math.gcd(job.batch, mesh.data)}"
         )
+    if mesh.ring > LONGEST_RING:
+        return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that are planned; take more ulysses or data"
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
     for layer, _ in model.layer_kinds:
+        if layer.kind == "chunked" and layer.window and job.context > MOST_CHUNKS * layer.window:
+            return (
+                f"a context of {job.context} has more chunks of {layer.window} than the {MOST_CHUNKS} that are planned"
+            )
         problem = _heads_refusal(layer, job, mesh)
         if problem is not None:
             return problem

@@ -17,8 +17,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from longspan.checked import LARGEST_COUNT, check_number, existing_path, read_text, spell
 from longspan.errors import LongspanError
 from longspan.plan.models import CONFIGS
+
+_MOST_LAYERS = 1 << 14
 
 Kind = Literal["full", "sliding", "chunked", "linear"]
 
@@ -182,9 +185,9 @@ def read_model(name_or_path: str) -> ModelShape:
     """
     if name_or_path.lower() in CONFIGS:
         return shape_from_config(CONFIGS[name_or_path.lower()], name_or_path.lower())
-    path = Path(name_or_path).expanduser()
-    if path.exists() or path.suffix == ".json" or name_or_path.startswith((".", "/", "~")):
-        return shape_from_config(_read_json(path), name_or_path)
+    path = existing_path("--model", name_or_path)
+    if path is not None or name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
+        return shape_from_config(_read_json(path or Path(name_or_path)), name_or_path)
     name = _plain_name(name_or_path)
     if name in CONFIGS:
         return shape_from_config(CONFIGS[name], name)
@@ -207,15 +210,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not (path / "config.json").exists():
             raise LongspanError(f"the folder {path} has no config.json; give a folder that has one, or the file itself")
         path = path / "config.json"
+    if not path.exists():
+        raise LongspanError(f"there is no file {path}; give the path of a config.json, or one of {', '.join(CONFIGS)}")
+    text = read_text("--model", path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise LongspanError(
-            f"there is no file {path}; give the path of a config.json, or one of {', '.join(CONFIGS)}"
-        ) from error
-    except OSError as error:
-        raise LongspanError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise LongspanError(f"{path} is not JSON ({error}); give the config.json of a Hugging Face model") from error
     if not isinstance(config, dict):
         raise LongspanError(
@@ -379,8 +379,10 @@ class _Config:
         name, value = self.find(key)
         if value is None:
             return None
+        most = _MOST_LAYERS if key == "num_hidden_layers" else LARGEST_COUNT
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise LongspanError(f"{self.where}: {name}={value!r} must be a whole number of at least {minimum}")
+            raise LongspanError(f"{self.where}: {name}={spell(value)} must be a whole number of at least {minimum}")
+        check_number(f"{self.where}: {name}", value, minimum, most)
         return value
 
     def count(self, key: str, minimum: int = 1) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_number, check_text
 from longspan.errors import LongspanError
 
 
@@ -78,8 +79,8 @@ class TrainConfig:
     """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
     grad_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    kernel: str = "auto"
-    """Local attention kernel: auto, sdpa, block, flash_attn, flex or eager."""
+    kernel: Literal["auto", "sdpa", "block", "flash_attn", "flex", "eager"] = "auto"
+    """Local attention kernel."""
     seed: int = 0
     """Seed of random weights, of the order of the data and of dropout."""
 
@@ -136,17 +137,12 @@ class TrainConfig:
             raise LongspanError(f"train needs either --model NAME_OR_PATH or --config FILE, got {given}")
         if not self.data:
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
-        for name in ("ring", "ulysses", "data_degree", "micro_batch", "steps", "log_every"):
-            self._at_least(name, 1)
-        for name in ("warmup", "save_every", "keep", "shuffle", "weight_decay", "clip", "seed"):
-            self._at_least(name, 0)
+        self._check_ranges()
         if self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "
                 f"of the {self.ring * self.ulysses} ranks that share it"
             )
-        if self.lr <= 0 or not all(0 <= beta < 1 for beta in self.betas):
-            raise LongspanError(f"--lr {self.lr} must be above 0 and --betas {self.betas} in [0, 1)")
         if self.warmup > self.steps:
             raise LongspanError(f"--warmup {self.warmup} is longer than the run of --steps {self.steps}")
         at_once = self.micro_batch * self.data_degree
@@ -157,7 +153,21 @@ class TrainConfig:
                 f"{self.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
             )
 
-    def _at_least(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value < least:
-            raise LongspanError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    def _check_ranges(self) -> None:
+        for name in ("micro_batch", "batch", "steps", "log_every", "context", "nproc"):
+            if getattr(self, name) is not None:
+                check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_COUNT)
+        for name in ("warmup", "save_every", "keep", "shuffle"):
+            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, LARGEST_COUNT)
+        for name in ("ring", "ulysses", "data_degree"):
+            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
+        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
+        check_number("--lr", self.lr, 0, above=True)
+        check_number("--weight-decay", self.weight_decay, 0)
+        check_number("--clip", self.clip, 0)
+        for beta in self.betas:
+            check_number("--betas", beta, 0, 1, below=True)
+        for name in ("text_field", "split"):
+            if not check_text(f"--{name.replace('_', '-')}", getattr(self, name)):
+                raise LongspanError(f"--{name.replace('_', '-')} is empty; leave it out, or give a name")

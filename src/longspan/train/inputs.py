@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longspan import checkpoint
+from longspan.checked import check_output
 from longspan.checkpoint import Checkpoint
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.errors import LongspanError
@@ -62,11 +63,9 @@ def check_inputs(config: TrainConfig) -> None:
     Raises:
         LongspanError: as `open_inputs`, and for text that is unreadable or too short for one sequence.
     """
+    # Nothing is made yet: what is refused, here or by the ranks, leaves nothing behind.
+    check_output("--out", config.checkpoints, folder=True)
     next(iter(open_inputs(config).sequences(config.context)))
-    try:
-        config.checkpoints.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LongspanError(f"--out {config.out} cannot be written: {error}") from error
 
 
 def load_model_config(config: TrainConfig) -> Any:

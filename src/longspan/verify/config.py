@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_number, check_text
 from longspan.errors import LongspanError
 
 
@@ -51,8 +52,8 @@ class VerifyConfig:
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
     fp64: bool = True
     """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
-    kernel: str = "auto"
-    """Local attention kernel of the sharded run: auto, sdpa, block, flash_attn, flex or eager."""
+    kernel: Literal["auto", "sdpa", "block", "flash_attn", "flex", "eager"] = "auto"
+    """Local attention kernel of the sharded run."""
     seed: int = 0
     """Seed of the random weights (--config) and the random tokens."""
     json: bool = False
@@ -93,9 +94,15 @@ class VerifyConfig:
         if (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
             raise LongspanError(f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}")
-        for name in ("ring", "ulysses", "data_degree", "batch"):
-            if getattr(self, name) < 1:
-                raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("batch", "context", "nproc"):
+            if getattr(self, name) is not None:
+                check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
+        for name in ("ring", "ulysses", "data_degree"):
+            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
+        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
+        if not check_text("--text-field", self.text_field):
+            raise LongspanError("--text-field is empty; leave it out, or give a name")
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
         if self.context < max(4, 2 * self.shared):

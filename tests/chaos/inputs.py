@@ -1,0 +1,500 @@
+"""Bad input, by a seed: command lines, files of flags, data, hardware files. What becomes of each is counted.
+
+Everything runs in this process: no rank is ever started, a command that would start some counts as accepted. So a few
+hundred tries take seconds, and a test can afford them.
+
+    python -m tests.chaos.inputs --seed 7 --tries 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import traceback
+import types
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from longspan import cli
+from longspan.errors import LongspanError
+
+OUTCOMES = ("accepted", "refused", "left behind", "silent", "crashed", "hung")
+"""accepted: it was no fault, or need not be one. refused: by one clear message. left behind: so too, but a file or a
+folder had been made. silent: a fault was accepted. crashed: an error of Python's. hung: no answer within the limit."""
+
+LIMIT_S = 30.0
+MODEL = Path(__file__).parents[2] / "examples" / "llama-tiny.json"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try: `run` gets an empty folder; it raises, or returns what a command returns. `bad`: must be refused."""
+
+    kind: str
+    what: str
+    bad: bool
+    run: Callable[[Path], int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of an attempt."""
+
+    attempt: Attempt
+    outcome: str
+    said: str
+
+
+class Started(BaseException):
+    """A command got as far as starting its ranks."""
+
+
+class _TooLong(BaseException):
+    """The limit of an attempt."""
+
+
+# --- one attempt
+
+
+def judge(attempt: Attempt, *, limit_s: float = LIMIT_S) -> Result:
+    """Run an attempt in a folder of its own, and say what became of it."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        try:
+            with _limit(limit_s):
+                code = attempt.run(folder)
+            outcome, said = ("refused", "") if code == 2 else ("accepted", f"exit code {code}")
+        except Started:
+            outcome, said = "accepted", "started"
+        except LongspanError as error:
+            outcome, said = "refused", str(error)
+        except _TooLong:
+            outcome, said = "hung", f"no answer within {limit_s} s"
+        except Exception:
+            outcome, said = "crashed", traceback.format_exc()
+        if outcome == "refused" and (folder / "out").exists():
+            outcome, said = "left behind", " ".join(sorted(str(p.relative_to(folder)) for p in folder.rglob("out*")))
+        if outcome == "accepted" and attempt.bad:
+            outcome = "silent"
+        return Result(attempt, outcome, said)
+
+
+@contextlib.contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def command(*argv: str) -> int:
+    """`longspan ARGV` in this process: its exit code, where it says why it refuses and where it starts no rank."""
+    said = io.StringIO()
+    with (
+        mock.patch("longspan.launch.launch", side_effect=Started),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        code = cli.main(list(argv))
+    if code == 2 and (not said.getvalue().strip() or "Traceback" in said.getvalue()):
+        raise AssertionError(f"refused without a clear word: {said.getvalue()!r}")
+    return code
+
+
+# --- values that are wrong for every flag of their kind
+
+BAD_INTEGERS = ("-1", "nan", "inf", "", "1.5", "1e3", "0x10", "9" * 25, "1" * 5000, "k", "12q", "_", "--seed", "1\0")
+BAD_FLOATS = ("nan", "inf", "-inf", "-1", "", "abc", "1e999", "0x1p3", "1,5")
+BAD_PATHS = ("x" * 5000, "a/" + "y" * 300, "nul\0byte", "~nobody-of-this-name/x", "")
+BAD_CHOICES = ("nope", "", "AUTO ", "0")
+
+_BASE = {
+    "train": ("--config", str(MODEL), "--data", "pydoc", "--context", "64", "--out", "{}/out"),
+    "verify": ("--config", str(MODEL), "--context", "64"),
+    "plan": ("--model", "llama-3.1-8b", "--context", "8k"),
+    "bench": ("link", "--ulysses", "2", "--out", "{}/out/link.toml"),
+}
+# Text that names something on a hub is not wrong by its form.
+_FREE = {"name"}
+
+
+def _fields(name: str) -> dict[str, Any]:
+    module, config_name, _ = cli.COMMANDS[name]
+    config = getattr(__import__(module, fromlist=[config_name]), config_name)
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name != "what"}
+
+
+def _inner(kind: Any) -> Any:
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return parts[0] if isinstance(kind, types.UnionType) and len(parts) == 1 else kind
+
+
+def _bad_words(name: str, kind: Any, draw: random.Random) -> list[str] | None:
+    """Words after a flag that no command may take; None where there are none."""
+    kind = _inner(kind)
+    if kind is int:
+        return [draw.choice(BAD_INTEGERS)]
+    if kind is float:
+        return [draw.choice(BAD_FLOATS)]
+    if kind is bool:
+        return [draw.choice(("maybe", "2", "True"))]
+    if kind is Path or (kind is str and name in ("data", "model", "tokenizer", "gpu", "resume")):
+        return [draw.choice(BAD_PATHS)]
+    if kind is str:
+        return None if name in _FREE else ["nul\0byte" if name != "kernel" else "nope"]
+    if typing.get_origin(kind) is typing.Literal:
+        return [draw.choice(BAD_CHOICES)]
+    if typing.get_origin(kind) is tuple:
+        pool = BAD_FLOATS if typing.get_args(kind)[0] is float else BAD_INTEGERS
+        return draw.choice(([draw.choice(pool), "0.9"], ["0.9", draw.choice(pool)], ["0.5"], []))
+    raise NotImplementedError(f"{name}: {kind}")
+
+
+def _flags(draw: random.Random) -> Attempt:
+    """A command line with one flag that is wrong, or one that is not there."""
+    name = draw.choice(list(_BASE))
+    fields = _fields(name)
+    argv = [name, *_BASE[name]]
+    trick = draw.random()
+    if trick < 0.06:
+        argv.append(draw.choice(("--nope", "extra", "--from", "--=3", "--\0", "--seed", "-x")))
+        bad = True
+    else:
+        field = draw.choice(list(fields))
+        words = _bad_words(field, fields[field], draw)
+        bad = words is not None
+        flag = f"--{field.replace('_', '-')}"
+        argv = _without(argv, flag)
+        if words and len(words) == 1 and draw.random() < 0.5:
+            argv.append(f"{flag}={words[0]}")
+        else:
+            argv += [flag, *(words if words is not None else ["x"])]
+    return _command_attempt("flags", argv, bad)
+
+
+def _without(argv: list[str], flag: str) -> list[str]:
+    if flag not in argv:
+        return argv
+    at = argv.index(flag)
+    return argv[:at] + argv[at + 2 :]
+
+
+def _command_attempt(kind: str, argv: list[str], bad: bool, prepare: Callable[[Path], None] | None = None) -> Attempt:
+    def run(folder: Path) -> int:
+        if prepare is not None:
+            prepare(folder)
+        with contextlib.chdir(folder):
+            return command(*(word.replace("{}", str(folder)) for word in argv))
+
+    return Attempt(
+        kind, shlex.join(word if len(word) < 80 else f"{word[:20]}...({len(word)})" for word in argv), bad, run
+    )
+
+
+# --- files of flags
+
+_TOML_LINES = (
+    "lr = nan", "lr = inf", 'lr = "0.1"', "lr = true", "steps = 1.5", "steps = nan", "steps = true",
+    "steps = 2024-01-01",
+    "betas = [0.9]", "betas = 0.9", 'betas = ["--lr", "9"]', 'betas = [0.9, 0.9, "--lr", 9]', "betas = [[0.9], 0.9]",
+    'data = ["pydoc", "--steps", "7"]', 'data = ["pydoc"]', 'tokenizer = ["bytes", "--no-fsdp"]', "data = 5",
+    "data = true", "out = 5", "out = true", "out = []", 'schedule = ["linear", "--clip", "3"]', "schedule = 1",
+    'schedule = "Linear"', 'fsdp = "false"', "fsdp = 0", "fsdp = []", "nope = 1", '"--lr" = 1', '"lr=3 --steps" = 1',
+    "no-fsdp = true", "no_fsdp = true", 'from = "x.toml"', "config = {}", "[lr]\na = 1",
+    "save_every = 3\nsave-every = 4",
+    "lr = 1e-3\nlr = 1e-4", "steps = ", "= 3", "steps = 99999999999999999999", "x" * 100_000, "a = " + "[" * 20_000,
+    "steps = " + "1" * 5000, "\0", 'seed = "-1"', "seed = -1", "kernel = 3", 'out = "a\\u0000b"', "help = true",
+)  # fmt: skip
+
+
+def _toml(draw: random.Random) -> Attempt:
+    """A file of flags that has something wrong with it."""
+    lines = draw.choice(_TOML_LINES)
+    before = draw.choice(("", "# a comment\n", 'pack = "stream"\n'))
+    bad_bytes = draw.random() < 0.05
+
+    def prepare(folder: Path) -> None:
+        text = (before + lines).encode()
+        (folder / "run.toml").write_bytes(b"# \xff\xfe\n" + text if bad_bytes else text)
+
+    argv = ["train", *_BASE["train"], "--from", "{}/run.toml"]
+    key = lines.split("=")[0].strip()
+    argv = argv if key == "from" else _without(argv, f"--{key}")
+    attempt = _command_attempt("toml", argv, True, prepare)
+    return dataclasses.replace(attempt, what=f"run.toml: {before + lines!r:.90}")
+
+
+# --- data
+
+
+def _text(path: Path) -> None:
+    path.write_text("Once upon a time there was a text.\n" * 20)
+
+
+def _json_lines(path: Path, rows: list[Any]) -> None:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+
+
+def _parquet(path: Path, columns: dict[str, list[Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(columns), path)
+
+
+_GOOD_ROW = {"text": "Once upon a time there was a text. " * 5}
+_STRANGE_NAMES = (
+    "a*.txt",
+    "[ab].txt",
+    "what?.txt",
+    "{a,b}.txt",
+    "a::b.txt",
+    "a b.txt",
+    "zip:.txt",
+    "**.txt",
+    "-x.txt",
+    "ü.txt",
+)
+
+
+def _data(draw: random.Random) -> Attempt:
+    """A file or folder of data that is broken, half of another kind, or strangely named."""
+    kind = draw.randrange(12)
+    at, bad = "data", True
+
+    def prepare(folder: Path) -> None:
+        nonlocal at
+        data = folder / "data"
+        data.mkdir()
+        number = draw.randrange(1, 40)
+        if kind == 0:  # some rows lack the field
+            lacking = {"body": "x" * 50}
+            rows = [
+                _GOOD_ROW if i % 2 == 0 else draw.choice((lacking, {"text": 3}, [1], "not json"))
+                for i in range(number + 1)
+            ]
+            _json_lines(data / "a.jsonl", rows)
+        elif kind == 1:
+            _text(data / "a.txt")
+            _parquet(data / "b.parquet", {draw.choice(("body", "Text")): ["x" * 50] * 50})
+        elif kind == 2:
+            _text(data / "a.txt")
+            _parquet(data / "b.parquet", {"text": list(range(50))})
+        elif kind == 3:
+            _parquet(data / "a.parquet", {"text": ["x" * 100] * 5})
+            _parquet(data / "b.parquet", {"body": ["x" * 100] * 5})
+        elif kind == 4:
+            (data / draw.choice(("a.txt", "a.jsonl", "a.parquet"))).write_bytes(
+                draw.randbytes(number * 7) + b"\xff\xfe"
+            )
+        elif kind == 5:
+            (data / draw.choice(("a.txt", "a.jsonl", "a.parquet"))).touch()
+        elif kind == 6:
+            (data / "a.txt").symlink_to(data / "gone.txt")
+            _text(data / "b.txt")
+        elif kind == 7:
+            _text(data / "b.txt")
+            (data / "loop").symlink_to(data)
+            (data / "a.txt").symlink_to(data / "a.txt")
+        elif kind == 8:
+            _json_lines(data / "a.jsonl", [_GOOD_ROW, '{"text": "\\ud800 alone"}'])
+        elif kind == 9:
+            _json_lines(data / "a.jsonl", [_GOOD_ROW, '{"text": ' + "[" * 100_000])
+        elif kind == 10:
+            os.mkfifo(data / "a.txt")
+        else:
+            _text(data / "a.txt")
+            (data / "b.parquet").write_bytes((data / "a.txt").read_bytes())
+
+    argv = [
+        "train",
+        *_without(list(_BASE["train"]), "--data"),
+        "--data",
+        "{}/data",
+        "--shuffle",
+        "0",
+        "--context",
+        "4k",
+    ]
+    attempt = _command_attempt("data", argv, bad, prepare)
+    return dataclasses.replace(attempt, what=f"data of kind {kind}")
+
+
+def _named_data(draw: random.Random) -> Attempt:
+    """A file with a strange name, beside others that its name would match as a pattern; or no such file."""
+    name = draw.choice(_STRANGE_NAMES)
+    if draw.random() < 0.3:
+        gone = draw.choice(
+            ("gone.txt", "./gone", "{}/gone", "a/b/c", "gone/", "~/gone-from-here", "s3://gone/x", "gone.jsonl")
+        )
+        argv = ["train", *_without(list(_BASE["train"]), "--data"), f"--data={gone}"]
+        return _command_attempt("data", argv, True)
+
+    def run(folder: Path) -> int:
+        from longspan.data import DocumentSource
+
+        (folder / name).write_text("mine")
+        for other in ("ab.txt", "a.txt", "b.txt", "whatx.txt"):
+            (folder / other).write_text("another's")
+        documents = DocumentSource(str(folder / name)).documents()
+        found = [next(documents)[1] for _ in range(3)]
+        if found != ["mine"] * 3:
+            raise AssertionError(f"{name} read as {found}")
+        return 0
+
+    return Attempt("data", f"a file named {name!r}", False, run)
+
+
+# --- hardware files
+
+_HARDWARE = 'like = "h100"\n'
+_HARDWARE_LINES = (
+    'like = "me.toml"', 'like = "other.toml"', "like = 3", 'like = "h1000"', "memory_bytes = -1", "memory_bytes = nan",
+    "memory_bytes = inf", "memory_bytes = true", 'memory_bytes = "80e9"', "memory_bytes = 0", "flops = nan",
+    "flops = 1e400",
+    "gpus_per_node = 0", "gpus_per_node = 1.5", "gpus_per_node = -8", "matmul_efficiency = 2",
+    "matmul_efficiency = nan",
+    "overlaps = 3", 'overlaps = "no"', "on_cpu = []", "name = 3", "name = []", "nope = 1", "intra = 3",
+    "[intra]\nbandwidth = nan",
+    "[intra]\nbandwidth = 0", "[intra]\nbandwidth = 1e9\nlatency = -1", "[intra]\nbandwidth = 1e9\nlatency = nan",
+    '[intra]\nbandwidth = 1e9\nlatency = "fast"', "[intra]\nbandwidth = 1e9\nnope = 3", "[intra]\nlatency = 1e-6",
+    "[intra]\nbandwidth = 1e9\nlatency = {all_to_all = -1}", "[intra]\nbandwidth = 1e9\nlatency = {nope = 1}",
+    '[intra]\nbandwidth = 1e9\nlatency = {all_to_all = "x"}', "[inter]\nbandwidth = 1e9\nlatency = []",
+    "links = 3", "links = []", "[links]\nulysses = 3", "[links.ulysses]\nall_to_all = 3",
+    "[links.nope.all_to_all]\nlatency=1\nbandwidth=1",
+    "[links.ulysses.nope]\nlatency = 1\nbandwidth = 1", "[links.ulysses.all_to_all]\nlatency = 1",
+    "[links.ulysses.all_to_all]\nlatency = -1\nbandwidth = 1", "[links.ulysses.all_to_all]\nlatency = 1\nbandwidth = 0",
+    "[links.ulysses.all_to_all]\nlatency = nan\nbandwidth = 1",
+    "[links.ulysses.all_to_all]\nlatency = 1\nbandwidth = 1\nnope = 1",
+    "attention_flops = 0", "attention_flops = nan", "reserve_bytes = nan", "reserve_bytes = inf",
+    "attention_block = inf",
+    "memory_bytes = 1\nmemory_bytes = 2", "memory_bytes =", "a = " + "[" * 20_000, "\0", "flops = " + "1" * 5000,
+    "dtype = 3", 'measured = "today"\ndtype = "fp7"', "measured = 3",
+)  # fmt: skip
+
+
+def _hardware(draw: random.Random) -> Attempt:
+    line = draw.choice(_HARDWARE_LINES)
+
+    def prepare(folder: Path) -> None:
+        head = "" if "like" in line else _HARDWARE
+        (folder / "me.toml").write_text(f"{head}{line}\n")
+        (folder / "other.toml").write_text('like = "me.toml"\n')
+
+    attempt = _command_attempt("hardware", ["plan", "--model", "llama-3.1-8b", "--gpu", "me.toml"], True, prepare)
+    return dataclasses.replace(attempt, what=f"me.toml: {line!r:.90}")
+
+
+# --- a model's config
+
+_CONFIG_CHANGES: tuple[dict[str, Any], ...] = (
+    {"hidden_size": -1}, {"hidden_size": "128"}, {"hidden_size": None}, {"num_attention_heads": 0}, {"vocab_size": 1.5},
+    {"num_hidden_layers": 0}, {"num_hidden_layers": 10**30}, {"num_key_value_heads": 3}, {"model_type": 3},
+    {"model_type": "nope"}, {"model_type": None}, {"rope_parameters": 3}, {"rope_parameters": {"rope_type": "nope"}},
+    {"max_position_embeddings": -1}, {"max_position_embeddings": "many"}, {"head_dim": 0},
+    {"tie_word_embeddings": "yes"},
+    {"hidden_size": 127}, {"intermediate_size": [1]}, {"layer_types": ["nope"]}, {"layer_types": 3},
+    {"vocab_size": 10**18},
+)  # fmt: skip
+
+
+def _config(draw: random.Random) -> Attempt:
+    change = draw.choice(_CONFIG_CHANGES)
+    text = draw.choice((None, None, None, "", "[]", "3", "{", "\0", '"x"', "[" * 100_000, "{}"))
+    name = draw.choice(("plan", "train", "verify"))
+
+    def prepare(folder: Path) -> None:
+        whole = json.dumps({**json.loads(MODEL.read_text()), **change})
+        (folder / "config.json").write_text(whole if text is None else text)
+
+    flags = {
+        "plan": ["plan", "--model", "config.json", "--gpu", "cpu"],
+        "train": ["train", *_without(list(_BASE["train"]), "--config"), "--config", "config.json"],
+        "verify": ["verify", "--config", "config.json", "--context", "64"],
+    }[name]
+    # What transformers makes of a strange config is transformers' own; only what has no config at all must be refused.
+    attempt = _command_attempt("config", flags, text is not None, prepare)
+    return dataclasses.replace(attempt, what=f"{name} with {change if text is None else text!r:.60}")
+
+
+# --- the campaign
+
+MAKERS: dict[str, tuple[Callable[[random.Random], Attempt], ...]] = {
+    "flags": (_flags,),
+    "toml": (_toml,),
+    "data": (_data, _named_data),
+    "hardware": (_hardware,),
+    "config": (_config,),
+}
+
+
+def attempts(seed: int, tries: int, kinds: tuple[str, ...] = tuple(MAKERS)) -> Iterator[Attempt]:
+    """`tries` attempts, the same for the same seed."""
+    for number in range(tries):
+        draw = random.Random(f"{seed} {number}")
+        yield draw.choice(MAKERS[kinds[number % len(kinds)]])(draw)
+
+
+def campaign(
+    seed: int, tries: int, kinds: tuple[str, ...] = tuple(MAKERS), *, limit_s: float = LIMIT_S
+) -> list[Result]:
+    """Run `tries` attempts and say what became of each."""
+    return [judge(attempt, limit_s=limit_s) for attempt in attempts(seed, tries, kinds)]
+
+
+def counts(results: list[Result]) -> dict[str, dict[str, int]]:
+    """By kind of attempt: how many were tried, and how many had each outcome."""
+    found = {kind: Counter({"tried": 0, **dict.fromkeys(OUTCOMES, 0)}) for kind in {r.attempt.kind for r in results}}
+    for result in results:
+        found[result.attempt.kind].update(("tried", result.outcome))
+    return {kind: dict(found[kind]) for kind in sorted(found)}
+
+
+def table(results: list[Result]) -> str:
+    """`counts` as text."""
+    columns = ("tried", *OUTCOMES)
+    lines = [f"{'':10}" + "".join(f"{name:>13}" for name in columns)]
+    lines += [f"{kind:10}" + "".join(f"{row[name]:13}" for name in columns) for kind, row in counts(results).items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run a campaign, print its table and what went wrong; 1 if anything did."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--tries", type=int, default=1000)
+    parser.add_argument("--kinds", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    args = parser.parse_args()
+    print(f"seed {args.seed}, {args.tries} tries")
+    results = campaign(args.seed, args.tries, tuple(args.kinds))
+    print(table(results))
+    wrong = {(r.outcome, r.attempt.what): r for r in results if r.outcome not in ("accepted", "refused")}
+    for (outcome, what), result in sorted(wrong.items()):
+        print(f"\n{outcome}: {result.attempt.kind}: {what}\n    {result.said.strip().splitlines()[-1][:300]}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.exit(main())
