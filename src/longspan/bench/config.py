@@ -46,6 +46,9 @@ class BenchConfig:
     """The file to write; its folder is made. With several machines, the first one writes it."""
     name: str = "measured"
     """The hardware's name in the file."""
+    timeout: int | None = None
+    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
+    default 60, with GPUs 300. Loading, a save or an export may take longer."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -71,6 +74,8 @@ class BenchConfig:
         for name in ("data_degree", "ring", "ulysses", "tensor", "rounds"):
             if getattr(self, name) < 1:
                 raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.timeout is not None and self.timeout < 1:
+            raise LongspanError(f"--timeout must be at least 1 second, got {self.timeout}")
         given = " ".join(map(str, self.sizes))
         if wrong := [size for size in self.sizes if size < 1]:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")

@@ -99,6 +99,16 @@ class TrainConfig:
     log_every: int = 10
     """Steps between reports; the reported step is profiled for its share of communication."""
 
+    timeout: int | None = None
+    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
+    default 60, with GPUs 300. Loading, a save or an export may take longer."""
+    grace: int = 25
+    """Seconds that the ranks get to save and end after SIGTERM or Ctrl-C; then they are killed. Give longer where a
+    step and a save take longer."""
+    max_restarts: int = 0
+    """How often the ranks are started again, from the newest checkpoint, after one of them died or was lost. Under
+    torchrun, give its --max-restarts."""
+
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
@@ -140,6 +150,10 @@ class TrainConfig:
             self._at_least(name, 1)
         for name in ("warmup", "save_every", "keep", "shuffle", "weight_decay", "clip", "seed"):
             self._at_least(name, 0)
+        for name in ("grace", "max_restarts"):
+            self._at_least(name, 0)
+        if self.timeout is not None:
+            self._at_least("timeout", 1)
         if self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "

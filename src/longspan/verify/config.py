@@ -57,6 +57,9 @@ class VerifyConfig:
     """Seed of the random weights (--config) and the random tokens."""
     json: bool = False
     """Print the report as JSON, and nothing else, on stdout (schema: docs/verify.md)."""
+    timeout: int | None = None
+    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
+    default 60, with GPUs 300. Loading, a save or an export may take longer."""
 
     @property
     def ranks(self) -> int:
@@ -96,6 +99,8 @@ class VerifyConfig:
         for name in ("ring", "ulysses", "data_degree", "batch"):
             if getattr(self, name) < 1:
                 raise LongspanError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.timeout is not None and self.timeout < 1:
+            raise LongspanError(f"--timeout must be at least 1 second, got {self.timeout}")
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
         if self.context < max(4, 2 * self.shared):
