@@ -22,6 +22,8 @@ _LONGEST = 80
 #: Differences that are named; of the rest their number.
 _NAMED = 6
 _REFUSED = "refused"
+#: Seconds that rank 0 stays for the others to hear a refusal.
+_LEAVE_S = 3.0
 
 Facts = Mapping[str, Any]
 
@@ -42,7 +44,10 @@ def agree(peers: Peers, facts: Facts, *, alive: bool = False) -> None:
     if peers.alone:
         return
     said = {key: short(value) for key, value in facts.items()}
-    verdict = _exchange(peers, json.dumps(said), alive)
+    try:
+        verdict = _exchange(peers, json.dumps(said), alive)
+    except RuntimeError as error:  # of the store's connection
+        raise LongspanError(f"the job's store is gone, so the rank that holds it has ended: {error}") from error
     if verdict:
         raise LongspanError(verdict)
 
@@ -57,11 +62,12 @@ def refusing_together(peers: Peers, *, alive: bool = False) -> Iterator[None]:
     try:
         yield
     except LongspanError as error:
-        if not peers.alone:
-            with contextlib.suppress(RuntimeError, LongspanError):  # the store is gone: what was refused matters more
-                verdict = _exchange(peers, json.dumps({_REFUSED: str(error)}), alive)
-                raise LongspanError(verdict) from error
-        raise
+        if peers.alone:
+            raise
+        verdict = str(error)
+        with contextlib.suppress(RuntimeError):  # the store is gone: what was refused matters more
+            verdict = _exchange(peers, json.dumps({_REFUSED: verdict}), alive)
+        raise LongspanError(verdict) from error
 
 
 def _exchange(peers: Peers, said: str, alive: bool) -> str:
@@ -84,10 +90,14 @@ def _exchange(peers: Peers, said: str, alive: bool) -> str:
         else:
             verdict = _nothing_from(waiting, peers, limit_s)
         peers.say(f"{key}/verdict", verdict)
+        if verdict:  # this rank may hold the store, and ends now
+            poll(lambda: peers.silent(f"{key}/heard") == [0], time.monotonic() + _LEAVE_S)
         return verdict
     if not poll(lambda: peers.hear(f"{key}/verdict") is not None, deadline + 1.0):
         return _nothing_from(peers.silent(key) or [0], peers, limit_s)
-    return peers.hear(f"{key}/verdict") or ""
+    verdict = peers.hear(f"{key}/verdict") or ""
+    peers.say(f"{key}/heard/{peers.rank}", "yes")
+    return verdict
 
 
 def _nothing_from(ranks: list[int], peers: Peers, limit_s: float) -> str:

@@ -130,6 +130,8 @@ class Watch:
         living = {rank: beat for rank, beat in self._last.items() if not beat.done}
         if not living or any(beat.long for beat in living.values()):
             return ""
+        if any(now - self._heard[rank] > self._timeout_s / 4 for rank in living):
+            return ""  # one is perhaps lost, and then it is that one
         still_s, idle_s = now - self._moved, now - max(self._moved, self._busy)
         if not (self._cpu and idle_s > self._timeout_s) and still_s <= self._patience(living):
             return ""

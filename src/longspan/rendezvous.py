@@ -205,7 +205,10 @@ def meet(timeout_s: float | None = None) -> Peers:
         store = _connect(job, timeout_s) if job and world > 1 else None
     if store is None:
         return Peers(rank, world, timeout_s, job=job)
-    session = _gather(store, rank, world, timeout_s, job)
+    try:
+        session = _gather(store, rank, world, timeout_s, job)
+    except RuntimeError as error:  # of the store's connection
+        raise LongspanError(f"the job's store is gone, so the rank that holds it has ended: {error}") from error
     return Peers(rank, world, timeout_s, store, session, job)
 
 
@@ -295,13 +298,16 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None
         if not absent:
             store.set(f"{session}/met", "yes")
             return session
+        store.set(f"{session}/absent", "yes")
+        time.sleep(0.5)  # others hear it before this rank ends, and with it the store
     else:
         answered = poll(lambda: store.check([f"longspan/welcome/{greeting}"]), deadline)
         absent = [0]
         if answered:
             session = str(store.get(f"longspan/welcome/{greeting}").decode())
             store.set(f"{session}/here/{rank}", "yes")
-            if poll(lambda: store.check([f"{session}/met"]), deadline):
+            poll(lambda: store.check([f"{session}/met"]) or store.check([f"{session}/absent"]), deadline)
+            if store.check([f"{session}/met"]):
                 return session
             absent = [other for other in range(1, world) if not store.check([f"{session}/here/{other}"])] or [0]
     job_said = f"; the job is {job}, and if there is no such job, run `unset {' '.join(VARIABLES)}`" if job else ""
