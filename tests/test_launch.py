@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from longspan import launch
+from longspan import launch, supervisor
 from longspan.errors import LongspanError
 from longspan.launch import RankFailed, Stopped, StopRequest
 
@@ -40,10 +42,48 @@ def _end_while_others_wait(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":
             raise RuntimeError("planted fault")
-        if how == "exit":
-            os._exit(7)
+        if how in ("7", "0"):
+            os._exit(int(how))
+        if how == "sys.exit":
+            sys.exit(0)
         time.sleep(0.2)
     dist.all_reduce(torch.ones(1))
+
+
+def _fall_out(how: str) -> None:
+    """Rank 1 does not take part in step 7, in which the other waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    with launch.joined(4) as heart:
+        heart.peers.init_process_group("cpu")
+        dist.barrier()
+        heart.at("forward and backward", 7)
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            _hang()
+        dist.all_reduce(torch.ones(1))
+
+
+def _hang() -> None:
+    time.sleep(600)
+
+
+def _be_watched(folder: str) -> None:
+    """Groups, a heartbeat, and a process id in a file; then all wait, rank 1 stopped."""
+    import torch.distributed as dist
+
+    with launch.joined(60) as heart:
+        heart.peers.init_process_group("cpu")
+        group = dist.new_group(list(range(dist.get_world_size())))
+        dist.barrier(group)
+        Path(folder, "rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with StopRequest():
+            dist.barrier()
 
 
 def _refuse() -> None:
@@ -90,7 +130,9 @@ def test_one_rank_runs_in_this_process() -> None:
             r"rank 1 of 2 died \(exit code 1\): RuntimeError: planted fault; the",
             "_end_while_others_wait",
         ),
-        ("exit", r"^rank 1 of 2 exited with code 7 and left no error", ""),
+        ("7", r"^rank 1 of 2 exited with code 7 and left no error; the other", ""),
+        ("0", r"^rank 1 of 2 exited with code 0 and left no error before the job was done; the other", ""),
+        ("sys.exit", r"^rank 1 of 2 called sys.exit\(0\) before the job was done; the other", ""),
     ],
 )
 def test_a_rank_that_dies_is_named(how: str, message: str, details: str) -> None:
@@ -99,6 +141,111 @@ def test_a_rank_that_dies_is_named(how: str, message: str, details: str) -> None
         launch.launch(_end_while_others_wait, how, nproc=2)
     assert time.monotonic() - start < 60
     assert details in caught.value.details
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "stop",
+            r"^rank 1 of 2: no sign of life for 4 s .*; last known place: rank 1: step 7, forward and backward, at ",
+        ),
+        (
+            "hang",
+            r"^rank 1 of 2 does not take part: .* computed nothing .*: rank 1: step 7, .* in _hang; rank 0: step 7",
+        ),
+    ],
+)
+def test_a_rank_that_falls_out_is_named_with_its_place(how: str, message: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=message):
+        launch.launch(_fall_out, how, nproc=2)
+    assert time.monotonic() - start < 120
+
+
+def _start(folder: Path, grace_s: float) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher of two ranks that wait, one of them stopped; and their process ids."""
+    code = "from longspan import launch\nfrom tests import test_launch\nif __name__ == '__main__':\n    launch.launch("
+    code += f"test_launch._be_watched, {str(folder)!r}, nproc=2, grace_s={grace_s})\n"
+    script = folder / "launcher.py"
+    script.write_text(code)
+    (folder / "tmp").mkdir()
+    source, root = Path(launch.__file__).parents[1], Path(__file__).parents[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{source}:{root}",
+        "TMPDIR": str(folder / "tmp"),
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+    files = [folder / "rank-0", folder / "rank-1"]
+    end = time.monotonic() + 120
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end and process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    return process, [int(file.read_text()) for file in files]
+
+
+def _gone(pids: list[int], limit_s: float = 30) -> bool:
+    end = time.monotonic() + limit_s
+    while any(_state(pid) not in ("", "Z") for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def _listening(pids: list[int]) -> list[str]:
+    """The addresses, as the kernel writes them, on which these processes listen."""
+    mine = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                mine.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in mine:
+                found.append(local.partition(":")[0])
+    return found
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
+def test_nothing_listens_beyond_loopback_and_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    process, pids = _start(tmp_path, 25)
+    try:
+        listening = _listening([process.pid, *pids])
+        assert len(listening) >= 3  # the store, and gloo in both ranks
+        assert set(listening) <= {"0100007F", "00000000000000000000000001000000"}, listening
+        process.kill()
+        process.wait(10)
+        assert _gone(pids)
+    finally:
+        process.kill()
+    assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor")] == []
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
+def test_a_signal_ends_all_ranks_in_time_whatever_state_they_are_in(tmp_path: Path) -> None:
+    """Rank 0 waits in a collective with the signal caught, rank 1 is stopped: neither can end by itself."""
+    process, pids = _start(tmp_path, 2)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert 2 <= time.monotonic() - start < 30
+    assert _gone(pids, 5)
 
 
 @pytest.mark.launcher
@@ -160,3 +307,82 @@ def test_a_later_second_signal_acts_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGTERM
     assert done.stdout == ""
+
+
+def test_a_job_that_does_not_stop_in_time_is_ended() -> None:
+    code = (
+        "import signal, time\nfrom longspan.launch import StopRequest\n"
+        "with StopRequest(grace_s=0.2):\n"
+        "    signal.raise_signal(15); time.sleep(60); print('survived')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 143 and done.stdout == ""
+    assert "not saved within 0.2 s of SIGTERM" in done.stderr and "--grace" in done.stderr
+
+
+class _FakeRanks:
+    """Two ranks that never end by themselves, and are told what to do."""
+
+    def __init__(self, *ends: supervisor._End) -> None:
+        self.nproc, self.ends, self.killed = 2, dict(enumerate(ends)), set[int]()
+        self.living, self.told = [0, 1], list[int]()
+        self.failures = lambda: supervisor._Ranks.failures(self)  # type: ignore[arg-type]
+
+    def collect(self, wait_s: float) -> None:
+        time.sleep(0.01)
+
+    def tell(self, signum: int) -> None:
+        self.told.append(signum)
+
+
+def test_the_ranks_get_their_time_to_stop_unless_there_is_a_second_signal() -> None:
+    signals = supervisor._Signals()
+    with signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.signum == signal.SIGINT and not signals.again
+        ranks, start = _FakeRanks(), time.monotonic()
+        supervisor._wait(ranks, signals, 0.3)  # type: ignore[arg-type]
+        assert ranks.told == [signal.SIGTERM] and time.monotonic() - start >= 0.3
+        signal.raise_signal(signal.SIGINT)  # at once: the same one, sent twice
+        assert not signals.again
+        signals._since -= 2
+        signal.raise_signal(signal.SIGINT)
+        supervisor._wait(_FakeRanks(), signals, 3600)  # type: ignore[arg-type]
+    ranks.killed = {0, 1}
+    with pytest.raises(Stopped) as stop:
+        supervisor._conclude(ranks, signals, None, 0.3)  # type: ignore[arg-type]
+    assert stop.value.code == 130 and "second signal" in stop.value.why_not
+
+
+def test_a_save_that_failed_on_the_way_out_is_said() -> None:
+    signals = supervisor._Signals()
+    signals.signum = signal.SIGTERM
+    ranks = _FakeRanks(supervisor._End("refused", "no space left"), supervisor._End("died", code=-9))
+    with pytest.raises(Stopped) as stop:
+        supervisor._conclude(ranks, signals, None, 25)  # type: ignore[arg-type]
+    assert stop.value.why_not == "rank 0 could not save: no space left"
+    ranks = _FakeRanks(supervisor._End("done", result=7), supervisor._End("done"))
+    assert supervisor._conclude(ranks, signals, None, 25) == 7  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:9] writev: Broken pipe"), True),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (ConnectionResetError(104, "Connection reset by peer"), False),
+        (LongspanError("2 is not 3"), False),
+    ],
+)
+def test_only_gloo_nccl_and_the_store_lose_peers(error: Exception, lost: bool) -> None:
+    assert supervisor.lost_peer(error) is lost
+    wrapped = LongspanError("checkpoint cannot be written")
+    wrapped.__cause__ = error
+    assert supervisor.lost_peer(wrapped) is lost
+
+
+def test_sys_exit_under_torchrun_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_under_torchrun(monkeypatch, 4)
+    with pytest.raises(RankFailed, match=r"rank 1 called sys.exit\(0\) before the job was done"):
+        launch.launch(sys.exit, 0, nproc=4)

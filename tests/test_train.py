@@ -460,12 +460,72 @@ def test_every_rank_and_step_has_a_seed_of_its_own() -> None:
 
 
 def test_a_rank_that_reads_other_data_is_caught(config: TrainConfig, pool2: RankPool) -> None:
-    with pytest.raises(RankError, match=r"the ranks read different data in step 1; every machine needs the same files"):
+    """The files are alike by name and size, so only what is read from them tells."""
+    said = r"the ranks read different data in step 1; every machine needs the same files .*; unlike the others: rank 1"
+    with pytest.raises(RankError, match=said):
         pool2.run(_train_on_own_data, dataclasses.replace(config, ulysses=2), timeout=240)
 
 
 def _train_on_own_data(config: TrainConfig) -> None:
-    _train(dataclasses.replace(config, seed=torch.distributed.get_rank()))
+    from longspan.data import DocumentSource
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(config)
+    source = DocumentSource(config.data, seed=torch.distributed.get_rank())
+    trainer.inputs = dataclasses.replace(trainer.inputs, source=source)
+    trainer.run()
+
+
+class _Signalled(Exception):
+    """Stands for a process that a signal has ended."""
+
+
+@pytest.mark.parametrize("phase", ["save", "export"])
+def test_a_signal_after_the_last_step_saves_and_does_not_export(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    from longspan.train.loop import Trainer
+
+    def at_once(*_: object) -> None:
+        raise _Signalled  # the default action would end this process
+
+    def signalled(self: Trainer, *args: Any) -> None:
+        if self.step == config.steps:
+            signal.raise_signal(signal.SIGTERM)
+        plain(self, *args)
+
+    plain = getattr(Trainer, f"_{phase}")
+    monkeypatch.setattr(Trainer, f"_{phase}", signalled)
+    before = signal.signal(signal.SIGTERM, at_once)
+    try:
+        with pytest.raises(launch.Stopped if phase == "save" else _Signalled):
+            _train(config)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (config.checkpoints / "step-00000006" / "complete.json").exists()
+    assert not (config.out / "hf").exists()
+
+
+def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resumes: list[str] = []
+
+    def fail(entry: Any, tried: TrainConfig, **_: Any) -> None:
+        resumes.append(tried.resume)
+        if len(resumes) < 3:
+            raise RankFailed("rank 1 of 2 was killed")
+
+    monkeypatch.setattr(launch, "launch", fail)
+    asked = dataclasses.replace(config, ulysses=2, max_restarts=2, resume="never")
+    assert run(asked) == 0
+    assert resumes == ["never", "auto", "auto"]
+    assert "rank 1 of 2 was killed; restart 2 of 2" in capsys.readouterr().err
+    resumes.clear()
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 was killed"):
+        run(dataclasses.replace(asked, max_restarts=1))
+    _refused(config, r"--max-restarts 1 is for ranks that are started here", max_restarts=1)
+    _refused(config, r"--timeout must be at least 1, got 0", timeout=0)
 
 
 def test_a_diverged_run_says_so(config: TrainConfig) -> None:

@@ -23,6 +23,9 @@ LARGEST_COUNT = 1 << 40
 LARGEST_JOB = 1 << 16
 """The most ranks, or GPUs, of a job."""
 
+LONGEST_WAIT_S = 30 * 24 * 3600
+"""The longest time-out in seconds."""
+
 LARGEST_SEED = (1 << 63) - 1
 """The largest seed that torch, numpy and Python's own generator all take."""
 

@@ -7,7 +7,6 @@ axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node a
 from __future__ import annotations
 
 import math
-import os
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.errors import LongspanError
 from longspan.layout import Layout
+from longspan.rendezvous import meet, read_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AXES = ("data", "ring", "ulysses", "tensor")
+GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
 
 class OneDeviceMesh:
@@ -47,7 +48,13 @@ class OneDeviceMesh:
 
 
 def init_mesh(
-    data: int = 1, ring: int = 1, ulysses: int = 1, tensor: int = 1, *, device_type: str | None = None
+    data: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tensor: int = 1,
+    *,
+    device_type: str | None = None,
+    timeout: float | None = None,
 ) -> DeviceMesh | OneDeviceMesh:
     """Build the mesh, joining the job that torchrun's environment describes if that has not been done.
 
@@ -57,19 +64,23 @@ def init_mesh(
         ulysses: size of the All-to-All inside a sequence group.
         tensor: size of the tensor-parallel group.
         device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
+        timeout: seconds within which every rank must have come (by default 60, with GPUs 300), and, if given, after
+            which a collective of the process group made here gives up (else torch's default).
 
     Returns:
         A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; without any process group and with
         every axis 1, a `OneDeviceMesh`.
 
     Raises:
-        LongspanError: if an axis is no positive integer, or the product is not the number of processes.
+        LongspanError: if an axis is no positive integer, the product is not the number of processes, a rank does not
+            come in time, or the environment describes a job that cannot be, or that nobody runs.
     """
     sizes = dict(zip(AXES, (data, ring, ulysses, tensor), strict=True))
     for axis, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise LongspanError(f"`{axis}={size!r}` must be an integer of at least 1")
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    job = None if dist.is_initialized() else read_job()
+    world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
     needed = math.prod(sizes.values())
     if needed != world:
         spelled = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -81,9 +92,8 @@ def init_mesh(
     if not dist.is_initialized():
         if world == 1:
             return OneDeviceMesh(device_type)
-        if device_type == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
+        meet(timeout).init_process_group(device_type, timeout or default_s)
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tyro.conf import Positional  # imports no torch; tyro looks the annotation up when it makes the help
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
 from longspan.errors import LongspanError
 
 ELEMENT_BYTES = 4
@@ -46,6 +46,9 @@ class BenchConfig:
     """The file to write; its folder is made. With several machines, the first one writes it."""
     name: str = "measured"
     """The hardware's name in the file."""
+    timeout: int | None = None
+    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
+    default 60, with GPUs 300. Loading, a save or an export may take longer."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -74,6 +77,8 @@ class BenchConfig:
         check_number("--rounds", self.rounds, 1, LARGEST_COUNT)
         if self.nproc is not None:
             check_number("--nproc", self.nproc, 1, LARGEST_JOB)
+        if self.timeout is not None:
+            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
         given = " ".join(map(str, self.sizes))
         if wrong := [size for size in self.sizes if size < 1]:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from longspan.bench.report import Measurement
+    from longspan.heartbeat import Heartbeat
 
 
 def run(config: BenchConfig) -> int:
@@ -32,7 +33,7 @@ def run(config: BenchConfig) -> int:
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
     if not launch.under_torchrun():  # there `worker` asks the first rank
         config.check_out()
-    measurement: Measurement = launch.launch(worker, config, nproc=config.ranks)
+    measurement: Measurement = launch.launch(_bench_rank, config, nproc=config.ranks)
     if launch.is_first_rank():
         print_table(measurement)  # first, so that a disk that is full by now does not take the figures with it
         config.out.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,12 @@ def run(config: BenchConfig) -> int:
     return 0
 
 
-def worker(config: BenchConfig) -> Measurement:
+def _bench_rank(config: BenchConfig) -> Measurement:
+    with launch.joined(config.timeout) as heart:
+        return worker(config, heart)
+
+
+def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
     """Measure on this rank; every rank of the job calls it and returns the same.
 
     Raises:
@@ -49,12 +55,17 @@ def worker(config: BenchConfig) -> Measurement:
     """
     import torch
 
+    from longspan import agreement
     from longspan.bench.compute import measure_compute, ranks_on_node
     from longspan.bench.links import measure_links
     from longspan.bench.report import Measurement
     from longspan.mesh import init_mesh
+    from longspan.rendezvous import meet
 
     config.check()
+    peers = meet(config.timeout) if heart is None else heart.peers
+    agreement.agree(peers, {**agreement.settings(config), **agreement.versions()}, alive=heart is not None)
+    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
     device = torch.device(mesh.device_type)
     if device.type == "cuda":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_number, check_text
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_number, check_text
 from longspan.errors import LongspanError
 
 
@@ -100,6 +100,16 @@ class TrainConfig:
     log_every: int = 10
     """Steps between reports; the reported step is profiled for its share of communication."""
 
+    timeout: int | None = None
+    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
+    default 60, with GPUs 300. Loading, a save or an export may take longer."""
+    grace: int = 25
+    """Seconds that the ranks get to save and end after SIGTERM or Ctrl-C; then they are killed. Give longer where a
+    step and a save take longer."""
+    max_restarts: int = 0
+    """How often the ranks are started again, from the newest checkpoint, after one of them died or was lost. Under
+    torchrun, give its --max-restarts."""
+
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
@@ -163,6 +173,10 @@ class TrainConfig:
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
+        check_number("--grace", self.grace, 0, LONGEST_WAIT_S)
+        check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
+        if self.timeout is not None:
+            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
         check_number("--lr", self.lr, 0, above=True)
         check_number("--weight-decay", self.weight_decay, 0)
         check_number("--clip", self.clip, 0)

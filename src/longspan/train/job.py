@@ -1,8 +1,13 @@
-"""The job as a whole: check everything once, start the ranks, train."""
+"""The job as a whole: check everything once, start the ranks, train, and start them again if that was asked for."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+
 from longspan import launch
+from longspan.errors import LongspanError
+from longspan.rendezvous import read_job
 from longspan.train.config import TrainConfig
 
 
@@ -14,22 +19,46 @@ def run(config: TrainConfig) -> int:
 
     Raises:
         LongspanError: on bad input; nearly always before any rank is started.
-        longspan.launch.RankFailed: if a rank died.
+        longspan.launch.RankFailed: if a rank died, was lost, or ended early, more often than `max_restarts`.
         longspan.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
     """
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    if config.max_restarts and (config.ranks == 1 or read_job() is not None):
+        raise LongspanError(
+            f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
+            "torchrun's --max-restarts, or leave it out on one rank"
+        )
     from longspan.train.inputs import check_inputs
 
     check_inputs(config)
-    launch.launch(_train_rank, config, nproc=config.ranks)
+    try:
+        _train(config)
+    except launch.Stopped as stop:
+        if stop.why_not:
+            print(f"longspan: {stop.why_not}", file=sys.stderr)
+        raise
     return 0
 
 
+def _train(config: TrainConfig) -> None:
+    for left in range(config.max_restarts, -1, -1):
+        try:
+            launch.launch(_train_rank, config, nproc=config.ranks, grace_s=config.grace)
+            return
+        except launch.RankFailed as error:
+            if not left:
+                raise
+            number = config.max_restarts - left + 1
+            print(f"longspan: {error}; restart {number} of {config.max_restarts}", file=sys.stderr, flush=True)
+            config = dataclasses.replace(config, resume="auto")
+
+
 def _train_rank(config: TrainConfig) -> None:
-    from transformers.utils.logging import disable_progress_bar
+    with launch.joined(config.timeout) as heart:
+        from transformers.utils.logging import disable_progress_bar
 
-    from longspan.train.loop import Trainer
+        from longspan.train.loop import Trainer
 
-    disable_progress_bar()  # one per rank for every file that is read or written
-    Trainer(config).run()
+        disable_progress_bar()  # one per rank for every file that is read or written
+        Trainer(config, heart).run()

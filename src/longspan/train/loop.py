@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import math
 import os
+import statistics
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from longspan import checkpoint
+from longspan import agreement, checkpoint
 from longspan.batch import shard_batch
 from longspan.data import StepBatch, deal, prefetch
 from longspan.errors import LongspanError
+from longspan.heartbeat import Heartbeat
 from longspan.launch import Stopped, StopRequest
 from longspan.mesh import SequenceSharding, init_mesh
 from longspan.metrics import (
@@ -33,8 +36,9 @@ from longspan.metrics import (
     peak_memory_gib,
 )
 from longspan.parallelize import parallelize
+from longspan.rendezvous import Peers, meet, spell_ranks
 from longspan.train.config import TrainConfig
-from longspan.train.inputs import build_model, open_inputs
+from longspan.train.inputs import Inputs, build_model, open_inputs
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -45,19 +49,23 @@ class Trainer:
 
     Args:
         config: what to train.
+        heart: tells the other ranks where this one is; without one, nobody is told.
 
     Raises:
-        LongspanError: for what `open_inputs` refuses, a model that cannot be sharded, or another model's checkpoint.
+        LongspanError: for what `open_inputs` refuses, ranks that were not given the same, a model that cannot be
+            sharded, or another model's checkpoint.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, heart: Heartbeat | None = None) -> None:
+        self.config, self._heart = config, heart
+        self._at("start", long=True)
+        self.inputs = self._agreed_inputs(meet(config.timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
-        self.inputs = open_inputs(config)
+        self._at("loading", long=True)
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
@@ -70,6 +78,29 @@ class Trainer:
         self.saved_step = self.started_step = self.step
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
+
+    def _agreed_inputs(self, peers: Peers) -> Inputs:
+        """What the run is made from, once it is known to be alike on every rank; then the process group."""
+        config, alive = self.config, self._heart is not None
+        with agreement.refusing_together(peers, alive=alive):
+            inputs = open_inputs(config)
+        resume = inputs.resume
+        facts = {
+            **agreement.settings(config, leave_out=("resume",)),  # what was found is compared instead
+            **agreement.versions(),
+            **agreement.model_facts(inputs.model_config),
+            **agreement.tokenizer_facts(inputs.tokenizer),
+            **{f"data's {key}": value for key, value in inputs.identity.items()},
+            "checkpoint to go on from": "none" if resume is None else f"{resume.path} of step {resume.step}",
+        }
+        agreement.agree(peers, facts, alive=alive)
+        peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+        return inputs
+
+    def _at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
+        """Tell the other ranks where this one is."""
+        if self._heart is not None:
+            self._heart.at(phase, step, long=long)
 
     def _load_model(self) -> tuple[Any, Any, bool]:
         """The sharded model, its generation config where it came with one, and whether it needs autocast."""
@@ -95,25 +126,38 @@ class Trainer:
         """
         config = self.config
         display = Display(config.steps, self.step) if self.first else Quiet(config.steps)
-        with StopRequest() as stop, display, self._log() as log:
-            self._say_what(display)
-            with self._batches() as batches:
-                while self.step < config.steps:
-                    batch = next(batches)
-                    signum = self._agree(batch, stop.signum or 0)
-                    if signum:
-                        self._save(display)
-                        display.say(f"stopped by a signal after step {self.step}; the same command goes on from there")
-                        raise Stopped(signum)
-                    metrics = self._train_step(batch)
-                    display.step(self.step, metrics)
-                    if log is not None and metrics is not None:
-                        log.write(metrics)
-                    if config.save_every and self.step % config.save_every == 0:
-                        self._save(display)
-            self._save(display)
+        with display, self._log() as log:
+            # Until here, and from the last save on, nothing is lost by a signal: it ends the rank at once.
+            with StopRequest(grace_s=config.grace) as stop:
+                self._say_what(display)
+                with self._batches() as batches:
+                    while self.step < config.steps:
+                        self._at("data", self.step + 1, long=True)
+                        batch = next(batches)
+                        self._at("comparing batches", self.step + 1)
+                        signum = self._agree(batch, stop.signum or 0)
+                        if signum:
+                            self._saved(display)
+                            display.say(
+                                f"stopped by a signal after step {self.step}; the same command goes on from there"
+                            )
+                            raise Stopped(signum)
+                        metrics = self._train_step(batch)
+                        display.step(self.step, metrics)
+                        if log is not None and metrics is not None:
+                            log.write(metrics)
+                        if config.save_every and self.step % config.save_every == 0:
+                            self._saved(display)
+                self._saved(display)
+                if stop.signum:
+                    raise Stopped(stop.signum)
             if config.export == "end":
+                self._at("export", self.step, long=True)
                 self._export(display)
+
+    def _saved(self, display: Display) -> None:
+        self._at("save", self.step, long=True)
+        self._save(display)
 
     def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
         config = self.config
@@ -135,14 +179,19 @@ class Trainer:
         """
         if self.group is None:
             return signum
-        crc = batch.checksum
+        crc = zlib.crc32(f"{self.step} {batch.checksum} {batch.label_tokens} {len(batch.micro_batches)}".encode())
         said = torch.tensor([signum, crc, -crc], device=self.sp.device)
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
         signum, largest, smallest = said.tolist()
         if largest != -smallest:
+            every = torch.zeros(self.sp.world_size, dtype=said.dtype, device=self.sp.device)
+            dist.all_gather_into_tensor(every, torch.tensor([crc], device=self.sp.device), group=self.group)
+            read = every.tolist()
+            usual = statistics.mode(read)
             raise LongspanError(
                 f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
-                f"{self.config.data}, and the same tokenizer"
+                f"{self.config.data}, and the same tokenizer; unlike the others: "
+                f"{spell_ranks([rank for rank, crc in enumerate(read) if crc != usual])}"
             )
         return int(signum)
 
@@ -186,6 +235,7 @@ class Trainer:
         torch.manual_seed(step_seed(self.config.seed, self.step, rank))
         loss = torch.zeros((), device=self.sp.device)
         for micro in batch.micro_batches:
+            self._at("forward and backward", self.step + 1)
             inputs = {
                 k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in shard_batch(micro, self.sp).items()
             }
@@ -195,6 +245,7 @@ class Trainer:
             part.backward()
             # Each is a sum over its own tokens of this replica and the others, over the labels of the whole step.
             loss += part.detach()
+        self._at("optimizer", self.step + 1)
         norm = clip_gradients(self.model, self.config.clip)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_number, check_text
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_number, check_text
 from longspan.errors import LongspanError
 
 
@@ -58,6 +58,9 @@ class VerifyConfig:
     """Seed of the random weights (--config) and the random tokens."""
     json: bool = False
     """Print the report as JSON, and nothing else, on stdout (schema: docs/verify.md)."""
+    timeout: int | None = None
+    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
+    default 60, with GPUs 300. Loading, a save or an export may take longer."""
 
     @property
     def ranks(self) -> int:
@@ -103,6 +106,8 @@ class VerifyConfig:
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if not check_text("--text-field", self.text_field):
             raise LongspanError("--text-field is empty; leave it out, or give a name")
+        if self.timeout is not None:
+            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
         if self.context < max(4, 2 * self.shared):

@@ -12,6 +12,7 @@ from longspan import launch
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
+    from longspan.heartbeat import Heartbeat
     from longspan.verify.report import Report
 
 
@@ -38,8 +39,8 @@ def run(config: VerifyConfig) -> int:
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
-    with _stdout_to_stderr():
-        return worker(config)
+    with _stdout_to_stderr(), launch.joined(config.timeout) as heart:
+        return worker(config, heart)
 
 
 @contextmanager
@@ -56,22 +57,31 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def worker(config: VerifyConfig) -> Report:
+def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     """Verify on this rank; every rank of the job calls it and returns the same report.
 
     Raises:
-        LongspanError: on bad input, or if the ranks do not hold the same weights.
+        LongspanError: on bad input, if the ranks were not given the same, or do not hold the same weights.
     """
+    import torch
+
+    from longspan import agreement
     from longspan.huggingface import check_model
     from longspan.mesh import SequenceSharding, init_mesh
+    from longspan.rendezvous import meet
     from longspan.verify.inputs import build_model, load_model_config, make_batch
     from longspan.verify.runs import Link, check_same_weights, make_report, shard_model, sharded_parts, unsharded_runs
 
     config.check()
+    peers = meet(config.timeout) if heart is None else heart.peers
+    with agreement.refusing_together(peers, alive=heart is not None):
+        model_config = load_model_config(config)
+    facts = {**agreement.settings(config), **agreement.versions(), **agreement.model_facts(model_config)}
+    agreement.agree(peers, facts, alive=heart is not None)
+    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
     sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
-    model_config = load_model_config(config)
     batch_BS = {name: x.to(sp.device) for name, x in make_batch(config, model_config).items()}
     model = build_model(config, model_config).to(sp.device)
     check_model(model, sp, config.kernel)  # before the long runs, not after them

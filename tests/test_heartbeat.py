@@ -1,0 +1,187 @@
+"""Who is alive, and whether the job gets on: the rules, and the threads that follow them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from longspan.heartbeat import AwakeClock, Beat, Heartbeat, Watch
+from longspan.rendezvous import Peers
+
+STEP = Beat(
+    number=1, place="step 3, optimizer", moves=7, long=False, longest_s=2.0, where="loop.py:1 in run", waits=True
+)
+
+
+def _judge(watch: Watch, seconds: int, *beats: Beat, cpu: float = 0.0) -> str:
+    """What the watch says after so many seconds in which all ranks beat, but nothing else changes."""
+    said = ""
+    for second in range(seconds + 1):
+        beats = tuple(replace(beat, number=beat.number + 1, cpu_s=beat.cpu_s + cpu) for beat in beats)
+        said = said or watch.judge(watch._seen + (second > 0), dict(enumerate(beats)))
+    return said
+
+
+def _watch(timeout_s: float = 10.0, *, cpu: bool = True, stalls: bool = True) -> Watch:
+    return Watch(3, timeout_s, cpu=cpu, stalls=stalls)
+
+
+# --- the rules
+
+
+def test_a_rank_that_is_not_heard_is_named_with_its_place() -> None:
+    watch, silent = _watch(), replace(STEP, place="step 2, forward and backward", number=5)
+    for second in range(11):
+        beat = replace(STEP, number=second, moves=second, cpu_s=float(second))
+        assert not watch.judge(second, {0: beat, 1: silent, 2: beat})
+    said = watch.judge(11, {0: replace(beat, number=11), 1: silent, 2: replace(beat, number=11)})
+    assert said.startswith("rank 1 of 3: no sign of life for 10 s")
+    assert "rank 1: step 2, forward and backward, at loop.py:1 in run" in said and "rank 0: step 3, optimizer" in said
+
+
+def test_a_rank_that_never_beats_or_stops_in_a_long_phase_is_lost_too() -> None:
+    assert "rank 2 of 3: no sign of life" in _silent(Beat())
+    assert "rank 2 of 3: no sign of life" in _silent(replace(STEP, place="save", long=True))
+    assert not _silent(replace(STEP, done=True))
+
+
+def _silent(third: Beat) -> str:
+    watch, said = _watch(), ""
+    for second in range(13):
+        beat = replace(STEP, number=second, moves=second)
+        said = said or watch.judge(second, {0: beat, 1: beat, 2: third})
+    return said
+
+
+def test_ranks_that_all_wait_and_compute_nothing_do_not_get_on() -> None:
+    hung = replace(STEP, waits=False, where="model.py:9 in forward")
+    assert not _judge(_watch(), 9, STEP, hung, STEP)
+    said = _judge(_watch(), 11, STEP, hung, STEP)
+    assert said.startswith("rank 1 of 3 does not take part") and "model.py:9 in forward" in said
+    assert _judge(_watch(), 11, STEP, STEP, STEP).startswith("ranks 0, 1 and 2 of 3 do not get on")
+
+
+def test_ranks_that_compute_have_ten_times_their_longest_phase() -> None:
+    slow = replace(STEP, longest_s=4.0)
+    assert not _judge(_watch(), 39, slow, STEP, STEP, cpu=0.5)
+    assert "do not get on" in _judge(_watch(), 41, slow, STEP, STEP, cpu=0.5)
+    assert not _judge(_watch(cpu=False), 39, slow, STEP, STEP)  # on GPUs a rank that waits looks busy
+    first = replace(STEP, longest_s=0.0)
+    assert not _judge(_watch(), 1799, first, first, first, cpu=0.5)
+    assert "for 1801 s" in _judge(_watch(), 1801, first, first, first, cpu=0.5)
+
+
+def test_long_phases_and_other_ranks_judges_have_no_such_limit() -> None:
+    export = replace(STEP, place="export", long=True)
+    assert not _judge(_watch(), 20_000, export, STEP, STEP)
+    assert not _judge(_watch(stalls=False), 20_000, STEP)
+
+
+def test_a_job_that_was_suspended_as_a_whole_is_not_lost() -> None:
+    now = iter([0.0, 1.0, 5001.0, 5002.0])
+    clock = AwakeClock(1.0, lambda: next(now))
+    assert [clock(), clock(), clock()] == [1.0, 3.0, 4.0]
+
+
+# --- the threads
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    import torch.distributed as dist
+
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+class _Rank(Heartbeat):
+    """A heartbeat of which a test can see what it found, and that can fall silent."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.found: list[tuple[str, bool]] = []
+        self.ended = threading.Event()
+        super().__init__(Peers(rank, 3, 1.0, store.clone(), "session"), self._end)
+
+    def _end(self, message: str, told: bool) -> None:
+        self.found.append((message, told))
+        self.ended.set()
+        self._stop.set()
+
+
+def test_all_ranks_hear_which_one_fell_silent_and_where(store: Any) -> None:
+    ranks = [_Rank(store, rank) for rank in range(3)]
+    for rank in ranks:
+        rank.at("forward and backward", 5)
+        rank.__enter__()
+    time.sleep(0.5)
+    assert not any(rank.found for rank in ranks)
+    ranks[1].at("optimizer", 5)
+    time.sleep(0.5)
+    ranks[1]._stop.set()  # without its last beat, as a process that is stopped
+    for rank in (ranks[0], ranks[2]):
+        assert rank.ended.wait(30)
+        assert "rank 1 of 3: no sign of life for 1 s" in rank.found[0][0]
+        assert "rank 1: step 5, optimizer" in rank.found[0][0] and rank.found[0][1]
+    assert store.get("longspan/last-word").decode() == ranks[0].found[0][0]
+
+
+def test_ranks_that_are_done_are_not_missed_and_one_that_failed_is(store: Any) -> None:
+    ranks = [_Rank(store, rank) for rank in range(3)]
+    for rank in ranks:
+        rank.__enter__()
+    ranks[2].__exit__(None)
+    time.sleep(2.0)
+    assert not ranks[0].found and not ranks[1].found
+    ranks[1].__exit__(ValueError)
+    assert ranks[0].ended.wait(30)
+    assert "rank 1 of 3: no sign of life" in ranks[0].found[0][0] and "ended by ValueError" in ranks[0].found[0][0]
+
+
+def test_a_rank_that_is_cut_off_ends_itself() -> None:
+    import torch.distributed as dist
+
+    # A store that stops answering: a relay that no longer passes anything on.
+    server = socket.create_server(("127.0.0.1", 0))
+    behind = dist.TCPStore(
+        "127.0.0.1", server.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+    )
+    cut = threading.Event()
+    front = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_relay, args=(front, behind.port, cut), daemon=True).start()
+    through = dist.TCPStore("127.0.0.1", front.getsockname()[1], is_master=False)
+    rank = _Rank(through, 0)
+    rank.peers.world_size = 1
+    rank.__enter__()
+    time.sleep(1.5)
+    assert not rank.found
+    cut.set()
+    assert rank.ended.wait(30)
+    assert "cut off from the job" in rank.found[0][0] and not rank.found[0][1]
+
+
+def _relay(front: socket.socket, port: int, cut: threading.Event) -> None:
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(65536):
+            if cut.is_set():
+                return
+            sink.sendall(data)
+
+    while True:
+        one, _ = front.accept()
+        other = socket.create_connection(("127.0.0.1", port))
+        for pair in ((one, other), (other, one)):
+            threading.Thread(target=pump, args=pair, daemon=True).start()
+
+
+def test_a_rank_alone_has_no_threads() -> None:
+    before = threading.active_count()
+    with Heartbeat(Peers(0, 1, 1.0), lambda *_: None) as heart:
+        heart.at("data", 1, long=True)
+        assert threading.active_count() == before
