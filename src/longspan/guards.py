@@ -90,8 +90,10 @@ class Guard:
         names = _names(model)
         if names == self.names:
             return
+        trained = _names(model, trained=True)
         for what, some in (("was added", names - self.names), ("is gone", self.names - names)):
             if some:
+                some = some & trained or some
                 also = f" ({len(some)} are)" if len(some) > 1 else ""
                 raise LongspanError(
                     f"parameter {min(some)} {what} after parallelize{also}: its gradient would not be summed over the "
@@ -229,8 +231,8 @@ def _refuse_cast(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
             )
 
 
-def _names(model: nn.Module) -> frozenset[str]:
-    names = (name for name, _ in model.named_parameters())
+def _names(model: nn.Module, trained: bool = False) -> frozenset[str]:
+    names = (name for name, p in model.named_parameters() if p.requires_grad or not trained)
     return frozenset(_plain(name) if "._" in name or name.startswith("_") else name for name in names)
 
 

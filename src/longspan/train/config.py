@@ -96,6 +96,16 @@ class TrainConfig:
     export: Literal["end", "saves", "never"] = "end"
     """When to write hf/: at the end, with every checkpoint, or never. To export a run that was stopped, resume it with
     --steps set to the steps it has done."""
+    spike: float = 2.0
+    """A loss above so many times the median of the 20 steps before is a spike. 0: none is."""
+    on_spike: Literal["warn", "stop"] = "warn"
+    """What to do about a spike: say so and go on, or stop."""
+    zero_gradients: int = 5
+    """Stop after so many steps in a row whose gradient norm is exactly 0. 0: never."""
+    check_weights: int = 100
+    """With --no-fsdp, compare the ranks' weights every so many forwards. 0: never."""
+    check_at_rest: bool = False
+    """Checksums of the weights after each step, compared before the next: finds memory that changed by itself."""
     log_every: int = 10
     """Steps between reports; the reported step is profiled for its share of communication."""
 
@@ -139,6 +149,8 @@ class TrainConfig:
         for name in ("ring", "ulysses", "data_degree", "micro_batch", "steps", "log_every"):
             self._at_least(name, 1)
         for name in ("warmup", "save_every", "keep", "shuffle", "weight_decay", "clip", "seed"):
+            self._at_least(name, 0)
+        for name in ("spike", "zero_gradients", "check_weights"):
             self._at_least(name, 0)
         if self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
