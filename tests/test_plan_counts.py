@@ -208,7 +208,7 @@ def step_sent(
         model = transformers.AutoModelForCausalLM.from_config(cls(**config))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
-        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, check_batches=0)
+        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy)
         if options.get("activation_checkpointing"):
             model.gradient_checkpointing_enable()
         model.train()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from longspan.loss import causal_lm_loss as causal_lm_loss
     from longspan.mesh import SequenceSharding as SequenceSharding
     from longspan.mesh import init_mesh as init_mesh
+    from longspan.nonfinite import find_nonfinite as find_nonfinite
     from longspan.parallelize import parallelize as parallelize
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _HOME = {
     "attention": "longspan.attention",
     "causal_lm_loss": "longspan.loss",
     "explain_kernel": "longspan.attention",
+    "find_nonfinite": "longspan.nonfinite",
     "init_mesh": "longspan.mesh",
     "parallelize": "longspan.parallelize",
     "shard_batch": "longspan.batch",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.digests import Digester
 from longspan.errors import LongspanError
 from longspan.rows import Rows, cu_seqlens_rows, document_rows, mask_rows
 from longspan.shard import shard
@@ -40,6 +41,7 @@ class SequenceInfo:
         shifted: whether the labels are shifted: those of a causal LM are, those of a masked LM are not.
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
             it is not on the CPU.
+        device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
     """
 
     length: int
@@ -48,6 +50,11 @@ class SequenceInfo:
     starts: tuple[tuple[int, ...], ...] | None = None
     shifted: bool = True
     digest: int | None = None
+    device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def spell(self) -> str:
+        """Everything but the digests, in words: alike on all ranks of a sequence group."""
+        return repr(dataclasses.replace(self, digest=None))
 
 
 def digest(batch: Mapping[str, Any]) -> int:
@@ -58,9 +65,16 @@ def digest(batch: Mapping[str, Any]) -> int:
             whole = value.detach().cpu().contiguous()
             crc = zlib.crc32(f"{key} {tuple(whole.shape)} {whole.dtype}".encode(), crc)
             crc = zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data, crc)
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif isinstance(value, bool | int | float | str):
             crc = zlib.crc32(f"{key} {value!r}".encode(), crc)
     return crc
+
+
+def device_digest(batch: Mapping[str, Any]) -> Tensor:
+    """A checksum of the values of a batch's tensors, made on their device without waiting for it; int64 []."""
+    tensors = [value for _, value in sorted(batch.items()) if isinstance(value, Tensor)]
+    device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+    return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
 
 
 _CUT = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids"}
@@ -105,8 +119,9 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
     if "longspan" in batch:
         return dict(batch)
     out = cut_batch(batch, sp, shift=shift)
-    if all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor)):
-        out["longspan"] = dataclasses.replace(out["longspan"], digest=digest(batch))
+    on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
+    made = {"digest": digest(batch)} if on_cpu else {"device_digest": device_digest(batch)}
+    out["longspan"] = dataclasses.replace(out["longspan"], **made)
     return out
 
 

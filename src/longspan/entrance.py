@@ -1,33 +1,33 @@
 """The entrance of a parallelized model: where a full batch becomes this rank's, and what is refused there.
 
-In the first forwards all ranks compare their batches and hear of one another's errors before anyone raises, because a
-rank that raises alone leaves the others waiting in the next collective.
+At every forward all ranks compare their batches and hear of one another's errors before anyone raises (`alike.py`),
+because a rank that raises alone leaves the others waiting in the next collective.
 """
 
 from __future__ import annotations
 
 import inspect
-import zlib
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from longspan.batch import IGNORE, SequenceInfo, cut_batch, digest, real_tokens
+from longspan.across_ranks import is_on_cpu
+from longspan.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
 from longspan.errors import LongspanError
 from longspan.families import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
 from longspan.gradients import GradientSum
 from longspan.huggingface import ModelBinding, check_positions
-from longspan.loss import causal_lm_loss, load_balancing_loss
+from longspan.loss import load_balancing_loss, mean_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedModel
 
+    from longspan.alike import BatchCheck
+    from longspan.guards import Guard, RestCheck
     from longspan.mesh import SequenceSharding
 
 
@@ -59,14 +59,25 @@ class Entrance:
         model: the transformers model with a language-model head.
         sp: its sharding.
         binding: what `bind_layers` made of it.
-        check_batches: for so many first forwards, compare the batches of all ranks.
+        batches: compares the batches of all ranks; None where there is one.
+        guard: whether the model is still what it was when it was parallelized; None likewise.
+        rest: checksums of this rank's weights between steps, if asked for.
     """
 
-    def __init__(self, model: PreTrainedModel, sp: SequenceSharding, binding: ModelBinding, check_batches: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sp: SequenceSharding,
+        binding: ModelBinding,
+        *,
+        batches: BatchCheck | None = None,
+        guard: Guard | None = None,
+        rest: RestCheck | None = None,
+    ) -> None:
+        self.batches, self.guard, self.rest = batches, guard, rest
         self.name = type(model).__name__  # FSDP will make another class of it
         self.sp = sp
         self.binding = binding
-        self.checks_left = check_batches if sp.world_size > 1 else 0
         self.owed = _Owed()
         self.loss_due = False
         self.computed: tuple[Tensor, int] | None = None
@@ -78,10 +89,9 @@ class Entrance:
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = self._by_name(args, kwargs)
         if self.gradients is not None:
             self.gradients.forget_unfinished()
-        cut = self._cut(model, batch)
+        batch, cut = self._cut(model, args, kwargs)
         info = cut["longspan"]
         self.owed, self.computed = _Owed(), None
         tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
@@ -127,8 +137,15 @@ class Entrance:
     ) -> Tensor:
         """Takes the place of the model's loss function. The entrance has shifted the labels already."""
         self.loss_due = False
-        loss = causal_lm_loss(logits, labels, self.sp, num_items_in_batch)
+        loss = self._mean(logits, labels, num_items_in_batch)
         self.computed = loss, loss._version
+        return loss
+
+    def _mean(self, logits: Tensor, labels: Tensor, items: Any) -> Tensor:
+        if self.batches is None:
+            return mean_loss(logits, labels, self.sp, items)[0]
+        loss, carried = mean_loss(logits, labels, self.sp, items, self.batches.to_carry())
+        self.batches.carried(carried)
         return loss
 
     def _check_nothing_was_added(self, output: Any) -> None:
@@ -151,7 +168,7 @@ class Entrance:
         """`loss` and `aux_loss` of the global batch, as far as they are owed."""
         losses = {}
         if owed.labels is not None:
-            losses["loss"] = causal_lm_loss(output["logits"], owed.labels, self.sp, owed.items)
+            losses["loss"] = self._mean(output["logits"], owed.labels, owed.items)
         if owed.real is not None:
             assert self.top_k is not None
             logits = output["router_logits"]
@@ -203,24 +220,30 @@ class Entrance:
         if self.gradients is not None:
             self.gradients.check(model)
 
-    def _cut(self, model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
-        """Cut the batch. In the first forwards all ranks first hear whether everyone's batch is sound, and alike."""
-        problem = None
-        cut: dict[str, Any] = {}
+    def _cut(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The batch by name, and cut, when all ranks have heard whether everyone's is sound, and alike."""
+        problem: Exception | None = None
+        batch, cut = dict(kwargs), dict[str, Any]()
         try:
+            if self.guard is not None:
+                self.guard.check(model)
+            batch = self._by_name(args, kwargs)
+            if self.rest is not None:
+                self.rest.before_forward()
             self._refuse(model, batch)
-            if self.checks_left > 0 or all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor)):
+            if is_on_cpu(batch) or (self.batches is not None and self.batches.thorough):
                 _check_ids(model, batch, self.rotary)
             cut = self._part_of(model, batch)
             check_positions(model, cut["longspan"])
-        except LongspanError as error:
+        except Exception as error:  # of any kind: the other ranks must hear of it
             problem = error
-        if self.checks_left > 0:
-            self.checks_left -= 1
-            _compare_batches(batch, self.sp, problem)
-        if problem is not None:
+        if self.batches is not None:
+            self.batches.compare(model, batch, self._wants_router_loss(model, batch), problem)
+        elif problem is not None:
             raise problem
-        return cut
+        return batch, cut
 
     def _part_of(self, model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
         if "longspan" not in batch:
@@ -268,37 +291,3 @@ def _check_ids(model: PreTrainedModel, batch: Mapping[str, Any], rotary: bool) -
             )
     if isinstance(positions, Tensor) and positions.numel() and not rotary and int(positions.min()) < 0:
         raise LongspanError(f"`position_ids` holds {int(positions.min())}, the model's learnt positions start at 0")
-
-
-def _compare_batches(batch: Mapping[str, Any], sp: SequenceSharding, problem: LongspanError | None) -> None:
-    """Raise on every rank alike: for a batch that differs within its sequence group, or one that some rank refuses."""
-    group = sp.world_group
-    assert group is not None
-    info = batch.get("longspan")
-    # Of a batch that was cut beforehand the parts differ, what they were cut from must not.
-    crc = zlib.crc32(repr(info).encode()) if isinstance(info, SequenceInfo) else digest(batch)
-    mine = torch.tensor([crc, problem is not None], dtype=torch.int64, device=sp.device)
-    rows = [torch.zeros_like(mine) for _ in range(sp.world_size)]
-    dist.all_gather(rows, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    said = [row.tolist() for row in rows]
-    for first in range(0, sp.world_size, sp.size):
-        _compare_group(ranks[first : first + sp.size], [crc for crc, _ in said[first : first + sp.size]], sp)
-    refusing = [rank for rank, (_, refused) in zip(ranks, said, strict=True) if refused]
-    if refusing:
-        texts: list[Any] = [None] * sp.world_size
-        dist.all_gather_object(texts, None if problem is None else str(problem), group=group)
-        text = next(text for text in texts if text is not None)
-        raise LongspanError(text if len(refusing) == len(ranks) else f"rank {refusing[0]} refused its batch: {text}")
-
-
-def _compare_group(ranks: list[int], seen: list[int], sp: SequenceSharding) -> None:
-    if len(set(seen)) == 1:
-        return
-    usual = max(Counter(seen).items(), key=lambda item: (item[1], item[0] == seen[0]))[0]
-    others = ", ".join(str(rank) for rank, crc in zip(ranks, seen, strict=True) if crc != usual)
-    same = ", ".join(str(rank) for rank, crc in zip(ranks, seen, strict=True) if crc == usual)
-    raise LongspanError(
-        f"the ranks of a sequence group need the same full batch: ranks {others} were given another one than ranks "
-        f"{same}; seed or shard the data loader by sp.data_rank (of {sp.data_size}), not by the process's rank"
-    )

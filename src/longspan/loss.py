@@ -47,18 +47,31 @@ def causal_lm_loss(
     Raises:
         LongspanError: if the shapes do not fit.
     """
+    return mean_loss(logits, shifted_labels, sp, num_items_in_batch)[0]
+
+
+def mean_loss(
+    logits: Tensor,
+    shifted_labels: Tensor,
+    sp: SequenceSharding,
+    num_items_in_batch: Tensor | int | None = None,
+    carry: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`causal_lm_loss`, and beside it the sum of all ranks' `carry`, fp64 [] (by default 0): one all-reduce of three
+    numbers."""
     if logits.shape[:-1] != shifted_labels.shape:
         raise LongspanError(
             f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
         )
     labels = shifted_labels.reshape(-1).to(logits.device)
     total: Any = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), labels)  # type: ignore[no-untyped-call]
-    sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double()]), sp)
+    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
+    sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)
     count = sums[1].detach().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
     if isinstance(count, Tensor):
         count = count.to(sums.device)
     loss: Tensor = sums[0] / count
-    return loss.to(torch.promote_types(logits.dtype, torch.float32))
+    return loss.to(torch.promote_types(logits.dtype, torch.float32)), sums[2].detach()
 
 
 def load_balancing_loss(

@@ -324,7 +324,8 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     f = mesh.weights
     if f == 1:
         return []
-    sent: list[Sent] = []
+    # Five int64: what a batch is, compared by the hosts of all ranks before anything else.
+    sent = [Sent("all_gather", "fsdp", "batches compared", 5 * 8 * (f - 1), method=False)]
     if job.weight_sharding:
         root = shard_elements(model.root, f, mesh.tensor)
         gathered = root * (f - 1) * job.bytes_per_element
@@ -334,8 +335,8 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
                 Sent("reduce_scatter", "fsdp", "gradients of embeddings and head", root * (f - 1) * 4, method=False)
             )
     if job.mode == "train":
-        # Two fp64 numbers: the sum of the tokens' losses and their count.
-        sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 16 * (f - 1) // f, method=False))
+        # Three fp64 numbers: the sum of the tokens' losses, their count, and the digests of batches on a GPU.
+        sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 24 * (f - 1) // f, method=False))
         if not job.weight_sharding:
             sent += _gradient_sum(model, mesh)
     return sent

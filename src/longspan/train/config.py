@@ -97,6 +97,16 @@ class TrainConfig:
     export: Literal["end", "saves", "never"] = "end"
     """When to write hf/: at the end, with every checkpoint, or never. To export a run that was stopped, resume it with
     --steps set to the steps it has done."""
+    spike: float = 2.0
+    """A loss above so many times the median of the 20 steps before is a spike. 0: none is."""
+    on_spike: Literal["warn", "stop"] = "warn"
+    """What to do about a spike: say so and go on, or stop."""
+    zero_gradients: int = 5
+    """Stop after so many steps in a row whose gradient norm is exactly 0. 0: never."""
+    check_weights: int = 100
+    """With --no-fsdp, compare the ranks' weights every so many forwards. 0: never."""
+    check_at_rest: bool = False
+    """Checksums of the weights after each step, compared before the next: finds memory that changed by itself."""
     log_every: int = 10
     """Steps between reports; the reported step is profiled for its share of communication."""
 
@@ -173,6 +183,9 @@ class TrainConfig:
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
+        check_number("--spike", self.spike, 0)
+        check_number("--zero-gradients", self.zero_gradients, 0, LARGEST_COUNT)
+        check_number("--check-weights", self.check_weights, 0, LARGEST_COUNT)
         check_number("--grace", self.grace, 0, LONGEST_WAIT_S)
         check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
         if self.timeout is not None:

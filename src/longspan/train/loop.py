@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ from longspan.metrics import (
     peak_flops,
     peak_memory_gib,
 )
+from longspan.nonfinite import watch
 from longspan.parallelize import parallelize
 from longspan.rendezvous import Peers, meet, spell_ranks
 from longspan.train.config import TrainConfig
+from longspan.train.health import Health
 from longspan.train.inputs import Inputs, build_model, open_inputs
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 
@@ -78,6 +80,7 @@ class Trainer:
         self.saved_step = self.started_step = self.step
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
+        self.health = Health(config)
 
     def _agreed_inputs(self, peers: Peers) -> Inputs:
         """What the run is made from, once it is known to be alike on every rank; then the process group."""
@@ -112,7 +115,15 @@ class Trainer:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
         if not sharded:  # FSDP moves one layer at a time, so that no device ever holds the whole model
             model = model.to(sp.device)
-        model = parallelize(model, sp, fsdp=config.fsdp, mp_policy=policy, kernel=config.kernel)
+        model = parallelize(
+            model,
+            sp,
+            fsdp=config.fsdp,
+            mp_policy=policy,
+            kernel=config.kernel,
+            check_weights=config.check_weights,
+            check_at_rest=config.check_at_rest,
+        )
         return model, generation, bf16 and not sharded
 
     # --- the run
@@ -142,7 +153,7 @@ class Trainer:
                                 f"stopped by a signal after step {self.step}; the same command goes on from there"
                             )
                             raise Stopped(signum)
-                        metrics = self._train_step(batch)
+                        metrics = self._train_step(batch, display.say)
                         display.step(self.step, metrics)
                         if log is not None and metrics is not None:
                             log.write(metrics)
@@ -209,7 +220,7 @@ class Trainer:
 
     # --- one step
 
-    def _train_step(self, batch: StepBatch) -> StepMetrics | None:
+    def _train_step(self, batch: StepBatch, say: Callable[[str], None]) -> StepMetrics | None:
         config = self.config
         reported = (self.step + 1) % config.log_every == 0 or self.step + 1 in (config.steps, self.started_step + 1)
         measured = reported and self.group is not None
@@ -221,15 +232,34 @@ class Trainer:
         self.tokens += config.sequences * config.context
         self.data_state = batch.state
         self.seconds.append(seconds)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise LongspanError(
-                f"loss {loss} and gradient norm {norm} at step {self.step}: the run has diverged; resume from a "
-                f"checkpoint with a smaller --lr (now {config.lr}) or a longer --warmup (now {config.warmup})"
-            )
+        warning = self.health.look(self.step, loss, norm)
+        if warning is not None:
+            say(warning)
         return self._report(batch, loss, norm) if reported else None
 
     def _update(self, batch: StepBatch) -> tuple[float, float]:
-        """Forward, backward and optimizer; returns the loss and the norm of the gradients."""
+        """Forward, backward and optimizer; returns the loss and the norm of the gradients.
+
+        Raises:
+            LongspanError: if either is not finite; the optimizer has not stepped then.
+        """
+        loss = self._accumulate(batch)
+        self._at("optimizer", self.step + 1)
+        norm = clip_gradients(self.model, self.config.clip)
+        value = loss.item()
+        if not (math.isfinite(value) and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            self._at("looking for what is not finite", self.step + 1, long=True)
+            found = watch(self.model, self.sp, lambda: self._accumulate(batch))
+            raise LongspanError(self.health.say_nonfinite(self.step + 1, value, norm, found, self.started_step))
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return value, norm
+
+    def _accumulate(self, batch: StepBatch) -> Tensor:
+        """Forward and backward of all micro-batches; returns the loss of the step. Twice the same, if done twice."""
         # Dropout then depends on the seed, the step and the rank alone, so a resumed run draws the same.
         rank = self.sp.data_rank * self.sp.size + self.sp.rank
         torch.manual_seed(step_seed(self.config.seed, self.step, rank))
@@ -245,13 +275,7 @@ class Trainer:
             part.backward()
             # Each is a sum over its own tokens of this replica and the others, over the labels of the whole step.
             loss += part.detach()
-        self._at("optimizer", self.step + 1)
-        norm = clip_gradients(self.model, self.config.clip)
-        self.lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        return loss.item(), norm
+        return loss
 
     def _report(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
         sp, tokens = self.sp, self.config.sequences * self.config.context

@@ -1,0 +1,168 @@
+"""What parallelize is given must be alike on every rank: the difference is named, on all of them, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import longspan
+from longspan.across_ranks import differences, odd_ones
+from longspan.errors import LongspanError
+from tests.models import batch, build, compare, gradients, sharding, truth_of
+from tests.pool import RankError, RankPool
+
+
+def _refused(**options: Any) -> str:
+    """Parallelize with what only rank 1 has: `mine` options, `changes` to its config, or a `fault`."""
+    odd = dist.get_rank() == 1
+    mine = options.pop("mine", {}) if odd else options.pop("mine", {}) and {}
+    changes, family = (options.pop(key, default) for key, default in (("changes", {}), ("family", "Llama")))
+    fault = options.pop("fault", None)
+    model = build(family if odd else "Llama", **(changes if odd else {}))
+    if odd and fault == "bit":
+        model.model.layers[1].mlp.up_proj.weight.detach().view(torch.int32)[3, 5] ^= 1
+    if odd and fault == "buffer":
+        model.model.rotary_emb.inv_freq[0] += 1
+    if odd and fault == "frozen":
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    if odd and fault == "dtype":
+        model.bfloat16()
+    if odd and fault == "meta":
+        model.to("meta")
+    if fault == "seed":
+        model = build("Llama", seed=dist.get_rank() % 2)
+    with pytest.raises(LongspanError) as error:
+        longspan.parallelize(model, sharding(data=2), **options, **mine)
+    return str(error.value)
+
+
+CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"fault": "bit"}, ("model.layers.1.mlp.up_proj.weight on rank 1, not as on ranks 0, 2, 3", "weights='broadcast'")),
+    ({"fault": "bit", "fsdp": False}, ("model.layers.1.mlp.up_proj.weight on rank 1,", "torch.manual_seed")),
+    ({"fault": "seed", "fsdp": False}, ("model.embed_tokens.weight and ", " more of 23 on ranks 1, 3")),
+    ({"fault": "buffer"}, ("model.rotary_emb.inv_freq on rank 1",)),
+    ({"fault": "frozen"}, ("weight is float32 [48, 32] on rank 1, float32 [48, 32], trained on ranks 0, 2, 3",)),
+    ({"fault": "dtype"}, ("parameter model.embed_tokens.weight is bfloat16 [61, 32], trained on rank 1",)),
+    ({"fault": "meta"}, ("no values (meta device) on rank 1",)),
+    ({"mine": {"fsdp": False}}, ("fsdp is False on rank 1, True on ranks 0, 2, 3",)),
+    ({"mine": {"kernel": "eager"}}, ("kernel is 'eager' on rank 1, 'auto' on ranks 0, 2, 3",)),
+    ({"mine": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}, ("mp_policy is", "None on ranks 0, 2, 3")),
+    ({"mine": {"check_batches": 0}}, ("check_batches is 0 on rank 1, None on ranks 0, 2, 3",)),
+    ({"mine": {"weights": "broadcast"}}, ("weights is 'broadcast' on rank 1",)),
+    ({"changes": {"rms_norm_eps": 1e-3}}, ("config.rms_norm_eps is 0.001 on rank 1, 1e-06 on ranks 0, 2, 3",)),
+    ({"changes": {"num_hidden_layers": 3}}, ("config.num_hidden_layers is 3 on rank 1, 2 on",)),
+    ({"family": "Qwen3"}, ("the model's class is Qwen3ForCausalLM on rank 1, LlamaForCausalLM on ranks 0, 2, 3",)),
+    ({"mine": {"kernel": "flash_attn"}}, ("rank 1 cannot be parallelized there: ", "pip install flash-attn")),
+    ({"mine": {"weights": "none"}}, ("rank 1 cannot be parallelized there: weights='none' is unknown",)),
+    ({"mine": {"check_weights": -1}}, ("rank 1 cannot be parallelized there: check_weights=-1 must be a number",)),
+]  # fmt: skip
+
+
+def _all_refused(cases: list[dict[str, Any]]) -> list[str]:
+    return [_refused(**case) for case in cases]
+
+
+def test_what_differs_is_named_on_every_rank(pool4: RankPool) -> None:
+    said = pool4.run(_all_refused, [case for case, _ in CASES], timeout=120)
+    for i, (case, texts) in enumerate(CASES):
+        messages = {rank[i] for rank in said}
+        if case.get("mine", {}).get("kernel") != "flash_attn":
+            assert len(messages) == 1, (case, messages)
+        for text in texts:
+            assert text in said[0][i], (case, said[0][i])
+
+
+def _another_error() -> None:
+    sp = sharding()
+    longspan.parallelize(torch.nn.Linear if dist.get_rank() == 2 else build("Llama"), sp)  # type: ignore[type-var]
+
+
+def test_an_error_of_any_kind_is_heard_of_by_all(pool4: RankPool) -> None:
+    with pytest.raises(RankError) as error:
+        pool4.run(_another_error, timeout=30)
+    failures = error.value.failures
+    assert len(failures) == 4
+    assert all("rank 2 cannot be parallelized there" in failures[rank].message for rank in (0, 1, 3))
+
+
+def _broadcast(fsdp: bool) -> None:
+    sp = sharding(data=2)
+    model = build("Llama", seed=dist.get_rank())
+    model.model.rotary_emb.inv_freq.add_(dist.get_rank())
+    if not fsdp:  # which FSDP refuses: not in the order of its memory
+        model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+    model = longspan.parallelize(model, sp, fsdp=fsdp, weights="broadcast")
+    whole = batch()
+    compare(truth_of(build("Llama", seed=0), whole), model, whole, sp, 2e-6)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_the_first_ranks_weights_are_given_to_all(pool4: RankPool, fsdp: bool) -> None:
+    pool4.run(_broadcast, fsdp)
+
+
+def _meta() -> None:
+    sp = sharding()
+    with torch.device("meta"):
+        model = build("Llama")
+    with pytest.raises(LongspanError, match=r"embed_tokens.weight of LlamaForCausalLM is on the meta device"):
+        longspan.parallelize(model, sp, fsdp=False)
+    model = longspan.parallelize(model, sp)
+    model.to_empty(device="cpu")
+    full = build("Llama").state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+    model.model.rotary_emb.inv_freq.copy_(build("Llama").model.rotary_emb.inv_freq)
+    model(**batch()).loss.backward()
+    reference = build("Llama")
+    reference(**batch()).loss.backward()
+    for name, grad in gradients(reference).items():
+        assert torch.allclose(gradients(model)[name], grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_models_without_values(pool2: RankPool) -> None:
+    pool2.run(_meta)
+
+
+def _drift(every: int, fault: str) -> str:
+    """Replicas that part: one rank's optimizer has another learning rate, or a bit of its memory flips."""
+    sp = sharding(data=2)
+    model = longspan.parallelize(build("Llama"), sp, fsdp=False, check_weights=every)
+    odd = dist.get_rank() == 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if odd and fault == "lr" else 1e-3)
+    whole = {key: x[2 * sp.data_rank : 2 * sp.data_rank + 2] for key, x in batch().items()}
+    for step in range(3 * every):
+        with torch.no_grad():
+            model(**whole)  # evaluation does not count
+        if fault == "bit" and odd and step == every:
+            model.lm_head.weight.data.view(torch.int32)[0, 0] ^= 1 << 20
+        try:
+            model(**whole).loss.backward()
+        except LongspanError as error:
+            return f"{step} {error}"
+        optimizer.step()
+        optimizer.zero_grad()
+    return "unseen"
+
+
+def test_replicas_that_part_are_noticed(pool4: RankPool) -> None:
+    for fault, step, name in (("bit", 3, "lm_head.weight on rank 3"), ("lr", 1, "model.embed_tokens.weight and")):
+        messages = set(pool4.run(_drift, 2, fault))
+        assert len(messages) == 1
+        message = messages.pop()
+        assert message.startswith(f"{step} the weights are not alike on all ranks any more: {name}"), message
+        assert "rank 3, not as on ranks 0, 1, 2" in message and "2 training forwards ago" in message
+
+
+def test_the_usual_and_the_odd_ones() -> None:
+    assert odd_ones([1, 1, 2, 1]) == [2] and odd_ones([2, 1]) == [1] and odd_ones([3, 1, 1]) == [0]
+    facts = [{"a": "1", "b": "x"}, {"a": "2"}, {"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
+    assert differences(facts, [4, 5, 6, 7, 8]) == [
+        "a is 2 on ranks 5, 7, 1 on ranks 4, 6, 8",
+        "b is missing on rank 5, x on ranks 4, 6, 7, 8",
+    ]

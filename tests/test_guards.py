@@ -1,0 +1,278 @@
+"""What may not be done to a parallelized model is refused, on every rank; what may be done goes on working."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import longspan
+from longspan.errors import LongspanError
+from tests.models import batch, build, compare, gradients, rows_of, sharding, truth_of
+from tests.oracle import relative_error
+from tests.pool import RankPool
+
+
+def _lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+class _Outer(nn.Module):
+    """A module of the user's around the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+@contextlib.contextmanager
+def _as_under_torchrun() -> Iterator[None]:
+    """What accelerate looks at to know that there are several ranks; it keeps what it has seen."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    with mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(True)
+            PartialState._reset_state()
+
+
+def _accelerate(model: Any) -> Any:
+    from accelerate import Accelerator
+
+    with _as_under_torchrun():
+        return Accelerator(cpu=True).prepare(model)
+
+
+def _trainer(model: Any) -> Any:
+    import tempfile
+
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder, _as_under_torchrun():
+        arguments = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[])
+        rows = [{key: x[0] for key, x in batch(rows=1).items()}] * 8
+        Trainer(model, arguments, train_dataset=rows).train()
+
+
+WRAPPERS: dict[str, Any] = {
+    "ddp": lambda model: DistributedDataParallel(model)(**batch()),
+    "ddp around a module": lambda model: DistributedDataParallel(_Outer(model))(**batch()),
+    "accelerate": _accelerate,
+    "trainer": _trainer,
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a module around it": lambda model: copy.deepcopy(_Outer(model)),
+    "half": lambda model: model.half(),
+    "to": lambda model: model.to(torch.bfloat16),
+    "to in a module around it": lambda model: _Outer(model).to(torch.float64),
+    "peft": lambda model: _lora(model)(**batch()),
+    "fsdp1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))(**batch()),
+    "fsdp2": lambda model: fully_shard(model)(**batch()),
+    "fsdp2 of a layer": lambda model: (fully_shard(model.model.layers[1]), model(**batch())),
+    "again": lambda model: longspan.parallelize(model, sharding()),
+    "head": lambda model: (setattr(model, "lm_head", nn.Linear(32, 61)), model(**batch())),
+    "adapter": lambda model: (model.register_parameter("late", nn.Parameter(torch.zeros(1))), model(**batch())),
+}
+
+SAID = {
+    "ddp": "DistributedDataParallel around a parallelized model would divide its gradients by the number of ranks",
+    "ddp around a module": "call the model that longspan.parallelize returned",
+    "accelerate": "with accelerate, prepare the loader, optimizer and scheduler, not the model",
+    "trainer": "DistributedDataParallel around a parallelized model would divide its gradients",
+    "deepcopy": "copy.deepcopy of a parallelized model would share its process groups and shards; copy the model",
+    "deepcopy of a module around it": "copy.deepcopy of a parallelized model",
+    "half": "a parallelized model keeps its dtype: torch.float32 would become torch.float16",
+    "to": "torch.float32 would become torch.bfloat16, and its optimizer",
+    "to in a module around it": "torch.float32 would become torch.float64",
+    "peft": "q_proj.lora_A.default.weight was added after parallelize (8 are)",
+    "fsdp1": "after parallelize",
+    "fsdp2": "use longspan.parallelize(..., fsdp=True), which shards it",
+    "fsdp2 of a layer": "was sharded (fully_shard) after longspan.parallelize(fsdp=False)",
+    "again": "is parallelized already",
+    "head": "parameter lm_head.bias was added after parallelize",
+    "adapter": "parameter late was added after parallelize",
+}
+
+
+def _wrapped(names: list[str], fsdp: bool) -> list[str]:
+    said = []
+    for name in names:
+        model = longspan.parallelize(build("Llama"), sharding(data=2), fsdp=fsdp)
+        try:
+            WRAPPERS[name](model)
+            said.append(f"{name} was accepted")
+        except LongspanError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_wrappers_are_refused(pool2: RankPool, fsdp: bool) -> None:
+    # A second FSDP, and DistributedDataParallel around shards, torch refuses by itself.
+    names = [name for name in WRAPPERS if not (fsdp and name.startswith(("fsdp", "ddp around")))]
+    first, second = pool2.run(_wrapped, names, fsdp, timeout=120)
+    assert first == second
+    for name, message in zip(names, first, strict=True):
+        assert SAID[name] in message, (name, message)
+
+
+def _autocast() -> str:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = longspan.parallelize(build("Llama"), sharding(), mp_policy=policy)
+    with pytest.raises(LongspanError) as error, torch.autocast("cpu", torch.bfloat16):
+        model(**batch())
+    model(**batch()).loss.backward()
+    return str(error.value)
+
+
+def test_autocast_around_fsdps_own_policy(pool2: RankPool) -> None:
+    for message in pool2.run(_autocast):
+        assert "autocast to torch.bfloat16 around a model whose FSDP computes in torch.bfloat16 (mp_policy)" in message
+
+
+def _early_optimizer(on: list[int], keep: str) -> str:
+    """Ranks in `on` make an optimizer first; `keep` says what of it is alive when the model is trained."""
+    model = build("Llama")
+    early = torch.optim.AdamW(model.parameters()) if dist.get_rank() in on else None
+    held = list(model.parameters()) if keep == "list" else None
+    model = longspan.parallelize(model, sharding())
+    if keep != "optimizer":
+        early = None
+    late = torch.optim.AdamW(model.parameters())
+    try:
+        with torch.no_grad():
+            model(**batch())
+        model(**batch()).loss.backward()
+    except LongspanError as error:
+        return str(error)
+    (early or late).step()
+    assert held is None or held
+    return ""
+
+
+def test_an_optimizer_made_before_is_found(pool2: RankPool) -> None:
+    text = (
+        "an optimizer (AdamW) was made before longspan.parallelize: it holds 21 parameters, model.embed_tokens.weight"
+    )
+    for message in pool2.run(_early_optimizer, [0, 1], "optimizer"):
+        assert text in message and "after longspan.parallelize" in message
+    for message in pool2.run(_early_optimizer, [1], "optimizer"):
+        assert message.startswith("rank 1 refused its batch: an optimizer (AdamW) was made before")
+    assert pool2.run(_early_optimizer, [0, 1], "nothing") == ["", ""]
+    assert pool2.run(_early_optimizer, [0, 1], "list") == ["", ""]
+
+
+def _early_but_replicated() -> None:
+    """Without FSDP the parameters stay the same objects, so an optimizer made before trains them."""
+    model = build("Llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = longspan.parallelize(model, sharding(), fsdp=False)
+    before = model.lm_head.weight.detach().clone()
+    model(**batch()).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_without_fsdp_it_may_be_made_before(pool2: RankPool) -> None:
+    pool2.run(_early_but_replicated)
+
+
+def _still_works(fsdp: bool) -> None:
+    """Compiled, checkpointed, adapted before, moved, and with accelerate around everything else."""
+    from accelerate import Accelerator
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    sp = sharding()
+    whole = batch()
+    truth = truth_of(build("Llama"), whole)
+    model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
+    model.to("cpu").float().to(torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(truth, model.train(), whole, sp, 2e-6)
+    model.gradient_checkpointing_disable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = torch.utils.data.DataLoader(range(4), batch_size=4)  # type: ignore[arg-type]
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with _as_under_torchrun():
+        optimizer, loader, scheduler = Accelerator(cpu=True).prepare(optimizer, loader, scheduler)
+        optimizer.zero_grad()
+        compare(truth, model, whole, sp, 2e-6)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        compiled(**whole).loss.backward()
+        for name, grad in truth.gradients.items():
+            assert relative_error(gradients(model)[name], grad) < 2e-6, name
+    wrapped = longspan.parallelize(build("Llama"), sp, fsdp=False)
+    kind = type(wrapped.model.layers[0])
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: isinstance(module, kind))
+    wrapped(**whole).loss.backward()
+    for name, grad in truth.gradients.items():
+        found = {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients(wrapped).items()}
+        assert relative_error(found[name], grad) < 2e-6, name
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_what_may_be_done_goes_on_working(pool2: RankPool, fsdp: bool) -> None:
+    pool2.run(_still_works, fsdp, timeout=180)
+
+
+def _at_rest(fsdp: bool, when: str) -> str:
+    sp = sharding(data=2)
+    model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp, check_at_rest=True, check_weights=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mine = rows_of(batch(), sp.data_rank, 2)
+    parameter = model.model.layers[1].mlp.up_proj.weight
+
+    def flip(here: str, step: int) -> None:
+        if here == when and step == 2 and dist.get_rank() == 1:
+            local = parameter.to_local() if fsdp else parameter
+            local.data.view(torch.int32)[2, 3] ^= 1
+
+    for step in range(4):
+        flip("before the forward", step)
+        try:
+            model(**mine).loss.backward()
+        except LongspanError as error:
+            return f"{step} {error}"
+        flip("before the step", step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if when == "nothing" and step == 1:  # what is written to weights is no damage
+            with torch.no_grad():
+                parameter.mul_(0.5)
+            model.load_state_dict(model.state_dict())
+            model(**mine)
+    return ""
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_memory_that_changes_between_steps(pool4: RankPool, fsdp: bool) -> None:
+    for when, step in (("before the forward", 2), ("before the step", 3)):
+        messages = set(pool4.run(_at_rest, fsdp, when))
+        assert len(messages) == 1, messages
+        expected = (
+            f"{step} rank 1 refused its batch: the weights of model.layers.1.mlp.up_proj.weight on this rank have"
+        )
+        assert messages.pop().startswith(expected)
+    assert set(pool4.run(_at_rest, fsdp, "nothing")) == {""}

@@ -1,0 +1,186 @@
+"""Numbers that go wrong in `longspan train`: the run ends with the place and what to do, or says what it has seen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longspan.checkpoint import complete_steps
+from longspan.errors import LongspanError
+from longspan.train import TrainConfig
+from longspan.train.health import Health
+from tests.pool import RankError, RankPool
+from tests.test_nonfinite import _Fault, _poison
+from tests.test_train import LLAMA
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return TrainConfig(
+        data="pydoc", config=path, context=61, batch=2, steps=4, lr=1e-3, dtype="fp32", log_every=1, save_every=1,
+        keep=0, out=tmp_path / "run", export="never",
+    )  # fmt: skip
+
+
+def _train(config: TrainConfig, fault: str, passing: bool) -> str:
+    """Train with a fault on the last rank from the third step on; the text of the error, and what the step left."""
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(config)
+    plain, planted = trainer._accumulate, list[Any]()
+
+    def accumulate(batch: Any) -> Any:
+        repeated = bool(planted)
+        if trainer.step == 2 and not repeated and fault != "weight":
+            planted.append(_Fault(fault, trainer.model, dist.get_world_size() - 1))
+        if repeated and passing:
+            planted[0].remove()
+        return plain(batch)
+
+    trainer._accumulate = accumulate  # type: ignore[method-assign]
+    if fault == "weight":
+        step = trainer.optimizer.step
+
+        def spoilt(*args: Any) -> Any:
+            step(*args)
+            if trainer.step == 1:
+                _Fault("weight", trainer.model, dist.get_world_size() - 1)
+
+        trainer.optimizer.step = spoilt  # type: ignore[method-assign]
+    said = ""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            trainer.run()
+        except LongspanError as error:
+            said = str(error)
+    assert fault == "weight" or all(bool(p.isfinite().all()) for p in map(_whole, trainer.model.parameters()))
+    return said or out.getvalue()
+
+
+def _whole(p: Any) -> torch.Tensor:
+    return p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()
+
+
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"ring": 2, "fsdp": False}, {"data_degree": 2, "fsdp": False}])
+def test_a_step_that_is_not_finite_is_repeated_and_named(
+    config: TrainConfig, pool2: RankPool, mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    faults = ["activation", "gradient"] if "ulysses" in mesh else ["parameter"]
+    for fault in faults:
+        run = dataclasses.replace(config, out=tmp_path / fault, **mesh)
+        first, second = pool2.run(_train, run, fault, False, timeout=240)
+        assert first == second
+        assert "at step 3: the run has diverged; first not finite: the " in first
+        assert "model.layers.1.mlp" in first and "on rank 1 (" in first and "smaller --lr (now 0.001)" in first
+        assert complete_steps(run.checkpoints) == [1, 2]
+
+
+def test_a_fault_that_passes_is_told_from_one_that_stays(config: TrainConfig, pool2: RankPool) -> None:
+    for said in pool2.run(_train, dataclasses.replace(config, ulysses=2), "activation", True, timeout=240):
+        assert "finite when the step was repeated from the same state: a fault of a machine that passed" in said
+        assert "--lr" not in said
+    assert complete_steps(config.checkpoints) == [1, 2]
+    first, _ = pool2.run(_train, dataclasses.replace(config, ulysses=2), "none", False, timeout=240)
+    assert "going on after step 2" in first and complete_steps(config.checkpoints) == [1, 2, 3, 4]
+
+
+def test_weights_that_are_not_finite_do_not_ask_for_another_rate(config: TrainConfig, pool2: RankPool) -> None:
+    run = dataclasses.replace(config, ulysses=2, save_every=0)
+    for said in pool2.run(_train, run, "weight", False, timeout=240):
+        assert "at step 3: weight model.layers.1.self_attn.k_proj.weight on rank 1 (1 of " in said
+        assert "since the update of step 2" in said and "smaller --lr" not in said
+    assert complete_steps(run.checkpoints) == []
+
+
+def test_what_diverges_on_one_device_is_named(config: TrainConfig) -> None:
+    from longspan.train.loop import Trainer
+
+    with pytest.raises(
+        LongspanError, match=r"at step 2: the run has diverged; first not finite: .* on rank 0 \(.*--lr"
+    ):
+        Trainer(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0)).run()
+
+
+def test_a_rank_whose_memory_changes_is_named(config: TrainConfig, pool2: RankPool) -> None:
+    with pytest.raises(RankError) as error:
+        pool2.run(_flip, dataclasses.replace(config, ulysses=2, check_at_rest=True), timeout=240)
+    assert len(error.value.failures) == 2
+    for failure in error.value.failures.values():
+        assert "rank 1 refused its batch: the weights of model.norm.weight on this rank have changed" in failure.message
+
+
+def _flip(config: TrainConfig) -> None:
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(config)
+    plain = trainer._update
+
+    def update(batch: Any) -> Any:
+        if trainer.step == 2 and dist.get_rank() == 1:
+            trainer.model.model.norm.weight.to_local().data.view(torch.int32)[1] ^= 1
+        return plain(batch)
+
+    trainer._update = update  # type: ignore[method-assign]
+    trainer.run()
+
+
+def test_spikes_and_gradients_of_zero() -> None:
+    config = TrainConfig(data="x", config=Path("x"), spike=2.0, zero_gradients=3)
+    health = Health(config)
+    for step in range(1, 31):
+        assert health.look(step, 3.0 + step % 2, 1.0) is None
+    said = health.look(31, 7.5, 1.0)
+    assert (
+        said is not None and said.startswith("warning: step 31: loss 7.5000 is 2.1 times the median") and "3.5" in said
+    )
+    assert health.look(32, 8.0, 1.0) is None  # said once
+    assert health.look(33, 3.0, 1.0) is None
+    assert health.look(34, 8.0, 0.0) is not None and health.look(35, 3.0, 0.0) is None
+    assert health.look(36, 3.0, 1.0) is None  # not in a row
+    assert [health.look(step, 3.0, 0.0) for step in (37, 38)] == [None, None]
+    with pytest.raises(LongspanError, match=r"exactly 0 in 3 steps in a row, up to step 39: .* --zero-gradients 0"):
+        health.look(39, 3.0, 0.0)
+    stopping = Health(dataclasses.replace(config, on_spike="stop", zero_gradients=0))
+    assert [stopping.look(step, 3.0, 0.0) for step in range(1, 9)] == [None] * 8
+    with pytest.raises(
+        LongspanError, match=r"step 9: loss 6.1000 is 2.0 times .*more than --spike 2; .*--on-spike warn"
+    ):
+        stopping.look(9, 6.1, 0.0)
+    off = Health(dataclasses.replace(config, spike=0.0, on_spike="stop"))
+    assert all(off.look(step, 1.0 + 50 * (step == 15), 1.0) is None for step in range(20))
+    early = Health(dataclasses.replace(config, on_spike="stop"))
+    assert [early.look(step, 10.0**step, 1.0) for step in range(1, 5)] == [None] * 4  # nothing is usual yet
+
+
+def test_a_run_that_learns_nothing_stops(config: TrainConfig) -> None:
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(dataclasses.replace(config, zero_gradients=2, save_every=0))
+    plain = trainer._accumulate
+
+    def nothing(batch: Any) -> Any:
+        loss = plain(batch)
+        for p in trainer.model.parameters():
+            p.grad = torch.zeros_like(p)
+        return loss
+
+    trainer._accumulate = nothing  # type: ignore[method-assign]
+    with pytest.raises(LongspanError, match=r"exactly 0 in 2 steps in a row, up to step 2"):
+        trainer.run()
+
+
+def test_settings_are_checked(config: TrainConfig) -> None:
+    for name in ("spike", "zero_gradients", "check_weights"):
+        with pytest.raises(LongspanError, match=rf"--{name.replace('_', '-')} must be at least 0, got -1"):
+            dataclasses.replace(config, **{name: -1}).check()
+    assert _poison(torch.zeros(5)).isnan().sum() == 1

@@ -1,0 +1,122 @@
+"""NaN and infinity are named by rank and place where they began, whatever they have spread to since."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.errors import LongspanError
+from longspan.nonfinite import first_not_finite
+from tests.models import batch, build, gradients, rows_of, sharding
+from tests.pool import RankPool
+
+NAN = float("nan")
+
+
+def _poison(x: Tensor) -> Tensor:
+    """`x` with one NaN; its gradient is as it was."""
+    at = torch.zeros_like(x)
+    at.view(-1)[3] = NAN
+    return x + at
+
+
+class _Fault:
+    """Planted on one rank: hooks that make one value NaN."""
+
+    def __init__(self, kind: str, model: Any, rank: int) -> None:
+        layer = model.model.layers[1]
+        self.handles: list[Any] = []
+        if dist.get_rank() != rank:
+            return
+        if kind == "activation":
+            self.handles = [layer.mlp.up_proj.register_forward_hook(lambda m, a, out: _poison(out))]
+        elif kind == "attention":  # between two modules, in what the exchange or the ring has brought
+            self.handles = [layer.self_attn.o_proj.register_forward_pre_hook(lambda m, args: (_poison(args[0]),))]
+        elif kind == "logits":
+            self.handles = [model.lm_head.register_forward_hook(lambda m, a, out: out * float("inf"))]
+        elif kind == "gradient":
+            self.handles = [layer.mlp.register_forward_hook(self._in_the_backward)]
+        elif kind == "parameter":
+            self.handles = [layer.mlp.down_proj.register_forward_pre_hook(self._of_the_weight)]
+        elif kind == "weight":
+            p = layer.self_attn.k_proj.weight
+            local = p.to_local() if hasattr(p, "to_local") else p
+            local.detach().view(-1)[5] = float("inf")
+
+    def _in_the_backward(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        out = out.clone()
+        out.register_hook(_poison)
+        return out
+
+    def _of_the_weight(self, module: Any, args: Any) -> None:
+        self.handles.append(module.weight.register_hook(_poison))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+FAULTS = {
+    "activation": ("activation", "the output of model.layers.1.mlp.up_proj on rank 2 (1 of "),
+    "attention": ("input", "what goes into model.layers.1.self_attn.o_proj on rank 2 (1 of "),
+    "logits": ("activation", "the output of lm_head on rank 2 ("),
+    "gradient": ("gradient", "the gradient of the output of model.layers.1.mlp on rank 2 (1 of "),
+    "parameter": ("gradient", "the gradient of parameter model.layers.1.mlp.down_proj.weight on rank 2 (1 of "),
+    "weight": ("weight", "weight model.layers.1.self_attn.k_proj.weight on rank 2 (1 of "),
+}
+
+
+def _found(data: int, ring: int, fsdp: bool, cut: bool, checkpointing: bool) -> list[tuple[str, str]]:
+    sp = sharding(data, ring)
+    mine = rows_of(batch(), sp.data_rank, data)
+    if cut:
+        mine = longspan.shard_batch(mine, sp)
+    found = []
+    for kind in FAULTS:
+        model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**mine).loss.backward()
+        before = {name: grad.clone() for name, grad in gradients(model).items()}
+        assert longspan.find_nonfinite(model, mine) is None
+        fault = _Fault(kind, model, 2)
+        said = longspan.find_nonfinite(model, mine)
+        fault.remove()
+        assert said is not None
+        found.append((said.kind, str(said)))
+        assert (first_not_finite(model, sp) is not None) == (kind == "weight")
+        if kind != "weight":  # what had accumulated is there, and nothing more; what is over is over
+            assert longspan.find_nonfinite(model, mine, backward=False) is None
+            after = gradients(model)
+            assert all(torch.equal(after[name], grad) for name, grad in before.items())
+            model(**mine).loss.backward()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("data", "ring", "fsdp", "cut", "checkpointing"),
+    [(2, 1, True, False, False), (1, 2, False, True, False), (2, 2, True, True, True), (1, 1, False, False, True)],
+)
+def test_where_it_began(pool4: RankPool, data: int, ring: int, fsdp: bool, cut: bool, checkpointing: bool) -> None:
+    said = pool4.run(_found, data, ring, fsdp, cut, checkpointing, timeout=120)
+    assert all(each == said[0] for each in said)
+    for (kind, text), (expected, begins) in zip(said[0], FAULTS.values(), strict=True):
+        assert kind == expected and begins in text, text
+
+
+def test_on_one_device_and_what_is_no_parallelized_model() -> None:
+    model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))
+    assert longspan.find_nonfinite(model, batch()) is None
+    model.model.norm.weight.data[4] = NAN
+    assert str(longspan.find_nonfinite(model, batch())) == (
+        "weight model.norm.weight on rank 0 (1 of 32 values are NaN or infinite)"
+    )
+    model.model.norm.weight.data[:] = 3e38  # finite, although its sum is no number of its dtype
+    assert first_not_finite(model, longspan.SequenceSharding(longspan.init_mesh())) is None
+    with pytest.raises(LongspanError, match=r"LlamaForCausalLM is not parallelized; pass it through"):
+        longspan.find_nonfinite(build("Llama"), batch())
