@@ -24,6 +24,7 @@ from longspan.families import check_model, decoder_layers, transformers_model
 from longspan.gradients import GradientSum
 from longspan.huggingface import bind_layers
 from longspan.layout import split_heads
+from longspan.savers import refuse_savers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,6 +90,7 @@ def parallelize(
     if sp.world_size > 1:
         if fsdp:
             _apply_fsdp(inner, sp, mp_policy)
+            refuse_savers(model, inner)
         else:
             entrance.gradients = GradientSum(inner.parameters(), sp)
     return model
