@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan import checkpoint
 from longspan.batch import shard_batch
+from longspan.checkpoint import DiskFull, Ranks, RunLock, is_full
 from longspan.data import StepBatch, deal, prefetch
 from longspan.errors import LongspanError
 from longspan.launch import Stopped, StopRequest
@@ -56,6 +58,38 @@ class Trainer:
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
+        self.ranks = Ranks()
+        self.lock: RunLock | None = None
+        self._occupy()
+        try:
+            self._begin()
+        except BaseException:
+            self._release()
+            raise
+
+    def _occupy(self) -> None:
+        """Take --out for this run, on a disk that all ranks share; refuse to spoil what is there."""
+        config = self.config
+
+        def take() -> None:
+            self.lock = RunLock(config.out)
+            if config.export != "never":
+                checkpoint.check_replaceable(config.exported)
+
+        try:
+            self.ranks.first(take)
+            checkpoint.check_shared(config.out, self.ranks)
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _begin(self) -> None:
+        """Open the inputs, build the model, and stand where the checkpoint stood."""
+        config = self.config
         self.inputs = open_inputs(config)
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
@@ -69,6 +103,7 @@ class Trainer:
         self.saved_step = self.started_step = self.step
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
+        self.lines_lost = 0
 
     def _load_model(self) -> tuple[Any, Any, bool]:
         """The sharded model, its generation config where it came with one, and whether it needs autocast."""
@@ -90,8 +125,15 @@ class Trainer:
 
         Raises:
             Stopped: if a signal reached any rank; all ranks have then saved the same step.
-            LongspanError: if the ranks read different data, or the loss is not finite any more.
+            LongspanError: if the ranks read different data, the loss is not finite any more, or the last save or the
+                export cannot be written.
         """
+        try:
+            self._run()
+        finally:
+            self._release()
+
+    def _run(self) -> None:
         config = self.config
         display = Display(config.steps, self.step) if self.first else Quiet(config.steps)
         with StopRequest() as stop, display, self._log() as log:
@@ -101,16 +143,16 @@ class Trainer:
                     batch = next(batches)
                     signum = self._agree(batch, stop.signum or 0)
                     if signum:
-                        self._save(display)
+                        self._save(display, last=True)
                         display.say(f"stopped by a signal after step {self.step}; the same command goes on from there")
                         raise Stopped(signum)
                     metrics = self._train_step(batch)
                     display.step(self.step, metrics)
                     if log is not None and metrics is not None:
-                        log.write(metrics)
+                        self._write_line(log, metrics, display)
                     if config.save_every and self.step % config.save_every == 0:
                         self._save(display)
-            self._save(display)
+            self._save(display, last=True)
             if config.export == "end":
                 self._export(display)
 
@@ -154,6 +196,8 @@ class Trainer:
             f"FSDP {'on' if config.fsdp else 'off'}; context {config.context:,}, batch {config.sequences} = "
             f"{config.sequences * config.context:,} tokens per step"
         )
+        for problem in self.inputs.passed_over:
+            display.say(f"warning: passed over a damaged checkpoint: {problem}")
         if self.step:
             display.say(f"going on after step {self.step}")
 
@@ -230,30 +274,58 @@ class Trainer:
 
     # --- what is written
 
-    def _save(self, display: Display) -> None:
+    def _save(self, display: Display, *, last: bool = False) -> None:
+        """Save, and with `--export saves` export. A disk that is full ends the run only where it is the last save."""
         if self.saved_step == self.step:
             return
         state = {"data": self.data_state, "tokens": self.tokens, "identity": self.inputs.identity}
-        path = checkpoint.save(
-            self.config.checkpoints, self.step, self.model, self.optimizer, state, keep=self.config.keep
-        )
-        self.saved_step = self.step
-        display.say(f"saved {path}")
-        if self.config.export == "saves":
-            self._export(display)
+        try:
+            path = checkpoint.save(
+                self.config.checkpoints, self.step, self.model, self.optimizer, state, keep=self.config.keep
+            )
+            self.saved_step = self.step
+            display.say(f"saved {path}")
+            if self.config.export == "saves":
+                self._export(display)
+        except DiskFull as error:
+            if last:
+                raise LongspanError(
+                    f"{error}; make room, then the same command goes on from {self._saved()}"
+                ) from error
+            display.say(f"warning: {error}; the run goes on, with {self._saved()} as it is, and saves at the next time")
+
+    def _saved(self) -> str:
+        return f"step {self.saved_step}" if self.saved_step else "the beginning"
 
     def _export(self, display: Display) -> None:
-        path = self.config.out / "hf"
+        path = self.config.exported
         dtype = _DTYPES[self.config.dtype]
         checkpoint.export(path, self.model, self.inputs.model_config, self.inputs.tokenizer, dtype, self.generation)
         display.say(f"exported {path}")
+
+    def _write_line(self, log: MetricsLog, metrics: StepMetrics, display: Display) -> None:
+        try:
+            log.write(metrics)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self.lines_lost:
+                free = shutil.disk_usage(self.config.out).free
+                display.say(
+                    f"warning: {log.path} cannot be written: {error.strerror} ({free:,} bytes free); the run goes on, "
+                    "steps are missing there until there is room"
+                )
+            self.lines_lost += 1
 
     @contextlib.contextmanager
     def _log(self) -> Iterator[MetricsLog | None]:
         if not self.first:
             yield None
             return
-        log = MetricsLog(self.config.out, self.step)
+        try:
+            log = MetricsLog(self.config.out, self.step)
+        except OSError as error:
+            raise LongspanError(f"the metrics of --out {self.config.out} cannot be written: {error}") from error
         try:
             yield log
         finally:
