@@ -458,4 +458,5 @@ def test_resuming_what_does_not_fit_is_refused(uninterrupted: TrainConfig) -> No
     _refused(
         uninterrupted,
         r"checkpoint file .*__0_0\.distcp has 3 bytes instead of \d+; resume from the newest .*: .*step-00000004",
+        resume=str(uninterrupted.checkpoints / "step-00000006"),
     )

@@ -8,10 +8,12 @@ files are whole; in it `complete.json`, written last: the step, the place in the
     disk.py       one writer in a folder, one disk for all ranks, disks that are full
     tensors.py    torch's tensor files with checksums, and their index, which is no pickle
     saving.py     save and load
+    background.py save beside the training
     choosing.py   which checkpoint to go on from, its content verified
     exporting.py  Hugging Face folders: a whole model, or a PEFT adapter
 """
 
+from longspan.checkpoint.background import Saver
 from longspan.checkpoint.choosing import choose, verify
 from longspan.checkpoint.disk import DiskFull, RunLock, check_shared, is_full
 from longspan.checkpoint.exporting import check_replaceable, export
@@ -25,6 +27,7 @@ __all__ = [
     "DiskFull",
     "Ranks",
     "RunLock",
+    "Saver",
     "check_replaceable",
     "check_shared",
     "choose",

@@ -84,7 +84,8 @@ def save(
             both cases what was written is removed, and the checkpoints before stay as they are.
     """
     ranks = Ranks()
-    return write(prepare(folder, step, model, optimizer, state, keep, ranks), ranks)
+    with one_process_is_fine():
+        return write(prepare(folder, step, model, optimizer, state, keep, ranks), ranks)
 
 
 def prepare(
@@ -149,10 +150,9 @@ def _write_tensors(pending: Pending, ranks: Ranks) -> tuple[Metadata, dict[str, 
     problem: BaseException | None = None
     metadata = None
     try:
-        with _one_process_is_fine():
-            metadata = state_dict_saver.save(
-                pending.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1
-            )
+        metadata = state_dict_saver.save(
+            pending.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1
+        )
     except CheckpointException as error:  # on every rank alike
         problem = error
     except Exception as error:
@@ -168,6 +168,9 @@ def _write_tensors(pending: Pending, ranks: Ranks) -> tuple[Metadata, dict[str, 
 
 def _explain(path: Path, mine: OSError | None, problem: BaseException | None, ranks: Ranks) -> NoReturn:
     """Say why torch could not write: its own words are of what followed from it."""
+    failures = getattr(problem, "failures", {})  # of torch's CheckpointException: by rank
+    own = failures.get(ranks.rank, (None,))[0]
+    mine = mine or (own if isinstance(own, OSError) else None)
     said = ranks.gather(None if mine is None else (mine.errno, mine.strerror))
     rank = next((rank for rank, error in enumerate(said) if error is not None), None)
     if rank is None:
@@ -231,7 +234,7 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.
 
     metadata = ranks.each(look)
     try:
-        with _one_process_is_fine():
+        with one_process_is_fine():
             state_dict_loader.load(
                 whole,
                 storage_reader=IndexReader(checkpoint.path, metadata),
@@ -319,7 +322,7 @@ def cause(error: BaseException | None) -> str:
 
 
 @contextlib.contextmanager
-def _one_process_is_fine() -> Iterator[None]:
+def one_process_is_fine() -> Iterator[None]:
     """Torch warns when it saves or loads without a process group; here that is a run on one device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -88,6 +88,9 @@ class TrainConfig:
     several machines, one that all of them see."""
     save_every: int = 500
     """Steps between checkpoints; one is also made at the end. 0: only at the end."""
+    async_save: bool = True
+    """Write checkpoints beside the training: it waits only until its state is copied to the host's memory, where that
+    takes at most half of what is free there; otherwise, and with --no-async-save, it waits until all is written."""
     keep: int = 2
     """Newest checkpoints that are kept. 0: all."""
     resume: str = "auto"

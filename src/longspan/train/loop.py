@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan import checkpoint
 from longspan.batch import shard_batch
-from longspan.checkpoint import DiskFull, Ranks, RunLock, is_full
+from longspan.checkpoint import DiskFull, Ranks, RunLock, Saver, is_full
 from longspan.data import StepBatch, deal, prefetch
 from longspan.errors import LongspanError
 from longspan.launch import Stopped, StopRequest
@@ -57,6 +58,7 @@ class Trainer:
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
+            self.saver = Saver(background=config.async_save)
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
         self.ranks = Ranks()
         self.lock: RunLock | None = None
@@ -100,7 +102,8 @@ class Trainer:
             state = self.inputs.resume.state
             self.step, self.tokens, self.data_state = self.inputs.resume.step, state["tokens"], state["data"]
         self.scheduler = make_scheduler(self.optimizer, config, self.step)
-        self.saved_step = self.started_step = self.step
+        self.saved_step = self.begun_step = self.started_step = self.step
+        self.announced: Path | None = None
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
         self.lines_lost = 0
@@ -130,6 +133,11 @@ class Trainer:
         """
         try:
             self._run()
+        except BaseException as error:
+            # All ranks come to such an error alike, so what is being written can become whole; otherwise a peer may be
+            # gone.
+            self.saver.abandon(600 if isinstance(error, LongspanError) else 10)
+            raise
         finally:
             self._release()
 
@@ -146,6 +154,7 @@ class Trainer:
                         self._save(display, last=True)
                         display.say(f"stopped by a signal after step {self.step}; the same command goes on from there")
                         raise Stopped(signum)
+                    self._announce(self.saver.written, display)
                     metrics = self._train_step(batch)
                     display.step(self.step, metrics)
                     if log is not None and metrics is not None:
@@ -154,7 +163,8 @@ class Trainer:
                         self._save(display)
             self._save(display, last=True)
             if config.export == "end":
-                self._export(display)
+                with self._room_is_not_vital(display, last=True):
+                    self._export(display)
 
     def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
         config = self.config
@@ -275,24 +285,44 @@ class Trainer:
     # --- what is written
 
     def _save(self, display: Display, *, last: bool = False) -> None:
-        """Save, and with `--export saves` export. A disk that is full ends the run only where it is the last save."""
+        """Save, beside the training but for the last time, and with `--export saves` export."""
+        config = self.config
+        self._finish_save(display, last=last and self.begun_step == self.step)
         if self.saved_step == self.step:
             return
         state = {"data": self.data_state, "tokens": self.tokens, "identity": self.inputs.identity}
-        try:
-            path = checkpoint.save(
-                self.config.checkpoints, self.step, self.model, self.optimizer, state, keep=self.config.keep
-            )
-            self.saved_step = self.step
-            display.say(f"saved {path}")
-            if self.config.export == "saves":
+        self.saver.start(config.checkpoints, self.step, self.model, self.optimizer, state, keep=config.keep)
+        self.begun_step = self.step
+        if last or config.export == "saves":
+            self._finish_save(display, last=last)
+        if config.export == "saves" and self.saved_step == self.step:
+            with self._room_is_not_vital(display, last):
                 self._export(display)
+
+    def _finish_save(self, display: Display, *, last: bool = False) -> None:
+        """Wait for the save that is under way, if any."""
+        with self._room_is_not_vital(display, last):
+            path = self.saver.finish()
+            if path is not None:
+                self.saved_step = self.begun_step
+                self._announce(path, display)
+
+    def _announce(self, path: Path | None, display: Display) -> None:
+        if path is not None and path != self.announced:
+            self.announced = path
+            display.say(f"saved {path}")
+
+    @contextlib.contextmanager
+    def _room_is_not_vital(self, display: Display, last: bool) -> Iterator[None]:
+        """A disk that is full ends the run only where it is the last save."""
+        try:
+            yield
         except DiskFull as error:
             if last:
                 raise LongspanError(
                     f"{error}; make room, then the same command goes on from {self._saved()}"
                 ) from error
-            display.say(f"warning: {error}; the run goes on, with {self._saved()} as it is, and saves at the next time")
+            display.say(f"warning: {error}; the run goes on, {self._saved()} is kept, and the next save tries again")
 
     def _saved(self) -> str:
         return f"step {self.saved_step}" if self.saved_step else "the beginning"
