@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import pickle
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from longspan import checkpoint
-from longspan.checkpoint import MARKER, Checkpoint
+from longspan.checkpoint import MARKER, Checkpoint, Ranks
+from longspan.checkpoint.folder import FileRecord, spell_marker
 from longspan.errors import LongspanError
+from tests.chaos import corruption
 from tests.pool import RankError, RankPool
 
 
@@ -65,9 +72,12 @@ def test_what_a_killed_save_left_is_no_checkpoint(tmp_path: Path) -> None:
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 1
     with pytest.raises(
-        LongspanError, match=r"step-00000003 is not complete: it has no complete\.json; resume from an older"
+        LongspanError, match=r"step-00000003 is not complete: it has no complete\.json; resume from the newest"
     ):
         Checkpoint.at(tmp_path / "step-00000003")
+    chosen, passed_over = checkpoint.choose(tmp_path, Ranks())
+    assert chosen is not None and chosen.step == 1 and chosen.verified
+    assert len(passed_over) == 1 and "step-00000003 has no complete.json" in passed_over[0]
     _save(tmp_path, 2)
     assert not (tmp_path / "making-00000002").exists()
 
@@ -75,7 +85,7 @@ def test_what_a_killed_save_left_is_no_checkpoint(tmp_path: Path) -> None:
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nothing") is None
     with pytest.raises(
-        LongspanError, match=r"does not exist; there is no other one beside it; start again with another"
+        LongspanError, match=r"does not exist; there is no other one beside it that is whole; start again with another"
     ):
         Checkpoint.at(tmp_path / "step-00000001")
 
@@ -84,7 +94,7 @@ def test_damage_is_named_with_the_way_out(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     _save(tmp_path, 2)
     newest = tmp_path / "step-00000002"
-    way_out = r"; resume from an older one: --resume .*step-00000001$"
+    way_out = r"; resume from the newest that is whole: --resume .*step-00000001$"
     data = newest / "__0_0.distcp"
     whole = data.read_bytes()
     data.write_bytes(whole[:100])
@@ -95,11 +105,42 @@ def test_damage_is_named_with_the_way_out(tmp_path: Path) -> None:
         checkpoint.latest(tmp_path)
     data.write_bytes(whole)
     (newest / MARKER).write_text("{")
-    with pytest.raises(LongspanError, match=rf"complete\.json cannot be read: .*{way_out}"):
+    with pytest.raises(LongspanError, match=rf"complete\.json is damaged: .*{way_out}"):
         checkpoint.latest(tmp_path)
     (newest / MARKER).write_text(json.dumps({"step": 2}))
-    with pytest.raises(LongspanError, match=rf"complete\.json cannot be read: 'state'{way_out}"):
+    with pytest.raises(LongspanError, match=rf"complete\.json is damaged: KeyError: 'format'{way_out}"):
         checkpoint.latest(tmp_path)
+
+
+def test_a_marker_that_says_something_else_is_damaged(tmp_path: Path) -> None:
+    _save(tmp_path, 2)
+    marker = tmp_path / "step-00000002" / MARKER
+    text = marker.read_text()
+    for changed in (text.replace('"step": 2', '"step": 3'), text.replace('two": 4', 'two": 5'), text + " "):
+        assert changed != text
+        marker.write_text(changed)
+        with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*text does not match its checksum"):
+            checkpoint.latest(tmp_path)
+    marker.write_text(text)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # sound, but of another step
+    with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*it is that of step 2"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_checkpoint_without_checksums_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    marker = tmp_path / "step-00000001" / MARKER
+    files = {p.name: p.stat().st_size for p in marker.parent.iterdir() if p != marker}
+    marker.write_text(json.dumps({"step": 1, "state": {}, "files": files}))
+    with pytest.raises(LongspanError, match=r"earlier version: it has no checksums.* --model OUT/hf --out ANOTHER"):
+        checkpoint.latest(tmp_path)
+
+
+def test_random_damage_is_refused_and_named(tmp_path: Path) -> None:
+    """A part of the campaign; `python -m tests.chaos.corruption` is all of it."""
+    counts = corruption.run(40, 1, tmp_path)
+    assert (counts.tried, counts.silent, counts.tracebacks) == (40, [], []), str(counts)
+    assert counts.refused.keys() == corruption.KINDS.keys()
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
@@ -110,7 +151,10 @@ def test_overwritten_content_is_noticed_when_it_is_read(tmp_path: Path, name: st
     file.write_bytes(os.urandom(file.stat().st_size))
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    with pytest.raises(LongspanError, match=r"step-00000002 cannot be read: .*; resume from an older one: .*00000001"):
+    with pytest.raises(
+        LongspanError,
+        match=rf"step-00000002/{name} is damaged: .* CRC-32 .*; resume from the newest that is whole: .*00000001",
+    ):
         checkpoint.load(found, *_model())
 
 
@@ -125,6 +169,176 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*_model()[0], torch.nn.Linear(1, 1))
     with pytest.raises(LongspanError, match=r"another model: 2\.weight .*it has none of this name"):
         checkpoint.load(found, model, torch.optim.AdamW(model.parameters()))
+
+    fewer = torch.nn.Sequential(_model()[0][0])
+    with pytest.raises(LongspanError, match=r"it has \d+ tensors that this one has not, 1\.bias of the shape \(1,\)"):
+        checkpoint.load(found, fewer, torch.optim.AdamW(fewer.parameters()))
+
+
+class _Bomb:
+    """A pickle that runs a command when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def _sign(folder: Path) -> None:
+    """What an attacker does as well: make the marker agree with the files."""
+    found = checkpoint.folder._parse(folder, (folder / MARKER).read_bytes())
+    files = {name: FileRecord.of(folder / name) for name in found.files}
+    (folder / MARKER).write_text(spell_marker(found.step, found.state, files))
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    folder, ran = tmp_path / "step-00000001", tmp_path / "ran"
+    pickle.loads(pickle.dumps(_Bomb(ran)))
+    assert ran.exists(), "the bomb works"
+    ran.unlink()
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    (folder / ".metadata").write_bytes(pickle.dumps(_Bomb(ran)))
+    _sign(folder)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    checkpoint.load(found, *_model())  # torch's own metadata is not opened
+
+    # The index sends the reader to any bytes of any file in the folder, as a tensor or as a plain value.
+    bomb = io.BytesIO()
+    torch.save(_Bomb(ran), bomb)
+    for kind, name in (("tensors", "model.0.weight"), ("values", "optimizer.param_groups.0.lr")):
+        (folder / "__0_0.distcp").write_bytes(whole["__0_0.distcp"] + bomb.getvalue())
+        index = json.loads(whole["index.json"])
+        place = index["tensors"][name]["pieces"][0] if kind == "tensors" else index["values"][name]
+        place[-2:] = [len(whole["__0_0.distcp"]), len(bomb.getvalue())]
+        (folder / "index.json").write_text(json.dumps(index))
+        _sign(folder)
+        found = checkpoint.latest(tmp_path)
+        assert found is not None
+        with pytest.raises(LongspanError, match=r"step-00000001 cannot be read: .*[Ww]eights.only"):
+            checkpoint.load(found, *_model())
+    assert not ran.exists()
+
+
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    whole = (folder / "index.json").read_text()
+    for text, said in (
+        (whole.replace("__0_0.distcp", "../secret"), r"not in a file '\.\./secret'"),
+        (whole.replace('"float32"', '"nn"'), r"has no dtype 'nn'"),
+        (whole.replace("[3,3]", "[3,-3]"), r"\[3, -3\] are no sizes"),
+        (whole.replace('"shape":[3,3]', '"shape":[2,3]'), r"a piece of .* is not inside it"),
+        ("[]", "index.json is damaged"),
+    ):
+        assert text != whole
+        (folder / "index.json").write_text(text)
+        _sign(folder)
+        found = checkpoint.latest(tmp_path)
+        assert found is not None
+        with pytest.raises(LongspanError, match=said):
+            checkpoint.load(found, *_model())
+
+
+def test_numbers_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    model, optimizer = _model()
+    with torch.no_grad():
+        model[1].weight[0, 1] = float("nan")  # type: ignore[index]
+    with pytest.raises(LongspanError, match=r"step-00000002 is not written: 1\.weight holds nan \(1 of 3 numbers\)"):
+        checkpoint.save(tmp_path, 2, model, optimizer, {})
+    model, optimizer = _model()
+    optimizer.state[next(model.parameters())]["exp_avg_sq"][:] = float("inf")
+    with pytest.raises(LongspanError, match=r"the optimizer's .*0\.weight\.exp_avg_sq holds inf \(9 of 9"):
+        checkpoint.save(tmp_path, 2, model, optimizer, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+
+
+# --- several ranks
+
+
+def _verify(path: Path) -> str:
+    try:
+        checkpoint.verify(path, Ranks())
+    except LongspanError as error:
+        return str(error)
+    return ""
+
+
+def _on_two_ranks(folder: Path) -> dict[str, object]:
+    """What is refused by all ranks alike, in one launch."""
+    rank = torch.distributed.get_rank()
+    _save(folder, 1)
+    _save(folder, 2)
+    said: dict[str, object] = {"whole": _verify(folder / "step-00000002")}
+    # A disk of its own for rank 1, which has an older checkpoint, or half of one.
+    mine = folder if rank == 0 else folder.with_name("other")
+    if rank == 1:
+        shutil.copytree(folder / "step-00000001", mine / "step-00000001")
+        shutil.copytree(folder / "step-00000002", mine / "step-00000002")
+        (mine / "step-00000002" / "__1_0.distcp").unlink(missing_ok=True)
+        (mine / "step-00000002" / "__0_0.distcp").unlink()
+    said["half"] = _verify(mine / "step-00000002")
+    found, passed_over = checkpoint.choose(mine, Ranks())
+    said["chosen"] = (found.step if found else None, len(passed_over))
+    if rank == 1:
+        shutil.rmtree(mine / "step-00000002")
+    said["none"] = _verify(mine / "step-00000002")
+    # One rank's weights are not finite.
+    model, optimizer = _model()
+    if rank == 1:
+        with torch.no_grad():
+            model[0].bias.fill_(float("inf"))  # type: ignore[union-attr, operator]
+    try:
+        checkpoint.save(folder, 3, model, optimizer, {})
+    except LongspanError as error:
+        said["infinite"] = str(error)
+    said["steps"] = checkpoint.complete_steps(folder)
+    return said
+
+
+def test_ranks_agree_on_what_is_whole(tmp_path: Path, pool2: RankPool) -> None:
+    first, second = pool2.run(_on_two_ranks, tmp_path / "run", timeout=240)
+    assert first == second
+    assert first["whole"] == ""
+    assert re.search(
+        r"rank 1 on .*: checkpoint file .*__0_0\.distcp is missing|^checkpoint file .* is missing", first["half"]
+    )
+    assert first["chosen"] == (1, 1)
+    assert re.search(r"^rank 1 on .*step-00000002 does not exist", first["none"])
+    assert re.search(r"0\.bias holds inf \(3 of 3 numbers\) on rank 1", first["infinite"])
+    assert first["steps"] == [1, 2]
+
+
+def _save_where_rank_1_loses_what_it_wrote(folder: Path) -> None:
+    rename = checkpoint.tensors.SummedFiles.create_stream
+
+    @contextlib.contextmanager
+    def create(self: object, path: Path, mode: str) -> Iterator[object]:
+        with rename(self, path, mode) as stream:  # type: ignore[arg-type]
+            yield stream
+        if torch.distributed.get_rank() == 1 and path.name.startswith("__1"):
+            path.unlink()  # onto a disk of its own
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", create)
+        model, optimizer = _model()
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        checkpoint.save(folder, 7, model, optimizer, {})
+
+
+def test_a_file_that_other_ranks_do_not_see_makes_no_checkpoint(tmp_path: Path, pool2: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool2.run(_save_where_rank_1_loses_what_it_wrote, tmp_path, timeout=240)
+    assert len(caught.value.failures) == 2
+    for failure in caught.value.failures.values():
+        assert re.search(r"__1_0\.distcp is missing: the disk does not hold .* do not share it", failure.message)
+    assert list(tmp_path.iterdir()) == []
 
 
 def _save_where_rank_1_cannot(folder: Path) -> None:
@@ -144,4 +358,4 @@ def test_a_rank_that_cannot_write_makes_all_say_so(tmp_path: Path, pool2: RankPo
     messages = {failure.message for failure in caught.value.failures.values()}
     assert len(caught.value.failures) == 2
     assert all("step-00000007 cannot be written: rank 1: OSError: [Errno 28]" in message for message in messages)
-    assert checkpoint.complete_steps(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []

@@ -536,10 +536,11 @@ def test_a_diverged_run_says_so(config: TrainConfig) -> None:
 def test_resuming_what_does_not_fit_is_refused(uninterrupted: TrainConfig) -> None:
     _refused(uninterrupted, r"--resume never, but .* holds a run at step 6; give another --out", resume="never")
     _refused(uninterrupted, r"is at step 6, after --steps 5; give more steps", steps=5)
-    _refused(uninterrupted, r"made with other data, so its order cannot be kept: seed was 0, is 1", seed=1)
+    _refused(uninterrupted, r"the run would not be the same: seed was 0, is 1", seed=1)
     _refused(uninterrupted, r"checkpoint no/such does not exist", resume="no/such")
     (uninterrupted.checkpoints / "step-00000006" / "__0_0.distcp").write_bytes(b"cut")
     _refused(
         uninterrupted,
-        r"checkpoint file .*__0_0\.distcp has 3 bytes instead of \d+; resume from an older one: .*step-00000004",
+        r"checkpoint file .*__0_0\.distcp has 3 bytes instead of \d+; resume from the newest .*: .*step-00000004",
+        resume=str(uninterrupted.checkpoints / "step-00000006"),
     )

@@ -198,30 +198,45 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = _lines_until(path, resumed_step)
-        path.write_text("".join(kept))
-        self._file = path.open("a")
+        self.path = folder / "metrics.jsonl"
+        if self.path.exists():
+            kept = "".join(_lines_until(self.path, resumed_step))
+            if kept != self.path.read_text():
+                rewritten = self.path.with_name(f"{self.path.name}.new")  # a full disk leaves the old one as it is
+                rewritten.write_text(kept)
+                rewritten.replace(self.path)
+        self._file = self.path.open("ab", buffering=0)
         self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step."""
+        """Append one step.
+
+        Raises:
+            OSError: if there is no room, say; no part of the line is then left, and the next one may be tried.
+        """
         values = dataclasses.asdict(metrics)
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        line = (json.dumps(values) + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += self._file.write(line[done:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
         for name, value in values.items():
             if name != "step" and value is not None:
                 self._board.add_scalar(f"train/{name}", value, metrics.step)
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Flush and close both. What TensorBoard has no room for is in the other file, as far as there is room."""
         self._file.close()
-        self._board.close()
+        with contextlib.suppress(OSError):
+            self._board.close()
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
     lines = path.read_text().splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
 

@@ -32,6 +32,7 @@ from longspan.gradients import GradientSum
 from longspan.guards import Guard, RestCheck, forbid
 from longspan.huggingface import bind_layers
 from longspan.layout import split_heads
+from longspan.savers import refuse_savers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,6 +124,7 @@ def parallelize(
         if fsdp:
             entrance.guard.remember(inner)
             _apply_fsdp(inner, sp, mp_policy)
+            refuse_savers(model, inner)
         else:
             entrance.gradients = GradientSum(inner.parameters(), sp)
     if check_at_rest:

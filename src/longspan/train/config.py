@@ -89,11 +89,16 @@ class TrainConfig:
     several machines, one that all of them see."""
     save_every: int = 500
     """Steps between checkpoints; one is also made at the end. 0: only at the end."""
+    async_save: bool = True
+    """Write checkpoints beside the training: it waits only until its state is copied to the host's memory, where that
+    takes at most half of what is free there; otherwise, and with --no-async-save, it waits until all is written."""
     keep: int = 2
     """Newest checkpoints that are kept. 0: all."""
     resume: str = "auto"
-    """auto: go on from the newest checkpoint in --out, if any. never: start anew. Or the path of a checkpoint. Another
-    mesh, --fsdp or --context may be used; the order of the data is kept."""
+    """auto: go on from the newest checkpoint in --out that is whole, if any. never: start anew. Or the path of a
+    checkpoint. Another mesh, --fsdp or --context may be used; the order of the data is kept."""
+    change_batch: bool = False
+    """Go on from a checkpoint with another number of sequences per step than it was made with."""
     export: Literal["end", "saves", "never"] = "end"
     """When to write hf/: at the end, with every checkpoint, or never. To export a run that was stopped, resume it with
     --steps set to the steps it has done."""
@@ -140,6 +145,11 @@ class TrainConfig:
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints."""
         return self.out / "checkpoints"
+
+    @property
+    def exported(self) -> Path:
+        """The Hugging Face folder of the run."""
+        return self.out / "hf"
 
     @property
     def tokenizer_name(self) -> str:

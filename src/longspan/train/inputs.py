@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from longspan import checkpoint
+from longspan import checkpoint, launch
 from longspan.checked import check_output
-from longspan.checkpoint import Checkpoint
+from longspan.checkpoint import Checkpoint, Ranks
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.errors import LongspanError
 from longspan.pretrained import first_line, read_model_config
 from longspan.train.config import TrainConfig
+from longspan.train.identity import BATCH, differences, run_identity
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Inputs:
         tokenizer: the Hugging Face tokenizer.
         source: the documents.
         resume: the checkpoint to go on from, or None.
-        identity: what the order of the data depends on, as it is kept in checkpoints.
+        identity: what a run that goes on from this one must have in common with it, as it is kept in checkpoints.
+        passed_over: what is wrong with newer checkpoints than `resume`.
     """
 
     model_config: Any
@@ -32,6 +36,7 @@ class Inputs:
     source: DocumentSource
     resume: Checkpoint | None
     identity: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
 
     def sequences(self, context: int) -> SequenceStream:
         """The sequences that are still to be trained on."""
@@ -39,11 +44,26 @@ class Inputs:
         return SequenceStream(self.source, TextTokenizer(self.tokenizer), context, state)
 
 
-def open_inputs(config: TrainConfig) -> Inputs:
-    """Open everything a run needs, and refuse what it cannot use. No process group is needed, no weights are loaded.
+def open_inputs(config: TrainConfig, *, verify: bool = True) -> Inputs:
+    """Open everything a run needs, and refuse what it cannot use. No weights are loaded.
+
+    Collective where there is a process group: what one rank refuses, all do, and all go on from the same checkpoint.
+
+    Args:
+        config: of the run.
+        verify: compare the content of the checkpoint to go on from with its checksums.
 
     Raises:
         LongspanError: for a missing or unfit model, tokenizer, text or checkpoint.
+    """
+    return find_resume(config, Ranks().each(lambda: open_here(config)), verify=verify)
+
+
+def open_here(config: TrainConfig) -> Inputs:
+    """The part of `open_inputs` that each rank does by itself: all but the checkpoint to go on from.
+
+    Raises:
+        LongspanError: for a missing or unfit model, tokenizer or text.
     """
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config.tokenizer_name)
@@ -51,9 +71,20 @@ def open_inputs(config: TrainConfig) -> Inputs:
     source = DocumentSource(
         config.data, text_field=config.text_field, split=config.split, shuffle=config.shuffle, seed=config.seed
     )
-    identity = {**source.identity, "tokenizer": [type(tokenizer).__name__, len(tokenizer)]}
-    inputs = Inputs(model_config, tokenizer, source, _find_checkpoint(config), identity)
-    _check_same_data(inputs)
+    identity = run_identity(config, model_config, tokenizer, source.identity)
+    return Inputs(model_config, tokenizer, source, None, identity)
+
+
+def find_resume(config: TrainConfig, opened: Inputs, *, verify: bool = True) -> Inputs:
+    """`opened`, and the checkpoint to go on from, if there is one. Collective where there is a process group.
+
+    Raises:
+        LongspanError: on every rank, for a checkpoint that is damaged or of another run.
+    """
+    ranks = Ranks()
+    resume, passed_over = _find_checkpoint(config, ranks, verify)
+    inputs = dataclasses.replace(opened, resume=resume, passed_over=tuple(passed_over))
+    ranks.each(lambda: _check_same_run(config, inputs))
     return inputs
 
 
@@ -61,11 +92,20 @@ def check_inputs(config: TrainConfig) -> None:
     """`open_inputs`, and read the first sequence: all that can go wrong before any weight is loaded.
 
     Raises:
-        LongspanError: as `open_inputs`, and for text that is unreadable or too short for one sequence.
+        LongspanError: as `open_inputs`, for text that is unreadable or too short for one sequence, for an `--out` that
+            another run uses or that cannot be written, and for an `OUT/hf` that longspan did not write.
     """
     # Nothing is made yet: what is refused, here or by the ranks, leaves nothing behind.
     check_output("--out", config.checkpoints, folder=True)
-    next(iter(open_inputs(config).sequences(config.context)))
+    next(iter(open_inputs(config, verify=False).sequences(config.context)))
+    try:
+        # Under torchrun one of the ranks may have it already.
+        if config.out.exists() and not launch.under_torchrun():
+            checkpoint.RunLock(config.out).release()
+    except OSError as error:
+        raise LongspanError(f"--out {config.out} cannot be written: {error}") from error
+    if config.export != "never":
+        checkpoint.check_replaceable(config.exported)
 
 
 def load_model_config(config: TrainConfig) -> Any:
@@ -82,7 +122,7 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
     """The model on the CPU in fp32, in training mode: pretrained, or random from the seed alone.
 
     Raises:
-        LongspanError: if transformers cannot make a causal LM of it.
+        LongspanError: if transformers cannot make a causal LM of it, or its folder lacks weights.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -92,9 +132,14 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
     own = copy.deepcopy(model_config)
     try:
         if config.model is not None:
-            model = AutoModelForCausalLM.from_pretrained(config.model, config=own, dtype=torch.float32)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                config.model, config=own, dtype=torch.float32, output_loading_info=True
+            )
+            _check_weights(config.model, info)
         else:
             model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+    except LongspanError:
+        raise
     except Exception as error:
         name = config.model or config.config
         raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
@@ -115,36 +160,59 @@ def _check_vocabulary(config: TrainConfig, model_config: Any, tokenizer: Any) ->
         )
 
 
-def _find_checkpoint(config: TrainConfig) -> Checkpoint | None:
+def _check_weights(name: str, info: dict[str, Any]) -> None:
+    """transformers makes up what a folder lacks, at random, and leaves what it does not know."""
+    missing, strange = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
+    if missing:
+        raise LongspanError(
+            f"--model {name} lacks {len(missing)} weights that a causal LM of its config has, they would be random: "
+            f"{_some(missing)}; give a folder that holds all of them"
+        )
+    if strange and launch.is_first_rank():
+        warnings.warn(
+            f"--model {name} holds {len(strange)} weights that its config has no place for; they are left aside: "
+            f"{_some(strange)}",
+            stacklevel=3,
+        )
+
+
+def _some(names: list[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+
+
+def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:
     if config.resume == "never":
-        steps = checkpoint.complete_steps(config.checkpoints)
+        steps = ranks.first(lambda: checkpoint.complete_steps(config.checkpoints))
         if steps:
             raise LongspanError(
                 f"--resume never, but {config.out} holds a run at step {steps[-1]}; give another --out, or remove it"
             )
-        return None
-    if config.resume == "auto":
-        found = checkpoint.latest(config.checkpoints)
-    else:
-        from pathlib import Path
-
-        found = Checkpoint.at(Path(config.resume))
+        return None, []
+    found, passed_over = checkpoint.choose(config.checkpoints, ranks, config.resume, content=verify)
     if found is not None and found.step > config.steps:
         raise LongspanError(
             f"checkpoint {found.path} is at step {found.step}, after --steps {config.steps}; give more steps or "
             "another --out"
         )
-    return found
+    return found, passed_over
 
 
-def _check_same_data(inputs: Inputs) -> None:
+def _check_same_run(config: TrainConfig, inputs: Inputs) -> None:
     if inputs.resume is None:
         return
-    before = inputs.resume.state["identity"]
-    changed = [name for name in inputs.identity if inputs.identity[name] != before.get(name)]
-    if changed:
-        parts = [f"{name} was {before.get(name)}, is {inputs.identity[name]}" for name in changed]
+    changed = differences(inputs.resume.state["identity"], inputs.identity)
+    if config.change_batch:
+        changed.pop(BATCH, None)
+    if set(changed) == {BATCH}:
+        before, now = changed[BATCH]
         raise LongspanError(
-            f"checkpoint {inputs.resume.path} was made with other data, so its order cannot be kept: "
-            f"{'; '.join(parts)}; give the same, or start another run from its weights: --model OUT/hf --out ANOTHER"
+            f"checkpoint {inputs.resume.path} was made with {before} sequences per step, now there would be {now} "
+            f"(--batch, or else --micro-batch x --data-degree); give --batch {before}, or --change-batch to go on so"
+        )
+    if changed:
+        parts = [f"{name} was {before}, is {now}" for name, (before, now) in changed.items()]
+        raise LongspanError(
+            f"checkpoint {inputs.resume.path} was made with other data or another model, so the run would not be the "
+            f"same: {'; '.join(parts)}; give the same, or start another run from its weights: --model OUT/hf --out "
+            "ANOTHER"
         )

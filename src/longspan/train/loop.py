@@ -28,7 +28,6 @@ from longspan.mesh import SequenceSharding, init_mesh
 from longspan.metrics import (
     CommunicationSampler,
     Display,
-    MetricsLog,
     Quiet,
     StepMetrics,
     model_flops,
@@ -40,10 +39,10 @@ from longspan.parallelize import parallelize
 from longspan.rendezvous import Peers, meet, spell_ranks
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
-from longspan.train.inputs import Inputs, build_model, open_inputs
+from longspan.train.identity import flat
+from longspan.train.inputs import Inputs, build_model, find_resume, open_here
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from longspan.train.outputs import Outputs
 
 
 class Trainer:
@@ -66,8 +65,34 @@ class Trainer:
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
+            self.outputs = Outputs(config)
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
+        try:
+            self._begin()
+        except BaseException:
+            self.outputs.release()
+            raise
+
+    def _agreed_inputs(self, peers: Peers) -> Inputs:
+        """What the run is made from, once it is known to be alike on every rank; then the process group."""
+        config, alive = self.config, self._heart is not None
+        with agreement.refusing_together(peers, alive=alive):
+            inputs = open_here(config)
+        facts = {
+            **agreement.settings(config),
+            **agreement.versions(),
+            **agreement.model_facts(inputs.model_config),
+            **{key: value for key, value in flat(inputs.identity).items() if not key.startswith("model.")},
+        }
+        agreement.agree(peers, facts, alive=alive)
+        peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+        return inputs
+
+    def _begin(self) -> None:
+        """Find the checkpoint to go on from, build the model, and stand where the checkpoint stood."""
+        config = self.config
         self._at("loading", long=True)
+        self.inputs = find_resume(config, self.inputs)
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
@@ -77,28 +102,11 @@ class Trainer:
             state = self.inputs.resume.state
             self.step, self.tokens, self.data_state = self.inputs.resume.step, state["tokens"], state["data"]
         self.scheduler = make_scheduler(self.optimizer, config, self.step)
-        self.saved_step = self.started_step = self.step
+        self.started_step = self.step
+        self.outputs.begin(self.step)
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
         self.health = Health(config)
-
-    def _agreed_inputs(self, peers: Peers) -> Inputs:
-        """What the run is made from, once it is known to be alike on every rank; then the process group."""
-        config, alive = self.config, self._heart is not None
-        with agreement.refusing_together(peers, alive=alive):
-            inputs = open_inputs(config)
-        resume = inputs.resume
-        facts = {
-            **agreement.settings(config, leave_out=("resume",)),  # what was found is compared instead
-            **agreement.versions(),
-            **agreement.model_facts(inputs.model_config),
-            **agreement.tokenizer_facts(inputs.tokenizer),
-            **{f"data's {key}": value for key, value in inputs.identity.items()},
-            "checkpoint to go on from": "none" if resume is None else f"{resume.path} of step {resume.step}",
-        }
-        agreement.agree(peers, facts, alive=alive)
-        peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-        return inputs
 
     def _at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
         """Tell the other ranks where this one is."""
@@ -133,11 +141,25 @@ class Trainer:
 
         Raises:
             Stopped: if a signal reached any rank; all ranks have then saved the same step.
-            LongspanError: if the ranks read different data, or the loss is not finite any more.
+            LongspanError: if the ranks read different data, the loss is not finite any more, or the last save or the
+                export cannot be written.
         """
+        try:
+            self._run()
+        except BaseException as error:
+            # All ranks come to such an error alike, so what is being written can become whole; otherwise a peer may be
+            # gone.
+            self._at("finishing the save that is under way", self.step, long=True)
+            self.outputs.abandon(600 if isinstance(error, LongspanError) else 10)
+            raise
+        finally:
+            self.outputs.release()
+
+    def _run(self) -> None:
         config = self.config
         display = Display(config.steps, self.step) if self.first else Quiet(config.steps)
-        with display, self._log() as log:
+        say, outputs = display.say, self.outputs
+        with display, outputs.metrics(self.first, self.step) as log:
             # Until here, and from the last save on, nothing is lost by a signal: it ends the rank at once.
             with StopRequest(grace_s=config.grace) as stop:
                 self._say_what(display)
@@ -148,27 +170,32 @@ class Trainer:
                         self._at("comparing batches", self.step + 1)
                         signum = self._agree(batch, stop.signum or 0)
                         if signum:
-                            self._saved(display)
-                            display.say(
-                                f"stopped by a signal after step {self.step}; the same command goes on from there"
-                            )
+                            self._save(say, last=True)
+                            say(f"stopped by a signal after step {self.step}; the same command goes on from there")
                             raise Stopped(signum)
-                        metrics = self._train_step(batch, display.say)
+                        outputs.announce(say)
+                        metrics = self._train_step(batch, say)
                         display.step(self.step, metrics)
-                        if log is not None and metrics is not None:
-                            log.write(metrics)
+                        outputs.write_line(log, metrics, say)
                         if config.save_every and self.step % config.save_every == 0:
-                            self._saved(display)
-                self._saved(display)
+                            self._save(say)
+                self._save(say, last=True)
                 if stop.signum:
                     raise Stopped(stop.signum)
             if config.export == "end":
-                self._at("export", self.step, long=True)
-                self._export(display)
+                self._export(say, last=True)
 
-    def _saved(self, display: Display) -> None:
+    def _save(self, say: Callable[[str], None], *, last: bool = False) -> None:
+        """Save, and with `--export saves` export."""
         self._at("save", self.step, long=True)
-        self._save(display)
+        state = {"data": self.data_state, "tokens": self.tokens, "identity": self.inputs.identity}
+        whole = self.outputs.save(self.step, self.model, self.optimizer, state, say, last=last)
+        if whole and self.config.export == "saves":
+            self._export(say, last=last)
+
+    def _export(self, say: Callable[[str], None], *, last: bool) -> None:
+        self._at("export", self.step, long=True)
+        self.outputs.export(self.model, self.inputs, self.generation, say, last=last)
 
     def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
         config = self.config
@@ -215,6 +242,8 @@ class Trainer:
             f"FSDP {'on' if config.fsdp else 'off'}; context {config.context:,}, batch {config.sequences} = "
             f"{config.sequences * config.context:,} tokens per step"
         )
+        for problem in self.inputs.passed_over:
+            display.say(f"warning: passed over a damaged checkpoint: {problem}")
         if self.step:
             display.say(f"going on after step {self.step}")
 
@@ -303,37 +332,6 @@ class Trainer:
             peak_memory_gib=memory,
             mfu=flops / (mean_s * peak * sp.world_size) if flops and peak else None,
         )
-
-    # --- what is written
-
-    def _save(self, display: Display) -> None:
-        if self.saved_step == self.step:
-            return
-        state = {"data": self.data_state, "tokens": self.tokens, "identity": self.inputs.identity}
-        path = checkpoint.save(
-            self.config.checkpoints, self.step, self.model, self.optimizer, state, keep=self.config.keep
-        )
-        self.saved_step = self.step
-        display.say(f"saved {path}")
-        if self.config.export == "saves":
-            self._export(display)
-
-    def _export(self, display: Display) -> None:
-        path = self.config.out / "hf"
-        dtype = _DTYPES[self.config.dtype]
-        checkpoint.export(path, self.model, self.inputs.model_config, self.inputs.tokenizer, dtype, self.generation)
-        display.say(f"exported {path}")
-
-    @contextlib.contextmanager
-    def _log(self) -> Iterator[MetricsLog | None]:
-        if not self.first:
-            yield None
-            return
-        log = MetricsLog(self.config.out, self.step)
-        try:
-            yield log
-        finally:
-            log.close()
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -1,0 +1,136 @@
+"""Save beside the training: of a copy in the host's memory, by a thread, over process groups of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from longspan.checkpoint.ranks import Ranks
+from longspan.checkpoint.saving import Pending, one_process_is_fine, prepare, write
+
+#: Of the memory that is free on a machine, what the copies of all its ranks may take together.
+FREE_SHARE = 0.5
+
+
+class Saver:
+    """Writes one checkpoint at a time, as `save` does; the caller waits for a copy of the tensors, or for all of it.
+
+    Making one is collective (it makes a gloo group, so that its thread and the training do not wait for each other).
+    What the thread raises, `finish` raises, on every rank alike. A process that is killed while the thread writes
+    leaves what `save` would leave: a folder without its name, and the checkpoints before.
+
+    Args:
+        background: False writes before `start` returns.
+    """
+
+    def __init__(self, background: bool = True) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if background and not several:  # said by torch in the thread, where filters cannot be set for a while
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        self.background = background
+        self._ranks = Ranks()
+        self._own = Ranks(dist.new_group(backend="gloo")) if background and several else Ranks()
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def start(
+        self,
+        folder: Path,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        *,
+        keep: int = 0,
+    ) -> None:
+        """Begin to save; the weights may change when this returns. Collective; the save before must be finished.
+
+        Without room in memory for the copy, on any machine, the checkpoint is written before this returns.
+
+        Raises:
+            LongspanError: on every rank, if a number is not finite; what concerns writing is raised by `finish`.
+        """
+        if self._thread is not None or self._path is not None or self._error is not None:
+            raise RuntimeError("the save before is not finished")
+        pending = prepare(folder, step, model, optimizer, state, keep, self._ranks)
+        fits = self.background and all(self._ranks.gather(_fits(pending)))
+        if not fits:
+            with one_process_is_fine():
+                self._write(pending, self._ranks)
+            return
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        copied = dataclasses.replace(pending, tensors=cast("dict[str, Any]", stager.stage(pending.tensors)))
+
+        def work() -> None:
+            try:
+                self._write(copied, self._own)
+            finally:
+                stager.close()
+
+        # A daemon: where a peer hangs, the process must be able to end. `finish` waits for it.
+        self._thread = threading.Thread(target=work, name="longspan-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, pending: Pending, ranks: Ranks) -> None:
+        try:
+            self._path = write(pending, ranks)
+        except Exception as error:
+            self._error = error
+
+    @property
+    def written(self) -> Path | None:
+        """The checkpoint that is whole and not yet asked for by `finish`; for a message, since ranks may differ."""
+        return self._path
+
+    def finish(self) -> Path | None:
+        """Wait for the save, and return its path; None if there was none. The same on every rank.
+
+        Raises:
+            LongspanError: as `save`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, path, error = None, self._path, self._error
+        self._path = self._error = None
+        if error is not None:
+            raise error
+        return path
+
+    def abandon(self, wait_s: float) -> None:
+        """Give a save that is under way so many seconds to become whole; the run ends for another reason."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+
+
+def _fits(pending: Pending) -> bool:
+    """Whether there is memory for copies by all ranks of this machine."""
+    flat, _ = flatten_state_dict(pending.tensors)
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in flat.values() if isinstance(x, Tensor))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = _free_memory()
+    return free is not None and sum(x.nbytes for x in local) * ranks_here <= FREE_SHARE * free
+
+
+def _free_memory() -> int | None:
+    """Bytes that processes here may still take; None where the system does not tell."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        group = Path("/sys/fs/cgroup")
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(found, default=None)

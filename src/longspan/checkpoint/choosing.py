@@ -1,0 +1,108 @@
+"""Which checkpoint to go on from: verified by all ranks together, and decided for all of them alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, step_path, unmarked
+from longspan.checkpoint.ranks import Ranks
+from longspan.errors import LongspanError
+
+
+def choose(
+    folder: Path, ranks: Ranks, resume: str = "auto", *, content: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, with its content verified, the same on every rank. Collective.
+
+    Args:
+        folder: of a run's checkpoints.
+        ranks: who takes part.
+        resume: "auto" for the newest that is whole, or the path of one.
+        content: False looks at markers and sizes alone, for a first look before the ranks are there.
+
+    Returns:
+        The checkpoint (None where "auto" finds no checkpoint at all), and what is wrong with newer ones that were
+        passed over.
+
+    Raises:
+        LongspanError: on every rank, if the one that was asked for is damaged (with the newest that is whole), if none
+            is whole, or if not all ranks see the same.
+    """
+    if resume != "auto":
+        wanted = Path(resume)
+        problem, found = _try(wanted, ranks, content)
+        if found is None:
+            raise LongspanError(f"{problem}; {_way_out(wanted, ranks)}")
+        return found, []
+    problems: list[str] = ranks.first(lambda: [f"{path} has no {MARKER}" for path in unmarked(folder)])
+    for path in _candidates(folder, ranks):
+        problem, found = _try(path, ranks, content)
+        if found is not None:
+            return found, problems
+        problems.append(problem)
+    if problems:
+        raise LongspanError(
+            f"{folder} holds no checkpoint that is whole: {'; '.join(problems)}; start again with another --out"
+        )
+    return None, []
+
+
+def verify(path: Path, ranks: Ranks) -> Checkpoint:
+    """The checkpoint at `path`, with the content of all its files compared with their checksums. Collective.
+
+    Every rank reads a share of the files, and looks whether all of them are there.
+
+    Raises:
+        LongspanError: on every rank, naming the first file that is not as it was written.
+    """
+    problem, found = _try(path, ranks)
+    if found is None:
+        raise LongspanError(problem)
+    return found
+
+
+def _way_out(wanted: Path, ranks: Ranks) -> str:
+    for path in _candidates(wanted.parent, ranks):
+        if path != wanted and _try(path, ranks)[1] is not None:
+            return f"resume from the newest that is whole: --resume {path}"
+    return "there is no other one beside it that is whole; start again with another --out"
+
+
+def _candidates(folder: Path, ranks: Ranks) -> list[Path]:
+    """Complete ones, newest first, as the first rank sees them."""
+    steps = ranks.first(lambda: complete_steps(folder))
+    return [step_path(folder, step) for step in reversed(steps)]
+
+
+def _try(path: Path, ranks: Ranks, content: bool = True) -> tuple[str, Checkpoint | None]:
+    """What is wrong with it, or the checkpoint; the same on every rank."""
+    problem, marker, found = "", None, None
+    try:
+        found = Checkpoint.read(path)
+        marker = FileRecord.of(path / MARKER)
+        problem = found.wrong_content(share(found.files, ranks.rank, ranks.size) if content else []) or ""
+    except (LongspanError, OSError) as error:
+        problem = str(error)
+    said = ranks.gather((problem, marker, socket.gethostname()))
+    markers = {marker for _, marker, _ in said if marker is not None}
+    if found is not None and marker is not None and len(markers) == 1 and not any(problem for problem, _, _ in said):
+        return "", dataclasses.replace(found, verified=content)
+    if len(markers) > 1:
+        return f"the ranks see different checkpoints at {path}; give a folder that all machines share", None
+    rank, problem, host = next((rank, text, host) for rank, (text, _, host) in enumerate(said) if text)
+    some = len(markers) > 0 and any(marker is None for _, marker, _ in said)  # some ranks see it, others do not
+    return f"rank {rank} on {host}: {problem}" if some else problem, None
+
+
+def share(files: dict[str, FileRecord], rank: int, size: int) -> list[str]:
+    """The files that one of `size` ranks reads: all ranks about as many bytes, largest first."""
+    mine: list[str] = []
+    loads = [0] * size
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        reader = loads.index(min(loads))
+        loads[reader] += files[name].size
+        if reader == rank:
+            mine.append(name)
+    return mine

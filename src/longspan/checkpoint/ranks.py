@@ -1,0 +1,99 @@
+"""What all ranks of a job do together, or refuse together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from longspan.checkpoint.disk import DiskFull, is_full, spell_os_error
+from longspan.errors import LongspanError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of an action on one rank: its value, or why there is none. Plain values, sent to the others."""
+
+    value: Any = None
+    problem: str | None = None
+    full: bool = False
+    unexpected: bool = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group (by default of the whole job), or this process alone without one."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return dist.get_rank(self.group) if dist.is_initialized() else 0
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        if self.size == 1:
+            return [mine]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+    def each(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank and return this rank's result; if it fails on any, all raise.
+
+        Raises:
+            LongspanError: on every rank, of the first rank that could not.
+        """
+        outcome, error = _try(action)
+        outcomes: list[_Outcome] = self.gather(dataclasses.replace(outcome, value=None))
+        failed = [rank for rank, other in enumerate(outcomes) if other.problem is not None]
+        if failed:
+            alike = len({other.problem for other in outcomes}) == 1
+            _raise(outcomes[failed[0]], None if alike else failed[0], error)
+        return outcome.value  # type: ignore[no-any-return]
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Run `action` on the first rank while the others wait, and return its result (plain values) on all.
+
+        Raises:
+            LongspanError: on every rank, if it fails there.
+        """
+        outcome, error = _try(action) if self.rank == 0 else (_Outcome(), None)
+        if self.size > 1:
+            box = [outcome]
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
+            outcome = box[0]
+        if outcome.problem is not None:
+            _raise(outcome, None, error)
+        return outcome.value  # type: ignore[no-any-return]
+
+
+def _try(action: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
+    try:
+        return _Outcome(action()), None
+    except DiskFull as error:
+        return _Outcome(problem=str(error), full=True), error
+    except LongspanError as error:
+        return _Outcome(problem=str(error)), error
+    except OSError as error:
+        return _Outcome(problem=spell_os_error(error), full=is_full(error)), error
+    except Exception as error:  # a fault of ours: the others must not wait for this rank
+        return _Outcome(problem=f"{type(error).__name__}: {error}", unexpected=True), error
+
+
+def _raise(outcome: _Outcome, rank: int | None, error: Exception | None) -> None:
+    if outcome.unexpected and error is not None:
+        raise error
+    where = "" if rank is None else f"rank {rank}: "
+    raise (DiskFull if outcome.full else LongspanError)(f"{where}{outcome.problem}") from error

@@ -1,0 +1,329 @@
+"""Save and load: torch's Distributed Checkpoint between folders that are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from longspan.checkpoint.choosing import share, verify
+from longspan.checkpoint.disk import DiskFull, check_room, is_full, spell_full
+from longspan.checkpoint.folder import (
+    MAKING,
+    MARKER,
+    Checkpoint,
+    FileRecord,
+    prune,
+    put_in_place,
+    remove,
+    remove_or_warn,
+    spell_marker,
+    step_path,
+    way_out,
+    write_durably,
+)
+from longspan.checkpoint.ranks import Ranks
+from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, read_index, spell_index
+from longspan.errors import LongspanError
+
+_PER_TENSOR = 2048
+"""Bytes that torch's files and the index need for a tensor, beside its content, at most."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint that is to be written: where, and what of it this rank holds."""
+
+    folder: Path
+    step: int
+    tensors: dict[str, Any]
+    state: dict[str, Any]
+    keep: int
+    needed: int
+
+    @property
+    def path(self) -> Path:
+        return step_path(self.folder, self.step)
+
+    @property
+    def making(self) -> Path:
+        return self.folder / f"{MAKING}{self.step:08d}"
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    *,
+    keep: int = 0,
+) -> Path:
+    """Write the checkpoint of a step. Collective: every rank of the job calls it.
+
+    Each file's checksum is taken while it is written; then another rank reads the file back, and only when all are as
+    they were written does the checkpoint get its marker and its name. Afterwards the newest `keep` ones are kept (0:
+    all), and those of later steps, which a run that went back to an older checkpoint has left behind, are removed; one
+    that cannot be removed is warned of.
+
+    Raises:
+        DiskFull: on every rank, with the bytes that are missing.
+        LongspanError: on every rank, if any rank cannot write, or a weight or the optimizer's state is not finite. In
+            both cases what was written is removed, and the checkpoints before stay as they are.
+    """
+    ranks = Ranks()
+    with one_process_is_fine():
+        return write(prepare(folder, step, model, optimizer, state, keep, ranks), ranks)
+
+
+def prepare(
+    folder: Path,
+    step: int,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keep: int,
+    ranks: Ranks,
+) -> Pending:
+    """What there is to write, checked: all numbers finite. Collective.
+
+    Raises:
+        LongspanError: on every rank, naming the first tensor that is not finite.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    tensors: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    flat, _ = flatten_state_dict(tensors)
+    check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks)
+    whole = [x for x in flat.values() if isinstance(x, Tensor)]
+    sharded = sum(x.to_local().nbytes for x in whole if isinstance(x, DTensor))
+    on_all = sum(x.nbytes for x in whole if not isinstance(x, DTensor))  # written once
+    needed = sum(ranks.gather(sharded)) + on_all + _PER_TENSOR * len(flat) * ranks.size
+    return Pending(folder, step, tensors, state, keep, needed)
+
+
+def write(pending: Pending, ranks: Ranks) -> Path:
+    """Write what `prepare` found. Collective; may run beside the training, on a group of its own.
+
+    Raises:
+        LongspanError: as `save`.
+    """
+    path, making = pending.path, pending.making
+    what = f"checkpoint {path}"
+
+    def begin() -> None:
+        for left in pending.folder.glob(f"{MAKING}*"):  # by a run that was killed while it saved
+            remove_or_warn(left)
+        making.mkdir(parents=True)
+        check_room(pending.folder, pending.needed, what)
+
+    try:
+        ranks.first(begin)
+        metadata, records = _write_tensors(pending, ranks)
+        ranks.first(lambda: records.update({INDEX: write_durably(making / INDEX, spell_index(metadata))}))
+        records = ranks.first(lambda: records)
+        _read_back(making, records, ranks)
+        ranks.first(lambda: _complete(pending, records))
+    except DiskFull as error:
+        why = str(error)
+        _clean(making, ranks)  # first: what this one took is free again
+        raise DiskFull(ranks.first(lambda: spell_full(pending.folder, pending.needed, what, why))) from error
+    except LongspanError:
+        _clean(making, ranks)
+        raise
+    return path
+
+
+def _write_tensors(pending: Pending, ranks: Ranks) -> tuple[Metadata, dict[str, FileRecord]]:
+    writer = SummingWriter(pending.making)
+    problem: BaseException | None = None
+    metadata = None
+    try:
+        metadata = state_dict_saver.save(
+            pending.tensors, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1
+        )
+    except CheckpointException as error:  # on every rank alike
+        problem = error
+    except Exception as error:
+        if ranks.size > 1:  # the ranks cannot speak to one another any more
+            raise
+        problem = error
+    if metadata is None:
+        _explain(pending.path, writer.files.error, problem, ranks)
+    assert metadata is not None
+    records = {name: record for part in ranks.gather(writer.files.records) for name, record in part.items()}
+    return metadata, records
+
+
+def _explain(path: Path, mine: OSError | None, problem: BaseException | None, ranks: Ranks) -> NoReturn:
+    """Say why torch could not write: its own words are of what followed from it."""
+    failures = getattr(problem, "failures", {})  # of torch's CheckpointException: by rank
+    own = failures.get(ranks.rank, (None,))[0]
+    mine = mine or (own if isinstance(own, OSError) else None)
+    said = ranks.gather(None if mine is None else (mine.errno, mine.strerror))
+    rank = next((rank for rank, error in enumerate(said) if error is not None), None)
+    if rank is None:
+        raise LongspanError(f"checkpoint {path} cannot be written: {cause(problem)}") from problem
+    error = OSError(*said[rank])
+    kind = DiskFull if is_full(error) else LongspanError
+    raise kind(f"checkpoint {path} cannot be written: rank {rank}: OSError: {error}") from problem
+
+
+def _read_back(making: Path, records: dict[str, FileRecord], ranks: Ranks) -> None:
+    """Every rank reads what another one has written, and looks whether all files are there."""
+    found = Checkpoint(making, 0, {}, records)
+
+    def look() -> None:
+        mine = share(records, (ranks.rank + 1) % ranks.size, ranks.size)
+        problem = found.wrong_size() or found.wrong_content(mine)
+        if problem:
+            raise LongspanError(f"{problem}: the disk does not hold what was written, or the ranks do not share it")
+
+    ranks.each(look)
+
+
+def _complete(pending: Pending, records: dict[str, FileRecord]) -> None:
+    write_durably(pending.making / MARKER, spell_marker(pending.step, pending.state, records))
+    put_in_place(pending.making, pending.path)
+    prune(pending.folder, pending.step, pending.keep)
+
+
+def _clean(making: Path, ranks: Ranks) -> None:
+    """Remove what was begun, when no rank writes any more."""
+    ranks.gather(None)
+    if ranks.rank == 0:
+        with contextlib.suppress(OSError):
+            remove(making)
+    ranks.gather(None)
+
+
+def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
+
+    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed.
+
+    Raises:
+        LongspanError: on every rank, if the checkpoint is damaged or of another model.
+    """
+    ranks = Ranks()
+    if not checkpoint.verified:
+        try:
+            checkpoint = verify(checkpoint.path, ranks)
+        except LongspanError as error:
+            hint = ranks.first(lambda: way_out(checkpoint.path))
+            raise LongspanError(f"{error}; {hint}") from error
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    whole: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    sizes = {name: record.size for name, record in checkpoint.files.items()}
+
+    def look() -> Metadata:
+        metadata = read_index((checkpoint.path / INDEX).read_text(), sizes)
+        check_names(checkpoint.path, flatten_state_dict(whole)[0], metadata)
+        return metadata
+
+    metadata = ranks.each(look)
+    try:
+        with one_process_is_fine():
+            state_dict_loader.load(
+                whole,
+                storage_reader=IndexReader(checkpoint.path, metadata),
+                planner=PlainPlanner(),
+                no_dist=ranks.size == 1,
+            )
+    except (Exception, CheckpointException) as error:
+        hint = ranks.first(lambda: way_out(checkpoint.path))
+        raise LongspanError(f"checkpoint {checkpoint.path} cannot be read: {cause(error)}; {hint}") from error
+    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
+
+
+def check_names(path: Path, flat: dict[str, Any], metadata: Metadata) -> None:
+    """Refuse the checkpoint of another model or optimizer before anything is read: other names or shapes.
+
+    Raises:
+        LongspanError: naming the first tensor that differs.
+    """
+    saved = metadata.state_dict_metadata
+    shapes = {name: tuple(e.size) for name, e in saved.items() if isinstance(e, TensorStorageMetadata)}
+    mine = {name: tuple(x.shape) for name, x in flat.items() if isinstance(x, Tensor)}
+    use = "use the model, the settings and the torch it was made with, or another --out"
+    for name, shape in mine.items():
+        if shapes.get(name) != shape:
+            there = f"there it has the shape {shapes[name]}" if name in shapes else "it has none of this name"
+            raise LongspanError(
+                f"checkpoint {path} is of another model: {_short(name)} has the shape {shape}, {there}; {use}"
+            )
+    extra = sorted(shapes.keys() - mine.keys())
+    if extra:
+        raise LongspanError(
+            f"checkpoint {path} is of another model: it has {len(extra)} tensors that this one has not, "
+            f"{_short(extra[0])} of the shape {shapes[extra[0]]} among them; {use}"
+        )
+    missing = sorted(flat.keys() - saved.keys())
+    if missing:
+        raise LongspanError(f"checkpoint {path} is of another optimizer: it has no {missing[0]}; {use}")
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("model.") if name.startswith("model.") else f"the optimizer's {name}"
+
+
+# --- numbers
+
+
+def check_finite(flat: dict[str, Any], what: str, ranks: Ranks) -> None:
+    """Refuse NaN and infinity in weights and optimizer state, on every rank alike. Collective.
+
+    (A buffer may hold infinities, as masks do; NaN it may not.)
+
+    Raises:
+        LongspanError: naming the first tensor, the rank that holds it, and how much of it is wrong.
+    """
+    found = None
+    floating = [(name, x) for name, x in flat.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    local = [(name, x.to_local() if isinstance(x, DTensor) else x) for name, x in floating]
+    # One number to wait for, not one a tensor: on a GPU each would wait for all that was queued.
+    sound = [torch.isfinite(x).all() for _, x in local if x.numel()]
+    if sound and not bool(torch.stack([x.to(sound[0].device) for x in sound]).all()):
+        found = next((text for name, x in local if (text := _wrong_numbers(name, x))), None)
+    said = [(rank, text) for rank, text in enumerate(ranks.gather(found)) if text]
+    if said:
+        rank, text = said[0]
+        on = f" on rank {rank}" if ranks.size > 1 else ""
+        raise LongspanError(
+            f"{what}: {text}{on} (of {len(said)} ranks with such numbers); what was saved before is kept; resume from "
+            "it with a smaller --lr or a longer --warmup"
+        )
+
+
+def _wrong_numbers(name: str, x: Tensor) -> str | None:
+    wrong = ~torch.isfinite(x)
+    count = int(wrong.sum())
+    return f"{_short(name)} holds {x[wrong][0].item()} ({count:,} of {x.numel():,} numbers)" if count else None
+
+
+def cause(error: BaseException | None) -> str:
+    """The first line of what went wrong on the first rank where something did."""
+    failures = getattr(error, "failures", None)  # of torch's CheckpointException: by rank
+    if failures:
+        rank = min(failures)
+        return f"rank {rank}: {cause(failures[rank][0])}"
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def one_process_is_fine() -> Iterator[None]:
+    """Torch warns when it saves or loads without a process group; here that is a run on one device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,176 @@
+"""Checkpoints that are written beside the training: of the state at that moment, whole or not there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from longspan import checkpoint
+from longspan.checkpoint import DiskFull, Ranks, Saver
+from longspan.errors import LongspanError
+from tests.chaos.corruption import small_model
+from tests.pool import RankPool
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 24)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _numbers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = [*model.parameters(), *(x for p in model.parameters() for x in optimizer.state[p].values())]
+    return [getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for x in found]
+
+
+def _train_on_while_it_is_written(folder: Path, background: bool, sharded: bool) -> tuple[bool, bool, list[int]]:
+    """What is saved is the state at the call, though the weights change before the first byte is written."""
+    model, optimizer = small_model(0)
+    if sharded:
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _step(model, optimizer)
+    may_write = threading.Event()
+    begin = checkpoint.background.write
+
+    def wait(*args: Any) -> Path:
+        assert not background or may_write.wait(60)
+        return begin(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.background, "write", wait)
+        saver = Saver(background=background)
+        expected = _numbers(model, optimizer)
+        saver.start(folder, 1, model, optimizer, {"a": 1})
+        returned_before = saver.written is None
+        _step(model, optimizer)
+        may_write.set()
+        assert saver.finish() == folder / "step-00000001"
+        saver.start(folder, 2, model, optimizer, {}, keep=1)
+        with pytest.raises(RuntimeError, match="not finished"):
+            saver.start(folder, 3, model, optimizer, {})
+        saver.finish()
+    changed = all(torch.equal(a, b) for a, b in zip(expected, _numbers(model, optimizer), strict=True))
+    steps = checkpoint.complete_steps(folder)
+    saver.start(folder, 1, model, optimizer, {})
+    saver.finish()
+    assert saver.finish() is None
+    return returned_before, changed, steps
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, pool2: RankPool, background: bool) -> None:
+    kept = [background, False, [2]]
+    assert list(_train_on_while_it_is_written(tmp_path / "alone", background, sharded=False)) == kept
+    for name, sharded in (("whole", False), ("sharded", True)):
+        results = pool2.run(_train_on_while_it_is_written, tmp_path / name, background, sharded, timeout=240)
+        assert [list(result) for result in results] == [kept] * 2
+
+
+def _saved_numbers(folder: Path) -> bool:
+    model, optimizer = small_model(0)
+    _step(model, optimizer)
+    expected = _numbers(model, optimizer)
+    saver = Saver()
+    saver.start(folder, 1, model, optimizer, {})
+    _step(model, optimizer)
+    saver.finish()
+    found, _ = checkpoint.choose(folder, Ranks())
+    assert found is not None
+    other = small_model(5)
+    checkpoint.load(found, *other)
+    return all(torch.equal(a, b) for a, b in zip(expected, _numbers(*other), strict=True))
+
+
+def test_what_comes_back_is_that_state(tmp_path: Path, pool2: RankPool) -> None:
+    assert _saved_numbers(tmp_path / "alone")
+    assert pool2.run(_saved_numbers, tmp_path / "two") == [True, True]
+
+
+def test_without_room_in_memory_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.background, "_free_memory", lambda: 1000)
+    saver = Saver()
+    saver.start(tmp_path, 1, *small_model(0), {})
+    assert saver.written == tmp_path / "step-00000001"
+
+
+def _full_on_rank_1(folder: Path) -> tuple[str, str]:
+    import errno
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, optimizer = small_model(0)
+    saver = Saver()
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == 1:
+            patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", full)
+            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        else:
+            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        saver.start(folder, 1, model, optimizer, {})
+        try:
+            saver.finish()
+        except DiskFull as error:
+            said = str(error)
+    with torch.no_grad():
+        next(iter(model.parameters())).fill_(float("nan"))
+    try:
+        saver.start(folder, 2, model, optimizer, {})
+    except LongspanError as error:
+        return said, str(error)
+    raise AssertionError
+
+
+def test_what_cannot_be_saved_is_said_by_all_ranks(tmp_path: Path, pool2: RankPool) -> None:
+    first, second = pool2.run(_full_on_rank_1, tmp_path, timeout=240)
+    assert first == second
+    assert "step-00000001 cannot be written: rank 1: OSError: [Errno 28] No space left on device" in first[0]
+    assert "0.weight holds nan" in first[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+_KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from longspan import checkpoint
+from tests.chaos.corruption import small_model
+
+folder, place = Path(sys.argv[1]), sys.argv[2]
+model, optimizer = small_model(0)
+saver = checkpoint.Saver()
+saver.start(folder, 1, model, optimizer, {})
+saver.finish()
+module, name = {
+    "tensors": (checkpoint.saving, "_read_back"),
+    "marker": (checkpoint.saving, "put_in_place"),
+    "name": (checkpoint.saving, "prune"),
+}[place]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(module, name, die)
+saver.start(folder, 2, model, optimizer, {}, keep=1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("place", "newest"), [("tensors", 1), ("marker", 1), ("name", 2)])
+def test_killed_in_the_middle_leaves_what_was_whole(tmp_path: Path, place: str, newest: int) -> None:
+    root = Path(__file__).parents[1]
+    process = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), place], cwd=root, timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
+    found, passed_over = checkpoint.choose(tmp_path, Ranks())
+    assert found is not None and (found.step, passed_over) == (newest, [])
+    checkpoint.save(tmp_path, 3, *small_model(0), {}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]

@@ -1,0 +1,210 @@
+"""The disk under a run: full, not shared, used by another run, or holding what cannot be removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan import checkpoint
+from longspan.checkpoint import DiskFull, Ranks, RunLock
+from longspan.errors import LongspanError
+from tests.chaos.corruption import small_model
+from tests.pool import RankError, RankPool
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process may become larger: what a full disk or a quota does, on every system and file system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _save(folder: Path, step: int, keep: int = 0, width: int = 24) -> None:
+    checkpoint.save(folder, step, *small_model(step, width), {}, keep=keep)
+
+
+# --- full
+
+
+@pytest.mark.parametrize("room", [200, 3000, 30000])
+def test_a_write_that_fails_says_so_in_bytes_and_leaves_nothing(tmp_path: Path, room: int) -> None:
+    _save(tmp_path, 1)
+    with largest_file(room), pytest.raises(DiskFull) as caught:
+        _save(tmp_path, 2, width=200)
+    said = str(caught.value)
+    assert "step-00000002 cannot be written: rank 0: OSError: [Errno 27] File too large" in said
+    needed, free = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes", said))
+    assert 3 * 4 * 200 * 201 < needed < 10 * 4 * 200 * 201 and free > needed
+    assert "unexpected pos" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert checkpoint.choose(tmp_path, Ranks())[0] is not None
+    _save(tmp_path, 2)
+
+
+def test_what_does_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 1)
+    whole = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: whole._replace(free=1000))
+    with pytest.raises(DiskFull) as caught:
+        _save(tmp_path, 2)
+    needed, free, missing = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) bytes", str(caught.value)))
+    assert free == 1000 and missing == needed - free > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB, where this user may mount one."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
+    _save(tiny_disk, 1)
+    (tiny_disk / "else").write_bytes(bytes(120 << 10))  # leaves about 60 KB, for a checkpoint of about 50 KB
+    with pytest.raises(DiskFull, match=r"does not fit: it needs [\d,]+ bytes, .* [\d,]+ bytes free, [\d,]+ bytes are"):
+        _save(tiny_disk, 2, width=100)
+    # Another process takes the room in the middle of a save.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.saving, "check_room", lambda *_: None)
+        with pytest.raises(DiskFull, match=r"does not fit: it needs [\d,]+ bytes"):
+            _save(tiny_disk, 2, width=100)
+    assert sorted(path.name for path in tiny_disk.iterdir()) == ["else", "step-00000001"]
+    checkpoint.verify(tiny_disk / "step-00000001", Ranks())
+
+
+# --- old checkpoints that cannot be removed
+
+
+def test_links_and_what_cannot_be_removed_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    _save(folder, 1)
+    shutil.move(folder / "step-00000001", elsewhere)
+    (folder / "step-00000001").symlink_to(elsewhere)
+    _save(folder, 2, keep=1)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    checkpoint.verify(elsewhere, Ranks())  # the link is gone, what it pointed to is whole
+
+    remove = shutil.rmtree
+
+    def refuse(path: Path, *args: object, **kwargs: object) -> None:
+        if path.name == "step-00000002":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        remove(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match=r"step-00000002 is no longer needed and cannot be removed: .*not permitted"):
+        _save(folder, 3, keep=1)
+    assert checkpoint.complete_steps(folder) == [3]
+
+
+def test_the_old_one_stays_until_the_new_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between any two of the steps that replace a checkpoint, one of the same step is there, or an older one."""
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+    seen = []
+    rename = Path.rename
+
+    def watch(self: Path, target: Path) -> Path:
+        seen.append(checkpoint.complete_steps(tmp_path))
+        moved = rename(self, target)
+        seen.append(checkpoint.complete_steps(tmp_path))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", watch)
+    _save(tmp_path, 2, keep=1)
+    assert seen and all(1 in steps for steps in seen) and checkpoint.complete_steps(tmp_path) == [2]
+
+
+# --- one run in a folder
+
+_HOLD = """
+import sys, pathlib
+from longspan.checkpoint import RunLock
+lock = RunLock(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_one_runs_until_its_process_ends(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(LongspanError, match=rf"in use by process {other.pid} on {os.uname().nodename}: .*another"):
+            RunLock(tmp_path)
+    finally:
+        other.kill()
+        other.communicate()
+    with RunLock(tmp_path), pytest.raises(LongspanError, match=rf"in use by process {os.getpid()} on"):
+        RunLock(tmp_path)
+    RunLock(tmp_path).release()
+
+
+def test_without_locks_of_the_system_processes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.warns(UserWarning, match=r"no locks \(No locks available\)"):
+        lock = RunLock(tmp_path)
+    with pytest.raises(LongspanError, match=rf"in use by process {os.getpid()}"):
+        RunLock(tmp_path)
+    lock.release()
+    with pytest.warns(UserWarning, match="no locks"):
+        RunLock(tmp_path).release()
+
+
+# --- one disk for all ranks
+
+
+def _share(folders: list[Path]) -> None:
+    checkpoint.check_shared(folders[0], Ranks(), wait_s=0.3)
+
+
+def _do_not_share(folders: list[Path]) -> None:
+    checkpoint.check_shared(folders[torch.distributed.get_rank()], Ranks(), wait_s=0.3)
+
+
+def test_a_folder_has_to_be_the_same_for_all_ranks(tmp_path: Path, pool2: RankPool) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    pool2.run(_share, folders)
+    assert list(folders[0].iterdir()) == []
+    folders[1].mkdir()
+    with pytest.raises(RankError) as caught:
+        pool2.run(_do_not_share, folders)
+    messages = {failure.message for failure in caught.value.failures.values()}
+    assert len(messages) == 1 and len(caught.value.failures) == 2
+    host = re.escape(os.uname().nodename)
+    expected = rf"rank 1 on {host}, where it is {folders[1]}, does not see what is written by rank 0 on {host}, where"
+    assert re.search(expected, messages.pop())
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]

@@ -1,0 +1,198 @@
+"""Exported folders: they load as the same weights or are not there. (Those of whole runs are tested in test_train.)"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan import checkpoint
+from longspan.checkpoint import DiskFull
+from longspan.errors import LongspanError
+from tests.pool import RankPool
+from tests.test_checkpoint_disk import largest_file
+
+
+def _config(**changes: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaConfig(**sizes | {"num_attention_heads": 4, "num_key_value_heads": 2} | changes)
+
+
+def _model(seed: int = 0, **changes: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(_config(**changes))
+
+
+def _adapted(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
+    return get_peft_model(model, lora)
+
+
+def _tokenizer() -> Any:
+    from longspan.data import load_tokenizer
+
+    return load_tokenizer("bytes")
+
+
+# --- what is in the way, and what went wrong
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    checkpoint.export(folder, _model(), _config(), None, torch.float32)  # an empty one is nobody's
+    checkpoint.export(folder, _model(1), _config(), None, torch.float32)  # and this one is ours
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(
+        LongspanError, match=r"hf holds 1 files that longspan did not write \(notes\.txt, .*another --out"
+    ):
+        checkpoint.export(folder, _model(2), _config(), None, torch.float32)
+    (folder / "longspan.json").unlink()
+    with pytest.raises(LongspanError, match=r"hf holds \d files that longspan did not write"):
+        checkpoint.check_replaceable(folder)
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_an_export_that_does_not_load_again_is_not_there(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    checkpoint.export(folder, _model(), _config(), None, torch.float32)
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(LongspanError, match=r"hf was not exported: opened again, 9 of its weights are missing"):
+        checkpoint.export(folder, _model(), _config(num_hidden_layers=3), None, torch.float32)
+    broken = _model()
+    with torch.no_grad():
+        broken.model.norm.weight[3] = float("nan")
+    with pytest.raises(LongspanError, match=r"hf is not exported: model\.norm\.weight holds nan \(1 of 32 numbers\)"):
+        checkpoint.export(folder, broken, _config(), None, torch.float32)
+    with torch.no_grad():
+        broken.model.norm.weight[3] = 3.4e38  # finite, but not in bf16
+    with pytest.raises(LongspanError, match=r"model\.norm\.weight is not finite as torch\.bfloat16"):
+        checkpoint.export(folder, broken, _config(), None, torch.bfloat16)
+    with (
+        largest_file(20_000),
+        pytest.raises(DiskFull, match=r"hf cannot be exported: .*File too large.* bytes are free"),
+    ):
+        checkpoint.export(folder, _model(), _config(), None, torch.float32)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_bit_that_the_disk_loses_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
+    plain = LlamaForCausalLM.save_pretrained
+
+    def lossy(self: Any, folder: Path, **kwargs: Any) -> None:
+        plain(self, folder, **kwargs)
+        data = bytearray((folder / "model.safetensors").read_bytes())
+        data[-5] ^= 1
+        (folder / "model.safetensors").write_bytes(data)
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", lossy)
+    with pytest.raises(
+        LongspanError, match=r"was not exported: opened again, .* is another one; the disk does not hold"
+    ):
+        checkpoint.export(tmp_path / "hf", _model(), _config(), None, torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_all_files_have_the_mode_that_the_umask_asks_for(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        checkpoint.export(tmp_path / "hf", _model(), _config(), _tokenizer(), torch.float32)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~mask}, modes
+
+
+# --- sharded, with adapters
+
+
+def _export_adapted(folder: Path) -> dict[str, Any]:
+    import accelerate
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    model = longspan.parallelize(_adapted(_model()), sp, fsdp=True)
+    for kind in ("adapter", "merged"):
+        checkpoint.export(folder / kind, model, _config(), _tokenizer(), torch.float32, peft=kind)  # type: ignore[arg-type]
+    said: dict[str, Any] = {}
+    for name, call in {
+        "peft": lambda: model.save_pretrained(folder / "peft"),
+        "transformers": lambda: model.get_base_model().save_pretrained(folder / "transformers"),
+        "accelerate": lambda: accelerate.Accelerator(cpu=True).save_model(model, folder / "accelerate"),
+    }.items():
+        try:
+            call()
+        except LongspanError as error:
+            said[name] = str(error)
+    said["shards"] = type(
+        accelerate.Accelerator(cpu=True).get_state_dict(model)[
+            "base_model.model.lm_head.modules_to_save.default.weight"
+        ]
+    )
+    return said
+
+
+def test_an_adapted_model_is_exported_as_adapter_or_merged(tmp_path: Path, pool2: RankPool) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    said = pool2.run(_export_adapted, tmp_path, timeout=240)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
+    reference = _adapted(_model())
+    trained = {name: x for name, x in reference.state_dict().items() if "lora" in name or "modules_to_save" in name}
+
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in (tmp_path / "adapter").iterdir()}
+    assert "FSDP" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    adapter = PeftModel.from_pretrained(_model(), tmp_path / "adapter").state_dict()
+    assert len(trained) == 9 and all(torch.equal(adapter[name], x) for name, x in trained.items())
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    expected = copy.deepcopy(reference).merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys() and all(torch.equal(merged[name], x) for name, x in expected.items())
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+    for rank in said:
+        for name in ("peft", "transformers", "accelerate"):
+            assert "does not know shards" in rank[name] and "longspan.checkpoint.export(folder, model" in rank[name]
+        assert rank["shards"].__name__ == "DTensor"
+
+
+def _export_masked(folder: Path) -> None:
+    from transformers import AutoModelForMaskedLM, BertConfig
+
+    config = BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    model = longspan.parallelize(AutoModelForMaskedLM.from_config(copy.deepcopy(config)), sp)
+    checkpoint.export(folder, model, config, None, torch.float32)
+
+
+def test_a_model_is_exported_as_what_it_is(tmp_path: Path, pool2: RankPool) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    pool2.run(_export_masked, tmp_path / "hf", timeout=240)
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    torch.manual_seed(0)
+    expected = AutoModelForMaskedLM.from_config(model.config).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())

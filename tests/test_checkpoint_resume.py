@@ -1,0 +1,236 @@
+"""Runs that go on: from the newest checkpoint that is whole, as the same run, in a folder of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan import checkpoint
+from longspan.checkpoint import DiskFull, RunLock
+from longspan.errors import LongspanError
+from longspan.metrics import MetricsLog
+from longspan.train import TrainConfig, run
+from longspan.train.identity import differences
+from tests.pool import RankError, RankPool
+from tests.test_checkpoint_disk import largest_file
+from tests.test_train import LLAMA, _losses, _said, _train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A run of 3 steps on one rank, with a checkpoint of each."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "text.txt").write_text("A text of some length, one line after the other.\n" * 200)
+    config = TrainConfig(
+        data=str(folder / "text.txt"), config=folder / "config.json", context=33, batch=2, steps=3, lr=1e-2,
+        dtype="fp32", log_every=1, save_every=1, keep=0, out=folder / "run", shuffle=0,
+    )  # fmt: skip
+    _train(config)
+    return config
+
+
+@pytest.fixture
+def config(finished: TrainConfig, tmp_path: Path) -> TrainConfig:
+    """A copy of it."""
+    shutil.copytree(finished.out, tmp_path / "run")
+    return dataclasses.replace(finished, out=tmp_path / "run")
+
+
+def _damage(config: TrainConfig, step: int) -> Path:
+    """One bit, in the middle of the tensors."""
+    path = config.checkpoints / f"step-{step:08d}" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
+    """By the launcher, before any rank starts."""
+    with pytest.raises(LongspanError, match=match):
+        run(dataclasses.replace(base, **changes))
+
+
+# --- damage
+
+
+def test_a_damaged_checkpoint_is_refused_or_passed_over_saying_so(config: TrainConfig) -> None:
+    whole, path = _losses(config.out), _damage(config, 3)
+    older = config.checkpoints / "step-00000002"
+    said = (
+        rf"step-00000003/__0_0\.distcp is damaged: .* CRC-32 .*; resume from the newest that is whole: --resume {older}"
+    )
+    _refused(config, said, resume=str(path.parent))
+    shutil.rmtree(config.out / "hf")
+    text = _said(config)
+    assert re.search(r"warning: passed over a damaged checkpoint: .*step-00000003/__0_0\.distcp is damaged", text)
+    assert "going on after step 2" in text and _losses(config.out) == whole
+    found, passed_over = checkpoint.choose(config.checkpoints, checkpoint.Ranks())
+    assert found is not None and (found.step, passed_over) == (3, [])
+    for step in (1, 2, 3):
+        _damage(config, step)
+    with pytest.raises(
+        LongspanError, match=r"holds no checkpoint that is whole: .*00000003.*00000002.*00000001.*another"
+    ):
+        _train(config)
+
+
+# --- the same run
+
+
+def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tmp_path: Path) -> None:
+    for change, said in {
+        ("num_hidden_layers", 1): r"model\.num_hidden_layers was 2, is 1",
+        ("num_attention_heads", 2): r"model\.num_attention_heads was 4, is 2",
+        ("rms_norm_eps", 1e-3): r"model\.rms_norm_eps was 1e-06, is 0\.001",
+        ("hidden_act", "gelu"): r"model\.hidden_act was silu, is gelu",
+        ("rope_theta", 5e5): r"model\.rope_parameters\.rope_theta was 10000\.0, is 500000\.0",
+    }.items():
+        other = tmp_path / "config.json"
+        other.write_text(json.dumps(LLAMA | dict([change])))
+        _refused(config, said, config=other)
+    _refused(config, r"pack was stream, is documents", pack="documents")
+    # Other text of the same length under the same name.
+    changed = tmp_path / "text.txt"
+    text = Path(config.data).read_text()
+    changed.write_text(text[:5000] + "X" + text[5001:])
+    _refused(config, r"text was [0-9a-f]{8}, is [0-9a-f]{8}", data=str(changed))
+    # The same tokenizer but for one rule, with as many ids.
+    tokenizers = [_tokenizer(tmp_path / name, lower) for name, lower in (("plain", False), ("lower", True))]
+    first = dataclasses.replace(config, out=tmp_path / "words", tokenizer=tokenizers[0], steps=1, export="never")
+    _train(first)
+    _refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
+
+
+def _tokenizer(folder: Path, lower: bool) -> str:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "text": 2, "line": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    if lower:
+        words.normalizer = normalizers.Lowercase()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="</s>").save_pretrained(folder)
+    return str(folder)
+
+
+def test_keys_of_another_library_are_no_difference() -> None:
+    before = {"transformers": "5.5", "model": {"size": 3, "gone": 1}, "batch": 2}
+    now = {"transformers": "5.23", "model": {"size": 3, "new": None, "other": 7}, "batch": 2}
+    assert differences(before, now) == {}
+    assert differences(before, {**now, "model": {"size": 4}}) == {"model.size": (3, 4)}
+    assert differences(before, {**now, "transformers": "5.5"}).keys() == {"model.gone", "model.other"}
+
+
+def test_the_batch_changes_only_when_told_to(config: TrainConfig) -> None:
+    more = dataclasses.replace(config, steps=4, export="never")
+    _refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
+    _refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
+    _train(dataclasses.replace(more, batch=4, change_batch=True))
+    last = checkpoint.latest(config.checkpoints)
+    assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
+
+
+def test_weights_that_a_folder_lacks_are_refused(config: TrainConfig, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "hf"
+    shutil.copytree(config.out / "hf", folder)
+    weights = load_file(folder / "model.safetensors")
+    one = {"config": None, "model": str(folder), "out": tmp_path / "new", "steps": 1, "export": "never"}
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LongspanError, match=rf"lacks 1 weights .* would be random: {re.escape(name)}; give a folder"):
+        _train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
+    save_file({**weights, "value_head.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(UserWarning, match=r"holds 1 weights that its config has no place for.*: value_head\.weight"):
+        _train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
+
+
+# --- the folder
+
+
+def test_a_folder_in_use_or_not_ours_is_refused_before_the_start(config: TrainConfig, tmp_path: Path) -> None:
+    with RunLock(config.out):
+        _refused(config, r"run is in use by process \d+ on .*another --out")
+        with pytest.raises(LongspanError, match=r"run is in use by process \d+"):
+            _train(config)
+    (config.out / "hf" / "mine.bin").write_text("x")
+    _refused(config, r"hf holds 1 files that longspan did not write \(mine\.bin, .*--export never")
+    _train(dataclasses.replace(config, export="never"))
+    assert (config.out / "hf" / "mine.bin").exists()
+
+
+def _train_apart(config: TrainConfig) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # A test does not wait for a network's file system.
+        patch.setattr(checkpoint, "check_shared", functools.partial(checkpoint.check_shared, wait_s=0.3))
+        _train(dataclasses.replace(config, out=config.out / str(torch.distributed.get_rank())))
+
+
+def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: TrainConfig, pool2: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool2.run(_train_apart, dataclasses.replace(config, ulysses=2), timeout=240)
+    assert len(caught.value.failures) == 2
+    for failure in caught.value.failures.values():
+        assert re.search(r"ranks do not share a folder: rank 1 on .* does not see .* rank 0 on", failure.message)
+
+
+# --- numbers, and full disks
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported(config: TrainConfig) -> None:
+    """The loss and the gradients of the step are finite; it is the step itself that spoils the weights."""
+    before = sorted(path.name for path in config.checkpoints.iterdir())
+    again = dataclasses.replace(config, steps=4, lr=float("inf"), schedule="constant")
+    with pytest.raises(LongspanError, match=r"step-00000004 is not written: .* holds (nan|-?inf) .*smaller --lr"):
+        _train(again)
+    assert sorted(path.name for path in config.checkpoints.iterdir()) == before
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_ends_a_run_only_at_its_last_save(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    fresh = dataclasses.replace(config, out=config.out.with_name("fresh"), async_save=background)
+    create = checkpoint.tensors.SummedFiles.create_stream
+
+    def full(self: Any, path: Path, mode: str) -> Any:
+        if "making-00000001" not in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(self, path, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", full)
+        with pytest.raises(LongspanError, match=r"step-00000003 cannot be written: .* goes on from step 1$") as caught:
+            _train(fresh)
+        assert not isinstance(caught.value, DiskFull)
+    assert sorted(path.name for path in fresh.checkpoints.iterdir()) == ["step-00000001"]
+    assert sorted(_losses(fresh.out)) == [1, 2, 3]
+    text = _said(fresh)
+    assert "going on after step 1" in text and _losses(fresh.out) == _losses(config.out)
+
+
+def test_a_metrics_line_without_room_is_left_out_whole(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    write = MetricsLog.write
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(self: MetricsLog, metrics: Any) -> None:
+            with largest_file(self.path.stat().st_size + 20 if metrics.step == 4 else 1 << 40):
+                write(self, metrics)
+
+        patch.setattr(MetricsLog, "write", full)
+        _train(dataclasses.replace(config, steps=5, export="never"))
+    assert sorted(_losses(config.out)) == [1, 2, 3, 5]
+    said = r"warning: .*metrics\.jsonl cannot be written: File too large \([\d,]+ bytes free\); the run goes on"
+    assert re.search(said, capsys.readouterr().out)
