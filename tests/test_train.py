@@ -489,10 +489,10 @@ def test_a_signal_after_the_last_step_saves_and_does_not_export(
     def at_once(*_: object) -> None:
         raise _Signalled  # the default action would end this process
 
-    def signalled(self: Trainer, *args: Any) -> None:
+    def signalled(self: Trainer, *args: Any, **options: Any) -> None:
         if self.step == config.steps:
             signal.raise_signal(signal.SIGTERM)
-        plain(self, *args)
+        plain(self, *args, **options)
 
     plain = getattr(Trainer, f"_{phase}")
     monkeypatch.setattr(Trainer, f"_{phase}", signalled)
