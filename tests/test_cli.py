@@ -189,6 +189,7 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
         (["--data", "x" * 5000], "is too long for a path"),
         (["--out", "/proc/version/out"], "cannot be written"),
         (["--text-field", ""], "--text-field is empty"),
+        (["--tokenizer", ""], "--tokenizer is empty"),
     ],
 )
 def test_values_out_of_range_are_refused_and_leave_nothing(

@@ -233,8 +233,8 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
     folder.mkdir()
     file = folder / "config.json"
     file.write_text(json.dumps({**CONFIGS["qwen3-0.6b"]}))
-    for given in (file, folder):
-        best = search(read_model(str(given)), Job(context=8192), 2, A100).recommended
+    for asked in (file, folder):
+        best = search(read_model(str(asked)), Job(context=8192), 2, A100).recommended
         assert best is not None
         script = f"printf '%s\\n' {command(best)}"
         words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()

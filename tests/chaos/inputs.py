@@ -463,6 +463,13 @@ def campaign(
     return [judge(attempt, limit_s=limit_s) for attempt in attempts(seed, tries, kinds)]
 
 
+def api_campaign(seed: int, tries: int, *, limit_s: float = LIMIT_S) -> list[Result]:
+    """The same of calls of the public functions."""
+    from tests.chaos.api import attempts as calls
+
+    return [judge(attempt, limit_s=limit_s) for attempt in calls(seed, tries)]
+
+
 def counts(results: list[Result]) -> dict[str, dict[str, int]]:
     """By kind of attempt: how many were tried, and how many had each outcome."""
     found = {kind: Counter({"tried": 0, **dict.fromkeys(OUTCOMES, 0)}) for kind in {r.attempt.kind for r in results}}
@@ -484,10 +491,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--tries", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--api", type=int, default=1000, help="calls of the public functions")
+    parser.add_argument("--kinds", nargs="*", default=list(MAKERS), choices=list(MAKERS))
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.tries} tries")
-    results = campaign(args.seed, args.tries, tuple(args.kinds))
+    results = campaign(args.seed, args.tries, tuple(args.kinds)) if args.kinds else []
+    results += api_campaign(args.seed, args.api)
     print(table(results))
     wrong = {(r.outcome, r.attempt.what): r for r in results if r.outcome not in ("accepted", "refused")}
     for (outcome, what), result in sorted(wrong.items()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_number, check_text
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_name, check_number
 from longspan.errors import LongspanError
 
 
@@ -101,8 +101,9 @@ class VerifyConfig:
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        if not check_text("--text-field", self.text_field):
-            raise LongspanError("--text-field is empty; leave it out, or give a name")
+        for name in ("text_field", "data", "model", "tokenizer"):
+            if getattr(self, name) is not None:
+                check_name(f"--{name.replace('_', '-')}", getattr(self, name))
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
         if self.context < max(4, 2 * self.shared):
