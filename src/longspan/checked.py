@@ -108,6 +108,25 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise LongspanError(f"{name}={spell(value)} is unknown; choose {names}")
 
 
+def check_processes(ranks: int, mesh: str) -> None:
+    """Refuse more ranks than one machine can start: each is a process that imports torch.
+
+    Args:
+        ranks: of the job, all on this machine.
+        mesh: how they were asked for, for the message.
+
+    Raises:
+        LongspanError: with the limit.
+    """
+    cores = os.cpu_count() or 1
+    most = max(64, 4 * cores)
+    if ranks > most:
+        raise LongspanError(
+            f"{mesh} starts {ranks} processes on this machine, which has {cores} cores; at most {most} are started "
+            "here: choose smaller degrees, or start the job by torchrun on several machines"
+        )
+
+
 # --- paths
 
 

@@ -124,6 +124,7 @@ def command(*argv: str) -> int:
 # --- values that are wrong for every flag of their kind
 
 BAD_INTEGERS = ("-1", "nan", "inf", "", "1.5", "1e3", "0x10", "9" * 25, "1" * 5000, "k", "12q", "_", "--seed", "1\0")
+EXTREME_INTEGERS = ("0", "1", str(1 << 14), str(1 << 16), str((1 << 16) + 1), str(1 << 34), str(1 << 40), "1M")
 BAD_FLOATS = ("nan", "inf", "-inf", "-1", "", "abc", "1e999", "0x1p3", "1,5")
 BAD_PATHS = ("x" * 5000, "a/" + "y" * 300, "nul\0byte", "~nobody-of-this-name/x", "")
 BAD_CHOICES = ("nope", "", "AUTO ", "0")
@@ -184,6 +185,8 @@ def _flags(draw: random.Random) -> Attempt:
         field = draw.choice(list(fields))
         words = _bad_words(field, fields[field], draw)
         bad = words is not None
+        if _inner(fields[field]) is int and draw.random() < 0.4:  # perhaps all right, but it needs an answer
+            words, bad = [draw.choice(EXTREME_INTEGERS)], False
         flag = f"--{field.replace('_', '-')}"
         argv = _without(argv, flag)
         if words and len(words) == 1 and draw.random() < 0.5:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from longspan import launch
+from longspan.checked import check_processes
 from longspan.train.config import TrainConfig
 
 
@@ -19,6 +20,8 @@ def run(config: TrainConfig) -> int:
     """
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    if not launch.under_torchrun():
+        check_processes(config.ranks, config.mesh)
     from longspan.train.inputs import check_inputs
 
     check_inputs(config)

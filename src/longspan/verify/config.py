@@ -9,6 +9,8 @@ from typing import Literal
 from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, check_name, check_number
 from longspan.errors import LongspanError
 
+_MOST_TOKENS = 1 << 30
+
 
 @dataclass(frozen=True)
 class VerifyConfig:
@@ -104,6 +106,12 @@ class VerifyConfig:
         for name in ("text_field", "data", "model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
+        tokens = self.batch * self.data_degree * self.context
+        if tokens > _MOST_TOKENS:
+            raise LongspanError(
+                f"--batch {self.batch} x --data-degree {self.data_degree} x --context {self.context} are {tokens:,} "
+                f"tokens; verify holds them all on every rank, at most {_MOST_TOKENS:,}: give a smaller batch"
+            )
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
         if self.context < max(4, 2 * self.shared):
