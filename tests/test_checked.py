@@ -55,6 +55,8 @@ def test_numbers_in_range_are_taken() -> None:
     for value in (1, 7, 3.5):
         check_number("--x", value, 1, 7)
     check_number("--x", -(10**400), whole=True)
+    with pytest.raises(LongspanError, match=r"^--x must be an integer, got 0\.5$"):
+        check_number("--x", 0.5, whole=True)
 
 
 def test_long_values_are_cut_in_messages() -> None:

@@ -182,6 +182,7 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
         (["--steps", "9" * 25], "--steps must be at most 1,099,511,627,776, got"),
         (["--ulysses", "70000"], "--ulysses must be at most 65,536, got 70000"),
         (["--ring", "300", "--ulysses", "300"], "--ring 300 --ulysses 300 must be at most 65,536, got 90000"),
+        (["--data-degree", "60000"], "starts 60000 processes on this machine"),
         (["--config", "nope.json"], "--config nope.json does not exist"),
         (["--data", "./gone"], "--data ./gone is neither a file nor a directory"),
         (["--data", "gone/"], "--data gone/ is neither"),
@@ -190,6 +191,7 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
         (["--data", "x" * 5000], "is too long for a path"),
         (["--out", "/proc/version/out"], "cannot be written"),
         (["--text-field", ""], "--text-field is empty"),
+        (["--tokenizer", ""], "--tokenizer is empty"),
     ],
 )
 def test_values_out_of_range_are_refused_and_leave_nothing(
@@ -223,6 +225,27 @@ def test_a_reader_that_goes_away_ends_a_command_quietly() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=60) == 128 + 13
+
+
+def test_a_reader_of_tables_that_goes_away_ends_a_command_quietly_too() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+    command = f"{sys.executable} -m longspan plan --model llama-3.1-8b"
+    piped = ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(piped, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+def test_a_full_disk_behind_stdout_is_said_in_one_line() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-m", "longspan", "plan", "--model", "llama-3.1-8b"]
+    with open("/dev/full", "w") as full:
+        for flags in ([], ["--json"]):
+            done = subprocess.run(
+                [*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment
+            )
+            assert done.returncode == 2
+            assert done.stderr.startswith("longspan: error: the disk is full") and done.stderr.count("\n") == 1
 
 
 def test_a_missing_file_is_refused() -> None:

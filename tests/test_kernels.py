@@ -291,7 +291,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": torch.tensor([0, 8]), "documents": torch.zeros(1, 8)}, "say the same in two ways"),
     ({"documents": torch.zeros(1, 9, dtype=torch.int64)}, r"`documents` has the shape \(1, 9\), .* \(1, 8\)"),
     ({"kv_documents": torch.zeros(1, 9), "causal": False}, r"`kv_documents` has the shape \(1, 9\)"),
-    ({"kv_documents": torch.zeros(1, 8)}, r"cross attention\) have no order with the queries; use causal=False"),
+    (
+        {"kv_documents": torch.zeros(1, 8, dtype=torch.int64)},
+        r"cross attention\) have no order with the queries; use causal=False",
+    ),
     ({"alibi": torch.zeros(3)}, r"`alibi` has the shape \(3,\), one per query head is \(4,\)"),
     ({"softcap": 0.0}, "softcap=0.0 must be above 0"),
     ({"mask_mod": "causal"}, r"mask_mod must be a function \(b, h, q, kv\)"),
@@ -300,7 +303,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mask_mod": _causal, "kernel": _plain}, "the kernel _plain has no keyword mask_mod"),
     ({"prefix": 3, "kernel": _plain}, "the kernel _plain cannot be told of prefix; use kernel='auto'"),
     ({"q_start": 1}, "queries at 1 to 8 lie behind the 8 keys"),
-    ({"q_start": -1}, "q_start=-1 must be at least 0"),
+    ({"q_start": -1}, "q_start must be at least 0, got -1"),
 ]
 
 

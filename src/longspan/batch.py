@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.arguments import check_sharding, describe
+from longspan.checked import check_flag
 from longspan.digests import Digester
 from longspan.errors import LongspanError
 from longspan.rows import Rows, cu_seqlens_rows, document_rows, mask_rows
@@ -116,6 +118,10 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
             documents that do not fit the batch or are marked in two ways that contradict each other, or a key that has
             the length of the sequence and is not understood.
     """
+    check_sharding(sp)
+    check_flag("shift", shift)
+    if not isinstance(batch, Mapping):
+        raise LongspanError(f"a batch must be a dict of tensors, got {describe(batch)}")
     if "longspan" in batch:
         return dict(batch)
     out = cut_batch(batch, sp, shift=shift)

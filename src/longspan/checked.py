@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+import numbers
 import os
 import re
 import stat
@@ -70,10 +71,11 @@ def check_number(
     Raises:
         LongspanError: with the value and the range.
     """
-    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    kinds = (int, numbers.Integral) if whole else (int, float, numbers.Real)  # numpy's as well
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
     too_low = fits and not (value > least if above else value >= least)
     too_high = fits and not (value < most if below else value <= most)
-    if fits and not too_low and not too_high and (isinstance(value, int) or math.isfinite(value)):
+    if fits and not too_low and not too_high and (isinstance(value, kinds[:1]) or math.isfinite(value)):
         return
     # Of a number, the side that it fails; of what is none, or is NaN, all that is wanted.
     low = (
@@ -85,7 +87,47 @@ def check_number(
     endless = ["finite"] if most == math.inf and isinstance(value, float) and not math.isfinite(value) else []
     wanted = " and ".join(endless + low + high)
     form = "" if fits else "an integer " if whole else "a number "
-    raise LongspanError(f"{name} must be {form}{wanted}, got {spell(value)}")
+    raise LongspanError(f"{name} must be {(form + wanted).strip()}, got {spell(value)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False: "no" is true, to Python.
+
+    Raises:
+        LongspanError: with the value.
+    """
+    if not isinstance(value, bool):
+        raise LongspanError(f"{name} must be True or False, got {spell(value)}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the names.
+
+    Raises:
+        LongspanError: with the value and the names.
+    """
+    if not isinstance(value, str) or value not in choices:
+        names = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise LongspanError(f"{name}={spell(value)} is unknown; choose {names}")
+
+
+def check_processes(ranks: int, mesh: str) -> None:
+    """Refuse more ranks than one machine can start: each is a process that imports torch.
+
+    Args:
+        ranks: of the job, all on this machine.
+        mesh: how they were asked for, for the message.
+
+    Raises:
+        LongspanError: with the limit.
+    """
+    cores = os.cpu_count() or 1
+    most = max(64, 4 * cores)
+    if ranks > most:
+        raise LongspanError(
+            f"{mesh} starts {ranks} processes on this machine, which has {cores} cores; at most {most} are started "
+            "here: choose smaller degrees, or start the job by torchrun on several machines"
+        )
 
 
 # --- paths
@@ -100,6 +142,16 @@ def check_text(name: str, text: str) -> str:
     if "\0" in text:
         raise LongspanError(f"{name} {spell(text)} has a NUL byte in it, which no name can have; remove it")
     return text
+
+
+def check_name(name: str, text: str) -> None:
+    """Refuse an empty text where a name is wanted, and what `check_text` refuses.
+
+    Raises:
+        LongspanError: with the way out.
+    """
+    if not check_text(name, text):
+        raise LongspanError(f"{name} is empty; leave it out, or give a name")
 
 
 def path_of(name: str, text: str) -> Path:

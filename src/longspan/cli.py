@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import errno
 import importlib
 import inspect
 import os
@@ -78,6 +79,14 @@ def _run(command: str, args: list[str]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         return _nobody_reads()
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _nobody_reads()
+        code, why = (
+            2,
+            f"longspan: error: the disk is full: {error}; make room, and run it again\n",
+        )
     except LongspanError as error:
         code, why = 2, f"longspan: error: {error}{_origin(str(error), origins)}\n"
     except RankFailed as error:
@@ -87,6 +96,8 @@ def _run(command: str, args: list[str]) -> int:
             print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
         return 128 + stop.signum
     except SystemExit as end:  # after --help or wrong flags, said by tyro; with a text it means that and a 1
+        if isinstance(end.__context__, BrokenPipeError):  # as rich ends
+            return _nobody_reads()
         code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
     except KeyboardInterrupt:
         return 130

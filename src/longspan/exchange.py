@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.arguments import check_group, check_tensor
+from longspan.checked import LARGEST_COUNT, check_number, spell
 from longspan.errors import LongspanError
 from longspan.layout import HeadShare, split_heads
 from longspan.mesh import find_group, group_name
@@ -73,6 +75,9 @@ def heads_to_seq(
         LongspanError: if the tokens do not divide by the ranks, or my heads are not my share of `heads`.
     """
     seq_dim, head_dim = _two_dims(x, seq_dim, head_dim)
+    check_group(group)
+    if heads is not None:
+        check_number("heads", heads, 1, LARGEST_COUNT, whole=True)
     size = 1 if group is None else group.size()
     if size == 1:
         return x
@@ -89,6 +94,8 @@ def heads_to_seq(
         raise LongspanError(
             f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
         )
+    if 0 in (n for dim, n in enumerate(x.shape) if dim != head_dim):  # of the heads a rank may have none
+        raise LongspanError(f"heads_to_seq: a tensor of shape {tuple(x.shape)} has nothing to exchange")
     rows = x.movedim(seq_dim, 0)
     at = head_dim + (head_dim < seq_dim)  # where the heads are once the tokens come first
     x_SBHD = _as_rows(rows, at)
@@ -112,8 +119,11 @@ def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_d
         LongspanError: if the two dimensions are the same or `x` does not have them.
     """
     gather_dim, shard_dim = _two_dims(x, gather_dim, shard_dim)
+    check_group(group)
     if group is None or group.size() == 1:
         return x
+    if not x.numel():
+        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to exchange over {group.size()} ranks")
     rows = x.movedim(gather_dim, 0)
     at = shard_dim + (shard_dim < gather_dim)
     x_LBHD = _as_rows(rows, at)
@@ -150,9 +160,13 @@ def gather_heads(o: Tensor, shares: Sequence[HeadShare], group: dist.ProcessGrou
 
 
 def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
+    check_tensor("x", x)
     n = x.dim()
-    if not (-n <= a < n and -n <= b < n) or a % n == b % n:
-        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has no two different dimensions {a} and {b}")
+    whole = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
+    if not whole or not (-n <= a < n and -n <= b < n) or a % n == b % n:
+        raise LongspanError(
+            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {spell(a)} and {spell(b)}"
+        )
     return a % n, b % n
 
 
@@ -225,7 +239,13 @@ def ring_shift(x: Tensor, group: dist.ProcessGroup | None, hops: int = 1) -> Ten
         x: of the same shape and dtype on every rank.
         group: the ring. None, or a group of one, returns `x` itself.
         hops: how far; negative is to the left.
+
+    Raises:
+        LongspanError: for what is no tensor, no group, or no whole number of hops.
     """
+    check_tensor("x", x)
+    check_group(group)
+    check_number("hops", hops, -LARGEST_COUNT, LARGEST_COUNT, whole=True)
     if group is None or group.size() == 1:
         return x
     out: Tensor = torch.ops.longspan.ring_shift(x, hops, group.size(), group.rank(), group_name(group))

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.arguments import check_integers, check_sharding, check_tensor, describe
 from longspan.batch import IGNORE
+from longspan.checked import check_number
 from longspan.errors import LongspanError
 from longspan.mesh import find_group, group_name
 
@@ -45,8 +47,14 @@ def causal_lm_loss(
         A scalar, fp32 (fp64 for fp64). 0 where no token of the global batch is unmasked.
 
     Raises:
-        LongspanError: if the shapes do not fit.
+        LongspanError: if the shapes or dtypes do not fit, or (on a CPU) a label is no entry of the vocabulary.
     """
+    check_sharding(sp)
+    check_tensor("logits", logits)
+    check_integers("shifted_labels", shifted_labels)
+    if logits.dim() < 2 or not logits.is_floating_point() or not logits.shape[-1]:
+        raise LongspanError(f"`logits` must be a floating tensor [batch, tokens, vocabulary], got {describe(logits)}")
+    _check_items(num_items_in_batch)
     return mean_loss(logits, shifted_labels, sp, num_items_in_batch)[0]
 
 
@@ -64,6 +72,8 @@ def mean_loss(
             f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
         )
     labels = shifted_labels.reshape(-1).to(logits.device)
+    if labels.device.type == "cpu":  # elsewhere it would make the host wait; there torch's own check stops the kernel
+        _check_labels(labels, logits.shape[-1])
     total: Any = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), labels)  # type: ignore[no-untyped-call]
     carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
     sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)
@@ -72,6 +82,23 @@ def mean_loss(
         count = count.to(sums.device)
     loss: Tensor = sums[0] / count
     return loss.to(torch.promote_types(logits.dtype, torch.float32)), sums[2].detach()
+
+
+def _check_items(items: Any) -> None:
+    if isinstance(items, Tensor):
+        if items.numel() != 1 or items.is_complex():
+            raise LongspanError(f"`num_items_in_batch` must be one number, got {describe(items)}")
+    elif items is not None:
+        check_number("num_items_in_batch", items, 0, 1 << 62)
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
+    if len(wrong):
+        raise LongspanError(
+            f"{len(wrong)} labels are no entries of the vocabulary, the first is {int(wrong[0])}; labels are 0 to "
+            f"{vocabulary - 1}, or {IGNORE} where no loss is computed"
+        )
 
 
 def load_balancing_loss(

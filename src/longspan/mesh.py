@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longspan.checked import LARGEST_COUNT, check_choice, check_flag, check_number, spell
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.rendezvous import meet, read_job
@@ -78,7 +79,11 @@ def init_mesh(
     sizes = dict(zip(AXES, (data, ring, ulysses, tensor), strict=True))
     for axis, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise LongspanError(f"`{axis}={size!r}` must be an integer of at least 1")
+            raise LongspanError(f"`{axis}={spell(size)}` must be an integer of at least 1")
+    if device_type is not None:
+        check_choice("device_type", device_type, ("cpu", "cuda"))
+        if device_type == "cuda" and not torch.cuda.is_available():
+            raise LongspanError("device_type='cuda': torch finds no CUDA device here; leave it out, or take 'cpu'")
     job = None if dist.is_initialized() else read_job()
     world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
     needed = math.prod(sizes.values())
@@ -140,13 +145,14 @@ class SequenceSharding:
         kv_replication: bool = True,
         ring_impl: str = "auto",
     ) -> None:
+        if not isinstance(mesh, DeviceMesh | OneDeviceMesh):
+            raise LongspanError(f"the mesh is {spell(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        if layout not in ("auto", "contiguous", "zigzag"):
-            raise LongspanError(f"layout={layout!r} is unknown; choose 'auto', 'contiguous' or 'zigzag'")
-        if ring_impl not in ("auto", "p2p", "allgather"):
-            raise LongspanError(f"ring_impl={ring_impl!r} is unknown; choose 'auto', 'p2p' or 'allgather'")
+        check_choice("layout", layout, ("auto", "contiguous", "zigzag"))
+        check_choice("ring_impl", ring_impl, ("auto", "p2p", "allgather"))
+        check_flag("kv_replication", kv_replication)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
         self.kv_replication = kv_replication
@@ -214,6 +220,7 @@ class SequenceSharding:
 
     def positions(self, n: int) -> torch.Tensor:
         """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
+        check_number("n", n, 1, LARGEST_COUNT, whole=True)
         spans = self.layout.padded_spans(n, self.rank)
         return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.arguments import check_dim, check_tensor, describe
+from longspan.checked import LARGEST_COUNT, check_number
 from longspan.errors import LongspanError
 from longspan.mesh import find_group, group_name
 
@@ -23,7 +25,14 @@ def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -
     """My part of `x` along `dim`, as `sp.layout` cuts it, padded with `pad_value` behind the end of the sequence.
 
     Differentiable: the gradient of `x` is this rank's part of it, zero outside my tokens.
+
+    Raises:
+        LongspanError: for what is no tensor, a dimension that it does not have, or one without entries.
     """
+    check_tensor("x", x)
+    dim = check_dim(x, dim)
+    if not isinstance(pad_value, int | float):
+        raise LongspanError(f"`pad_value` must be a number, got {describe(pad_value)}")
     if sp.size == 1:
         return x
     n = x.shape[dim]
@@ -49,12 +58,23 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
     what all ranks send back for it (a reduce-scatter).
 
     Raises:
-        LongspanError: if `length` does not belong to parts of this size.
+        LongspanError: if `length` does not belong to parts of this size, or no sequence is cut into such parts; for
+            what is no tensor, or a dimension that it does not have.
     """
+    check_tensor("x", x)
+    dim = check_dim(x, dim)
     local = x.shape[dim]
     total = local * sp.size
-    if length is not None and (length < 1 or sp.layout.local_length(length) != local):
-        shortest = next(n for n in range(max(1, total - 2 * sp.size), total + 1) if sp.layout.local_length(n) == local)
+    if sp.size > 1 and (local == 0 or sp.layout.local_length(total) != local):
+        raise LongspanError(
+            f"gather: no sequence gives {sp.size} ranks {local} entries each under the layout {sp.layout.kind}; gather "
+            "what sp.shard cut, along the same dim"
+        )
+    if length is not None:
+        check_number("length", length, 1, LARGEST_COUNT, whole=True)
+    if length is not None and sp.layout.local_length(length) != local:
+        lengths = range(max(1, total - 2 * sp.size), total + 1)
+        shortest = next((n for n in lengths if sp.layout.local_length(n) == local), total)
         raise LongspanError(
             f"gather: {sp.size} ranks hold {local} entries each, which is a sequence of {shortest} to {total}, not of "
             f"length={length}"

@@ -124,6 +124,7 @@ def command(*argv: str) -> int:
 # --- values that are wrong for every flag of their kind
 
 BAD_INTEGERS = ("-1", "nan", "inf", "", "1.5", "1e3", "0x10", "9" * 25, "1" * 5000, "k", "12q", "_", "--seed", "1\0")
+EXTREME_INTEGERS = ("0", "1", str(1 << 14), str(1 << 16), str((1 << 16) + 1), str(1 << 34), str(1 << 40), "1M")
 BAD_FLOATS = ("nan", "inf", "-inf", "-1", "", "abc", "1e999", "0x1p3", "1,5")
 BAD_PATHS = ("x" * 5000, "a/" + "y" * 300, "nul\0byte", "~nobody-of-this-name/x", "")
 BAD_CHOICES = ("nope", "", "AUTO ", "0")
@@ -184,6 +185,8 @@ def _flags(draw: random.Random) -> Attempt:
         field = draw.choice(list(fields))
         words = _bad_words(field, fields[field], draw)
         bad = words is not None
+        if _inner(fields[field]) is int and draw.random() < 0.4:  # perhaps all right, but it needs an answer
+            words, bad = [draw.choice(EXTREME_INTEGERS)], False
         flag = f"--{field.replace('_', '-')}"
         argv = _without(argv, flag)
         if words and len(words) == 1 and draw.random() < 0.5:
@@ -463,6 +466,13 @@ def campaign(
     return [judge(attempt, limit_s=limit_s) for attempt in attempts(seed, tries, kinds)]
 
 
+def api_campaign(seed: int, tries: int, *, limit_s: float = LIMIT_S) -> list[Result]:
+    """The same of calls of the public functions."""
+    from tests.chaos.api import attempts as calls
+
+    return [judge(attempt, limit_s=limit_s) for attempt in calls(seed, tries)]
+
+
 def counts(results: list[Result]) -> dict[str, dict[str, int]]:
     """By kind of attempt: how many were tried, and how many had each outcome."""
     found = {kind: Counter({"tried": 0, **dict.fromkeys(OUTCOMES, 0)}) for kind in {r.attempt.kind for r in results}}
@@ -484,10 +494,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--tries", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--api", type=int, default=1000, help="calls of the public functions")
+    parser.add_argument("--kinds", nargs="*", default=list(MAKERS), choices=list(MAKERS))
     args = parser.parse_args()
     print(f"seed {args.seed}, {args.tries} tries")
-    results = campaign(args.seed, args.tries, tuple(args.kinds))
+    results = campaign(args.seed, args.tries, tuple(args.kinds)) if args.kinds else []
+    results += api_campaign(args.seed, args.api)
     print(table(results))
     wrong = {(r.outcome, r.attempt.what): r for r in results if r.outcome not in ("accepted", "refused")}
     for (outcome, what), result in sorted(wrong.items()):

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.arguments import check_integers, check_sharding, check_tensor
 from longspan.attention.kernels import Choice, Kernel, choose_kernel, tell
 from longspan.attention.local import local_attention
 from longspan.attention.mask import Mask, MaskMod
 from longspan.attention.ring import Ring, reference_ring, ring_attention, routes_of
 from longspan.attention.scores import Bias, Scores
 from longspan.attention.ulysses import ulysses_attention
+from longspan.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.errors import LongspanError
 from longspan.layout import HeadShare, check_heads, choose_impl, split_heads
 from longspan.rows import Rows, cu_seqlens_rows, document_rows, paired_rows
@@ -148,11 +150,17 @@ def _values(
     dropout: float = 0.0,
 ) -> tuple[Mask, Scores, tuple[int, int]]:
     """The options of `attention` as a mask, scores and the lengths of queries and keys."""
+    check_sharding(sp)
     _check_tensors(q, k, v)
-    if dropout:
+    check_flag("causal", causal)
+    for name, value in (("length", length), ("kv_length", kv_length)):
+        if value is not None:
+            check_number(name, value, 1, LARGEST_COUNT, whole=True)
+    check_number("q_start", q_start, 0, LARGEST_COUNT, whole=True)
+    if not isinstance(dropout, int | float) or dropout:
         raise LongspanError(
-            f"dropout={dropout}: attention dropout that does not depend on the number of ranks is not supported; use "
-            "0.0"
+            f"dropout={spell(dropout)}: attention dropout that does not depend on the number of ranks is not "
+            "supported; use 0.0"
         )
     n = q.shape[1] * sp.size if length is None else length
     m = kv_length
@@ -265,14 +273,19 @@ def _rows(
     if cu_seqlens is not None:
         if documents is not None or kv_documents is not None:
             raise LongspanError("`cu_seqlens` and `documents` say the same in two ways; pass one of them")
+        check_integers("cu_seqlens", cu_seqlens, 1)
         return (cu_seqlens_rows(cu_seqlens, m) * batch), None
     whole = n if kv_documents is not None else max(n, m) if q_start else n
     for name, ids, size in (("documents", documents, whole), ("kv_documents", kv_documents, m)):
+        if ids is not None:
+            check_tensor(name, ids)
         if ids is not None and tuple(ids.shape) != (batch, size):
             raise LongspanError(
                 f"`{name}` has the shape {tuple(ids.shape)}, it needs an id for every token of the whole sequence: "
                 f"{(batch, size)}"
             )
+        if ids is not None:
+            check_integers(name, ids)
     if kv_documents is not None:
         if documents is None:
             documents = torch.zeros(batch, n, dtype=torch.int64)
@@ -282,15 +295,25 @@ def _rows(
 
 def _prefix(prefix: int | Sequence[int] | Tensor | None) -> int | tuple[int, ...] | None:
     if isinstance(prefix, Tensor):
+        check_integers("prefix", prefix)
         prefix = prefix.tolist() if prefix.dim() else int(prefix)
-    return prefix if prefix is None or isinstance(prefix, int) else tuple(int(p) for p in prefix)
+    if prefix is None:
+        return None
+    each = prefix if isinstance(prefix, list | tuple) else (prefix,)
+    for one in each:
+        check_number("prefix", one, whole=True)
+    return int(each[0]) if each is not prefix else tuple(int(one) for one in each)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
     shapes = {name: tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
     spelled = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     if any(len(shape) != 4 for shape in shapes.values()):
         raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {spelled}")
+    if not q.device == k.device == v.device:
+        raise LongspanError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}")
     if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
         raise LongspanError(
             f"attention needs q, k and v of one floating dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them"

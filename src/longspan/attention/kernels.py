@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longspan.attention.mask import Mask
 from longspan.attention.scores import Scores
+from longspan.checked import spell
 from longspan.errors import LongspanError
 
 Kernel = str | Callable[..., Tensor]
@@ -69,6 +70,8 @@ def choose_kernel(
     Raises:
         LongspanError: for a kernel that is unknown, not installed, or cannot do this; with one that can.
     """
+    if not isinstance(kernel, str) and not callable(kernel):
+        raise LongspanError(f"kernel={spell(kernel)} is neither a name ({', '.join(NAMES)}) nor a callable")
     if not isinstance(kernel, str):
         return _callable(kernel, mask, scores, ring, same_length)
     if kernel not in NAMES:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from longspan.checked import spell
 from longspan.errors import LongspanError
 from longspan.layout import Span
 from longspan.regions import Region
@@ -53,7 +54,7 @@ class Mask:
         for name in ("window", "chunk"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise LongspanError(f"{name}={value} must be at least 1 token (1: a token sees only itself)")
+                raise LongspanError(f"{name}={spell(value)} must be at least 1 token (1: a token sees only itself)")
         for prefix in self._prefixes:
             if prefix < 0:
                 raise LongspanError(f"prefix={prefix} must be at least 0 tokens")

@@ -10,7 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longspan.arguments import check_tensor
 from longspan.attention.mask import over_indices
+from longspan.checked import check_number, spell
 from longspan.errors import LongspanError
 
 Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,8 +42,15 @@ class Scores:
     first_head: int = 0
 
     def __post_init__(self) -> None:
-        if self.softcap is not None and self.softcap <= 0:
-            raise LongspanError(f"softcap={self.softcap} must be above 0; leave it out for no softcap")
+        if self.softcap is not None:
+            check_number(f"softcap={spell(self.softcap)}", self.softcap, 0, above=True)
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        for name in ("sinks", "alibi"):
+            if getattr(self, name) is not None:
+                check_tensor(name, getattr(self, name), 1)
+        if self.bias is not None and not callable(self.bias):
+            raise LongspanError(f"bias must be a function (h, q, kv) -> tensor, got {type(self.bias).__name__}")
 
     @property
     def is_plain(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from longspan import launch
 from longspan.bench.config import BenchConfig
+from longspan.checked import check_processes
 from longspan.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def run(config: BenchConfig) -> int:
 
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    if not launch.under_torchrun():
+        check_processes(config.ranks, config.mesh)
     if not launch.under_torchrun():  # there `worker` asks the first rank
         config.check_out()
     measurement: Measurement = launch.launch(_bench_rank, config, nproc=config.ranks)

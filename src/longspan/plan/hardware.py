@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspan.checked import Toml, check_number, existing_path, path_of, read_toml, spell
+from longspan.checked import Toml, check_flag, check_number, existing_path, path_of, read_toml, spell
 from longspan.errors import LongspanError
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
@@ -34,6 +35,8 @@ class Link:
 
     def __post_init__(self) -> None:
         check_number("the bandwidth of a link", self.bandwidth, 0, above=True)
+        if not isinstance(self.latency, Mapping):
+            raise LongspanError(f"the latency of a link must be seconds by collective, got {spell(self.latency)}")
         for op in OPS:
             check_number(f"the latency of a link's {op}", self.latency.get(op), 0)
 
@@ -98,14 +101,21 @@ class Hardware:
             check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
         check_number(f"{said}gpus_per_node={spell(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise LongspanError(f"hardware {self.name}: {name}={getattr(self, name)} must be in (0, 1]")
+            check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, 1, above=True)
+        for name in ("overlaps", "on_cpu"):
+            check_flag(f"{said}{name}", getattr(self, name))
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise LongspanError(f"{said}{name} must be a Link, got {spell(getattr(self, name))}")
+        if not isinstance(self.measured, Mapping):
+            raise LongspanError(f"{said}measured must be links by (axis, op), got {spell(self.measured)}")
         for name in ("reserve_bytes", "attention_block", "attention_width"):
             check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0)
         for name in ("attention_flops", "attention_forward_flops"):
             if getattr(self, name) is not None:
                 check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
-        for (axis, op), (latency, bandwidth) in self.measured.items():
+        for where, (latency, bandwidth) in self.measured.items():
+            axis, op = where
             check_number(f"{said}the latency of {op} on {axis}", latency, 0)
             check_number(f"{said}the bandwidth of {op} on {axis}", bandwidth, 0, above=True)
 
@@ -215,7 +225,7 @@ _KNOWN = _NUMBERS | {"name", "like", "overlaps", "on_cpu", "intra", "inter", "li
 _LINK_AXES = ("data", "ring", "ulysses", "tensor", "fsdp", "sequence")
 
 
-def read_hardware(name_or_path: str) -> Hardware:
+def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     """Hardware by its name in the catalogue, or from a TOML file.
 
     A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes what is left out from
@@ -227,7 +237,9 @@ def read_hardware(name_or_path: str) -> Hardware:
         LongspanError: for an unknown name (the nearest are named), a file that cannot be read, unknown or missing
             keys, or impossible values; with the file and the line.
     """
-    return _read(name_or_path, ())
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise LongspanError(f"hardware {spell(name_or_path)} is no name and no path; there are {', '.join(CATALOGUE)}")
+    return _read(os.fspath(name_or_path), ())
 
 
 def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:

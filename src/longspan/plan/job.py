@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, check_number, spell
+from longspan.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.errors import LongspanError
 from longspan.layout import Layout
 
@@ -19,6 +19,9 @@ AXES = ("data", "ring", "ulysses", "tensor")
 
 RUNS = ("data", "ring", "ulysses")
 """The axes that this version of longspan runs; the others are planned from their formulas."""
+
+
+_FLAGS = ("weight_sharding", "activation_checkpointing", "activation_offload", "tiled_loss", "kv_replication")
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,11 @@ class Job:
             ("layout", ("auto", "contiguous", "zigzag")),
             ("ring_impl", ("auto", "p2p", "allgather")),
         ):
-            if getattr(self, name) not in choices:
-                raise LongspanError(f"{name}={spell(getattr(self, name))} is unknown; choose {', '.join(choices)}")
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         if self.activation_offload and not self.activation_checkpointing:
             raise LongspanError("activation offload moves the inputs that activation checkpointing keeps; give both")
 

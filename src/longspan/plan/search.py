@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from longspan.checked import check_number
+from longspan.checked import LARGEST_COUNT, check_number, spell
 from longspan.errors import LongspanError
 from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
 from longspan.plan.compute import model_flops, optimizer_seconds
@@ -147,6 +147,7 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     Raises:
         LongspanError: if the mesh cannot hold the job; see `refusal`.
     """
+    _check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
@@ -209,6 +210,7 @@ def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search
     Raises:
         LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
     """
+    _check_values(model=model, job=job, hardware=hardware)
     check_number("gpus", gpus, 1, MOST_GPUS, whole=True)
     plans: list[Plan] = []
     rejected: list[tuple[Mesh, str]] = []
@@ -223,6 +225,17 @@ def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search
     running = [p for p in fitting if p.runs]
     best = next(iter(running or fitting), None)
     return Search(tuple(plans), tuple(rejected), best)
+
+
+_MADE_BY = {"model": "read_model", "job": "Job", "mesh": "Mesh", "hardware": "read_hardware"}
+
+
+def _check_values(**values: object) -> None:
+    """Refuse arguments of another type; the types that have fields of their own are told by one of them."""
+    kinds = {"model": "layer_kinds", "job": "tiled_mlp", "mesh": "tensor", "hardware": "gpus_per_node"}
+    for name, value in values.items():
+        if not hasattr(value, kinds[name]):
+            raise LongspanError(f"{name} is {spell(value)}; make one with longspan.plan.{_MADE_BY[name]}")
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:
@@ -344,6 +357,9 @@ def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware,
     Args:
         limit: where to stop looking.
     """
+
+    _check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    check_number("limit", limit, 1, LARGEST_COUNT, whole=True)
 
     def fits(context: int) -> bool:
         return sum(memory(model, replace(job, context=context), mesh, hardware).values()) <= hardware.memory_bytes

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -173,7 +174,7 @@ class ModelShape:
         return [layer for layer in distinct if layer.kind != "linear"] or distinct
 
 
-def read_model(name_or_path: str) -> ModelShape:
+def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
     """The shape of a built-in model, or of the model whose `config.json`, or folder with one, is at a path.
 
     Built-in names may be written as on the Hugging Face hub ("meta-llama/Llama-2-70b-hf"). A name in the catalogue goes
@@ -183,6 +184,9 @@ def read_model(name_or_path: str) -> ModelShape:
         LongspanError: for an unknown name (the nearest are named), a file that is missing or is not a JSON object, and
             what `shape_from_config` refuses.
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise LongspanError(f"model {spell(name_or_path)} is no name and no path; there are {', '.join(CONFIGS)}")
+    name_or_path = os.fspath(name_or_path)
     if name_or_path.lower() in CONFIGS:
         return shape_from_config(CONFIGS[name_or_path.lower()], name_or_path.lower())
     path = existing_path("--model", name_or_path)

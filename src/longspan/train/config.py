@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_number, check_text
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.errors import LongspanError
 
 
@@ -205,6 +205,6 @@ class TrainConfig:
         check_number("--clip", self.clip, 0)
         for beta in self.betas:
             check_number("--betas", beta, 0, 1, below=True)
-        for name in ("text_field", "split"):
-            if not check_text(f"--{name.replace('_', '-')}", getattr(self, name)):
-                raise LongspanError(f"--{name.replace('_', '-')} is empty; leave it out, or give a name")
+        for name in ("text_field", "split", "resume", "model", "tokenizer"):
+            if getattr(self, name) is not None:
+                check_name(f"--{name.replace('_', '-')}", getattr(self, name))

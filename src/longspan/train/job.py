@@ -6,6 +6,7 @@ import dataclasses
 import sys
 
 from longspan import launch
+from longspan.checked import check_processes
 from longspan.errors import LongspanError
 from longspan.rendezvous import read_job
 from longspan.train.config import TrainConfig
@@ -29,6 +30,8 @@ def run(config: TrainConfig) -> int:
             f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
+    if read_job() is None:
+        check_processes(config.ranks, config.mesh)
     from longspan.train.inputs import check_inputs
 
     check_inputs(config)

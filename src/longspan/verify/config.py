@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_number, check_text
+from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.errors import LongspanError
+
+_MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,17 @@ class VerifyConfig:
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        if not check_text("--text-field", self.text_field):
-            raise LongspanError("--text-field is empty; leave it out, or give a name")
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        for name in ("text_field", "data", "model", "tokenizer"):
+            if getattr(self, name) is not None:
+                check_name(f"--{name.replace('_', '-')}", getattr(self, name))
+        tokens = self.batch * self.data_degree * self.context
+        if tokens > _MOST_TOKENS:
+            raise LongspanError(
+                f"--batch {self.batch} x --data-degree {self.data_degree} x --context {self.context} are {tokens:,} "
+                f"tokens; verify holds them all on every rank, at most {_MOST_TOKENS:,}: give a smaller batch"
+            )
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
         if self.context < max(4, 2 * self.shared):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from longspan import launch
+from longspan.checked import check_processes
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def run(config: VerifyConfig) -> int:
     """
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    if not launch.under_torchrun():
+        check_processes(config.ranks, config.mesh)
     from longspan.verify.inputs import load_model_config, make_batch
     from longspan.verify.report import print_json, print_table
 
