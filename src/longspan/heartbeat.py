@@ -139,9 +139,9 @@ class Watch:
         named = suspects if 0 < len(suspects) < len(living) else list(living)
         what = "does not take part" if len(named) == 1 else "do not get on"
         places = "; ".join(f"rank {rank}: {living[rank]}" for rank in [*named, *(set(living) - set(named))][:8])
-        idle = " and computed nothing" if self._cpu and idle_s > self._timeout_s else ""
+        idle = " or computed anything" if self._cpu and idle_s > self._timeout_s else ""
         return (
-            f"{spell_ranks(named)} of {self._world_size} {what}: no rank has moved{idle} for {still_s:.0f} s; last "
+            f"{spell_ranks(named)} of {self._world_size} {what}: no rank has moved on{idle} for {still_s:.0f} s; last "
             f"known places: {places}"
         )
 

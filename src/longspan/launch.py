@@ -84,6 +84,11 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in VARIABLES)
 
 
+def started_elsewhere() -> bool:
+    """Whether torchrun or a scheduler has started this rank, so that no launcher here has checked anything first."""
+    return under_torchrun() and SUPERVISED not in os.environ
+
+
 def is_first_rank() -> bool:
     """Whether this process should print what the job found: rank 0, or the only process."""
     return not under_torchrun() or os.environ["RANK"] == "0"

@@ -7,6 +7,7 @@ variables and the way out, within a time-out. What is exchanged later over the s
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -246,19 +247,22 @@ def _listen(job: Job) -> socket.socket:
         found = socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise LongspanError(f"MASTER_ADDR={job.address} is no address: {error}; {_way_out()}") from error
+    here = job.on_one_machine or job.address in ("localhost", "::1") or job.address.startswith("127.")
     for family, _, _, _, address in found:
+        if not here and ipaddress.ip_address(address[0]).is_loopback:
+            continue  # many machines know their own name as 127.0.1.1, where no other one finds them
         try:
             return socket.create_server(address[:2], family=family, backlog=max(128, job.world_size))
         except OSError as error:
             refused = error
-    try:  # an address of this machine that it does not know itself, as in a container
+    try:  # this machine does not know the address by which the others find it, as in a container
         server = socket.create_server(("", job.port), backlog=max(128, job.world_size))
     except OSError:
         raise LongspanError(
             f"rank 0 cannot listen on MASTER_ADDR={job.address}, MASTER_PORT={job.port}: {refused}; give a port that "
             "is free there"
         ) from refused
-    _log.warning("MASTER_ADDR=%s is no address of this machine: its store listens on all interfaces", job.address)
+    _log.warning("MASTER_ADDR=%s is no interface of this machine: the store listens on all of them", job.address)
     return server
 
 

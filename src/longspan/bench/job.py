@@ -67,7 +67,8 @@ def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
 
     config.check()
     peers = meet(config.timeout) if heart is None else heart.peers
-    agreement.agree(peers, {**agreement.settings(config), **agreement.versions()}, alive=heart is not None)
+    settings = agreement.settings(config, leave_out=("out", "name"))  # only the first rank writes
+    agreement.agree(peers, {**settings, **agreement.versions()}, alive=heart is not None)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
     device = torch.device(mesh.device_type)

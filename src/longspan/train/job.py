@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from longspan import launch
+from longspan import agreement, launch
 from longspan.checked import check_processes
 from longspan.errors import LongspanError
-from longspan.rendezvous import read_job
 from longspan.train.config import TrainConfig
 
 
@@ -25,16 +24,16 @@ def run(config: TrainConfig) -> int:
     """
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
-    if config.max_restarts and (config.ranks == 1 or read_job() is not None):
+    if config.max_restarts and (config.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
             f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
-    if read_job() is None:
+    if not launch.under_torchrun():  # there the ranks check once they have met: what takes long is then no absence
         check_processes(config.ranks, config.mesh)
-    from longspan.train.inputs import check_inputs
+        from longspan.train.inputs import check_inputs
 
-    check_inputs(config)
+        check_inputs(config)
     try:
         _train(config)
     except launch.Stopped as stop:
@@ -61,7 +60,11 @@ def _train_rank(config: TrainConfig) -> None:
     with launch.joined(config.timeout) as heart:
         from transformers.utils.logging import disable_progress_bar
 
+        from longspan.train.inputs import check_inputs
         from longspan.train.loop import Trainer
 
+        if launch.started_elsewhere():
+            with agreement.refusing_together(heart.peers, alive=True):
+                check_inputs(config)
         disable_progress_bar()  # one per rank for every file that is read or written
         Trainer(config, heart).run()

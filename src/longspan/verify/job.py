@@ -34,7 +34,8 @@ def run(config: VerifyConfig) -> int:
     from longspan.verify.inputs import load_model_config, make_batch
     from longspan.verify.report import print_json, print_table
 
-    make_batch(config, load_model_config(config))  # what can be refused is refused before any rank starts
+    if not launch.under_torchrun():  # what can be refused is refused before any rank starts
+        make_batch(config, load_model_config(config))
     report: Report = launch.launch(_verify_rank, config, nproc=config.ranks)
     if launch.is_first_rank():
         print_json(report) if config.json else print_table(report)
@@ -79,13 +80,14 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     peers = meet(config.timeout) if heart is None else heart.peers
     with agreement.refusing_together(peers, alive=heart is not None):
         model_config = load_model_config(config)
+        whole_BS = make_batch(config, model_config)
     facts = {**agreement.settings(config), **agreement.versions(), **agreement.model_facts(model_config)}
     agreement.agree(peers, facts, alive=heart is not None)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
     sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
-    batch_BS = {name: x.to(sp.device) for name, x in make_batch(config, model_config).items()}
+    batch_BS = {name: x.to(sp.device) for name, x in whole_BS.items()}
     model = build_model(config, model_config).to(sp.device)
     check_model(model, sp, config.kernel)  # before the long runs, not after them
     check_same_weights(model, link)
