@@ -441,7 +441,7 @@ def test_a_rank_that_reads_other_data_is_caught(config: TrainConfig, pool2: Rank
 
 
 def _train_on_own_data(config: TrainConfig) -> None:
-    _train(dataclasses.replace(config, seed=torch.distributed.get_rank()))
+    _train(dataclasses.replace(config, shuffle=1024 * torch.distributed.get_rank()))
 
 
 def test_a_diverged_run_says_so(config: TrainConfig) -> None:
