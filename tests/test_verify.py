@@ -288,14 +288,14 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
     from longspan import entrance
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor, sp: Any, items: Any = None) -> torch.Tensor:
+    def loss(logits: torch.Tensor, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
         mine = total / (labels != -100).sum().clamp_min(1) / sp.world_size
         every = mine.detach().clone()
         dist.all_reduce(every, group=sp.world_group)
-        return mine + (every - mine).detach()
+        return mine + (every - mine).detach(), torch.zeros(())
 
-    patch.setattr(entrance, "causal_lm_loss", loss)
+    patch.setattr(entrance, "mean_loss", loss)
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -316,8 +316,13 @@ def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
 def _report_a_loss_of_its_own(patch: pytest.MonkeyPatch) -> None:
     from longspan import entrance
 
-    original = entrance.causal_lm_loss
-    patch.setattr(entrance, "causal_lm_loss", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
+    original = entrance.mean_loss
+
+    def loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, carried = original(*args)
+        return mean * (1 + 1e-7 * _rank()), carried
+
+    patch.setattr(entrance, "mean_loss", loss)
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
