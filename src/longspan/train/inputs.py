@@ -42,7 +42,7 @@ class Inputs:
         return SequenceStream(self.source, TextTokenizer(self.tokenizer), context, state)
 
 
-def open_inputs(config: TrainConfig, *, verify: bool = True) -> Inputs:
+def open_inputs(config: TrainConfig, *, verify: bool = True, ranks: Ranks | None = None) -> Inputs:
     """Open everything a run needs, and refuse what it cannot use. No weights are loaded.
 
     Collective where there is a process group: what one rank refuses, all do, and all go on from the same checkpoint.
@@ -50,11 +50,12 @@ def open_inputs(config: TrainConfig, *, verify: bool = True) -> Inputs:
     Args:
         config: of the run.
         verify: compare the content of the checkpoint to go on from with its checksums.
+        ranks: who takes part; by default those of the job's own group, or this process alone.
 
     Raises:
         LongspanError: for a missing or unfit model, tokenizer, text or checkpoint.
     """
-    ranks = Ranks()
+    ranks = ranks or Ranks()
 
     def open_here() -> tuple[Any, Any, DocumentSource, dict[str, Any]]:
         model_config = load_model_config(config)

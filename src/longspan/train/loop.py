@@ -58,9 +58,9 @@ class Trainer:
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
-            self.saver = Saver(background=config.async_save)
+            self.ranks = Ranks.apart()
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
-        self.ranks = Ranks()
+        self.saver = Saver(config.async_save, self.ranks)
         self.lock: RunLock | None = None
         self._occupy()
         try:
@@ -92,13 +92,13 @@ class Trainer:
     def _begin(self) -> None:
         """Open the inputs, build the model, and stand where the checkpoint stood."""
         config = self.config
-        self.inputs = open_inputs(config)
+        self.inputs = open_inputs(config, ranks=self.ranks)
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
         self.data_state: dict[str, Any] | None = None
         if self.inputs.resume is not None:
-            checkpoint.load(self.inputs.resume, self.model, self.optimizer)
+            checkpoint.load(self.inputs.resume, self.model, self.optimizer, self.ranks)
             state = self.inputs.resume.state
             self.step, self.tokens, self.data_state = self.inputs.resume.step, state["tokens"], state["data"]
         self.scheduler = make_scheduler(self.optimizer, config, self.step)
@@ -330,7 +330,10 @@ class Trainer:
     def _export(self, display: Display) -> None:
         path = self.config.exported
         dtype = _DTYPES[self.config.dtype]
-        checkpoint.export(path, self.model, self.inputs.model_config, self.inputs.tokenizer, dtype, self.generation)
+        inputs = self.inputs
+        checkpoint.export(
+            path, self.model, inputs.model_config, inputs.tokenizer, dtype, self.generation, ranks=self.ranks
+        )
         display.say(f"exported {path}")
 
     def _write_line(self, log: MetricsLog, metrics: StepMetrics, display: Display) -> None:
