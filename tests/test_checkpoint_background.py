@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,37 +140,28 @@ def test_what_cannot_be_saved_is_said_by_all_ranks(tmp_path: Path, pool2: RankPo
     assert list(tmp_path.iterdir()) == []
 
 
-_KILLED = """
-import os, signal, sys, time
-from pathlib import Path
-from longspan import checkpoint
-from tests.chaos.corruption import small_model
+def _be_killed(folder: Path, place: str) -> None:
+    model, optimizer = small_model(0)
+    saver = Saver()
+    saver.start(folder, 1, model, optimizer, {})
+    saver.finish()
+    name = {"tensors": "_read_back", "marker": "put_in_place", "name": "prune"}[place]
+    setattr(checkpoint.saving, name, _die)
+    saver.start(folder, 2, model, optimizer, {}, keep=1)
+    time.sleep(60)
 
-folder, place = Path(sys.argv[1]), sys.argv[2]
-model, optimizer = small_model(0)
-saver = checkpoint.Saver()
-saver.start(folder, 1, model, optimizer, {})
-saver.finish()
-module, name = {
-    "tensors": (checkpoint.saving, "_read_back"),
-    "marker": (checkpoint.saving, "put_in_place"),
-    "name": (checkpoint.saving, "prune"),
-}[place]
 
-def die(*_):
+def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
-setattr(module, name, die)
-saver.start(folder, 2, model, optimizer, {}, keep=1)
-time.sleep(60)
-"""
 
-
+@pytest.mark.launcher
 @pytest.mark.parametrize(("place", "newest"), [("tensors", 1), ("marker", 1), ("name", 2)])
 def test_killed_in_the_middle_leaves_what_was_whole(tmp_path: Path, place: str, newest: int) -> None:
-    root = Path(__file__).parents[1]
-    process = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), place], cwd=root, timeout=120, check=False)
-    assert process.returncode == -signal.SIGKILL
+    process = multiprocessing.get_context("forkserver").Process(target=_be_killed, args=(tmp_path, place))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     found, passed_over = checkpoint.choose(tmp_path, Ranks())
     assert found is not None and (found.step, passed_over) == (newest, [])
     checkpoint.save(tmp_path, 3, *small_model(0), {}, keep=1)

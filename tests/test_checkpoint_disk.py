@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import re
 import resource
 import shutil
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,22 @@ def test_links_and_what_cannot_be_removed_do_not_end_a_run(tmp_path: Path, monke
     assert checkpoint.complete_steps(folder) == [3]
 
 
+def test_what_does_not_read_back_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 1)
+    read_back = checkpoint.saving._read_back
+
+    def lose_a_bit(making: Path, *args: Any) -> None:
+        data = bytearray((making / "__0_0.distcp").read_bytes())
+        data[-100] ^= 4
+        (making / "__0_0.distcp").write_bytes(data)
+        read_back(making, *args)
+
+    monkeypatch.setattr(checkpoint.saving, "_read_back", lose_a_bit)
+    with pytest.raises(LongspanError, match=r"__0_0\.distcp is damaged: .* CRC-32 .*: the disk does not hold what was"):
+        _save(tmp_path, 2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_the_old_one_stays_until_the_new_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between any two of the steps that replace a checkpoint, one of the same step is there, or an older one."""
     _save(tmp_path, 1)
@@ -143,26 +161,27 @@ def test_the_old_one_stays_until_the_new_one_has_its_name(tmp_path: Path, monkey
 
 # --- one run in a folder
 
-_HOLD = """
-import sys, pathlib
-from longspan.checkpoint import RunLock
-lock = RunLock(pathlib.Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+
+def _hold(folder: Path, held: Any) -> None:
+    lock = RunLock(folder)
+    held.set()
+    time.sleep(120)
+    lock.release()
 
 
+@pytest.mark.launcher
 def test_a_folder_is_one_runs_until_its_process_ends(tmp_path: Path) -> None:
-    other = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    context = multiprocessing.get_context("forkserver")
+    held = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, held))
+    other.start()
     try:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        assert held.wait(120)
         with pytest.raises(LongspanError, match=rf"in use by process {other.pid} on {os.uname().nodename}: .*another"):
             RunLock(tmp_path)
     finally:
         other.kill()
-        other.communicate()
+        other.join()
     with RunLock(tmp_path), pytest.raises(LongspanError, match=rf"in use by process {os.getpid()} on"):
         RunLock(tmp_path)
     RunLock(tmp_path).release()

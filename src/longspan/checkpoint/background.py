@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -33,15 +32,14 @@ class Saver:
 
     Args:
         background: False writes before `start` returns.
+        ranks: who takes part, over a group that nobody else uses meanwhile; by default `Ranks.apart()`.
     """
 
-    def __init__(self, background: bool = True) -> None:
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        if background and not several:  # said by torch in the thread, where filters cannot be set for a while
+    def __init__(self, background: bool = True, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks or Ranks.apart()
+        if background and self.ranks.size == 1:  # said by torch in the thread, where filters cannot be set for a while
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         self.background = background
-        self._ranks = Ranks()
-        self._own = Ranks(dist.new_group(backend="gloo")) if background and several else Ranks()
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -65,18 +63,18 @@ class Saver:
         """
         if self._thread is not None or self._path is not None or self._error is not None:
             raise RuntimeError("the save before is not finished")
-        pending = prepare(folder, step, model, optimizer, state, keep, self._ranks)
-        fits = self.background and all(self._ranks.gather(_fits(pending)))
+        pending = prepare(folder, step, model, optimizer, state, keep, self.ranks)
+        fits = self.background and all(self.ranks.gather(_fits(pending)))
         if not fits:
             with one_process_is_fine():
-                self._write(pending, self._ranks)
+                self._write(pending)
             return
         stager = DefaultStager(StagingOptions(False, False, False, False))
         copied = dataclasses.replace(pending, tensors=cast("dict[str, Any]", stager.stage(pending.tensors)))
 
         def work() -> None:
             try:
-                self._write(copied, self._own)
+                self._write(copied)
             finally:
                 stager.close()
 
@@ -84,9 +82,9 @@ class Saver:
         self._thread = threading.Thread(target=work, name="longspan-checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, pending: Pending, ranks: Ranks) -> None:
+    def _write(self, pending: Pending) -> None:
         try:
-            self._path = write(pending, ranks)
+            self._path = write(pending, self.ranks)
         except Exception as error:
             self._error = error
 

@@ -41,6 +41,7 @@ def export(
     generation: Any = None,
     *,
     peft: Literal["adapter", "merged"] = "adapter",
+    ranks: Ranks | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder (safetensors, config, tokenizer). Collective; rank 0 writes.
 
@@ -57,13 +58,14 @@ def export(
         peft: of a PEFT model write "adapter": what PEFT's own `save_pretrained` writes (adapter_config.json and
             adapter_model.safetensors), to be put on the base model again; or "merged": one model, the adapter's change
             added to its weights in the dtype that they are trained in.
+        ranks: who takes part; by default those of the job's own group.
 
     Raises:
         DiskFull: on every rank, with the bytes that are missing.
         LongspanError: on every rank, if `folder` holds what longspan did not write, a weight is not finite, rank 0
             cannot write, or what it wrote does not load as the same weights. What was there before is then kept.
     """
-    ranks = Ranks()
+    ranks = ranks or Ranks()
     ranks.first(lambda: check_replaceable(folder))
     check_finite(_own_weights(model), f"{folder} is not exported", ranks)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

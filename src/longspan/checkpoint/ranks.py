@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from longspan.checkpoint.disk import DiskFull, is_full, spell_os_error
 from longspan.errors import LongspanError
 
 T = TypeVar("T")
+
+_FILES_LIMIT = timedelta(hours=2)
+"""How long a rank waits for the others to write or read their files."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,15 @@ class Ranks:
     """The ranks of a process group (by default of the whole job), or this process alone without one."""
 
     group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def apart(cls) -> Ranks:
+        """All ranks, over a gloo group of their own: collective. For files, which take the time that they take.
+
+        Neither a training that goes on meanwhile, nor a short limit of the job's own group, concerns it.
+        """
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        return cls(dist.new_group(backend="gloo", timeout=_FILES_LIMIT) if several else None)
 
     @property
     def size(self) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from longspan.checkpoint.choosing import share, verify
+from longspan.checkpoint.choosing import verify
 from longspan.checkpoint.disk import DiskFull, check_room, is_full, spell_full
 from longspan.checkpoint.folder import (
     MAKING,
@@ -130,11 +130,10 @@ def write(pending: Pending, ranks: Ranks) -> Path:
 
     try:
         ranks.first(begin)
-        metadata, records = _write_tensors(pending, ranks)
-        ranks.first(lambda: records.update({INDEX: write_durably(making / INDEX, spell_index(metadata))}))
-        records = ranks.first(lambda: records)
-        _read_back(making, records, ranks)
-        ranks.first(lambda: _complete(pending, records))
+        metadata, parts = _write_tensors(pending, ranks)
+        parts[0][INDEX] = ranks.first(lambda: write_durably(making / INDEX, spell_index(metadata)))
+        _read_back(making, parts, ranks)
+        ranks.first(lambda: _complete(pending, _joined(parts)))
     except DiskFull as error:
         why = str(error)
         _clean(making, ranks)  # first: what this one took is free again
@@ -145,7 +144,8 @@ def write(pending: Pending, ranks: Ranks) -> Path:
     return path
 
 
-def _write_tensors(pending: Pending, ranks: Ranks) -> tuple[Metadata, dict[str, FileRecord]]:
+def _write_tensors(pending: Pending, ranks: Ranks) -> tuple[Metadata, list[dict[str, FileRecord]]]:
+    """torch's metadata, and what each rank has written."""
     writer = SummingWriter(pending.making)
     problem: BaseException | None = None
     metadata = None
@@ -162,8 +162,7 @@ def _write_tensors(pending: Pending, ranks: Ranks) -> tuple[Metadata, dict[str, 
     if metadata is None:
         _explain(pending.path, writer.files.error, problem, ranks)
     assert metadata is not None
-    records = {name: record for part in ranks.gather(writer.files.records) for name, record in part.items()}
-    return metadata, records
+    return metadata, ranks.gather(writer.files.records)
 
 
 def _explain(path: Path, mine: OSError | None, problem: BaseException | None, ranks: Ranks) -> NoReturn:
@@ -180,13 +179,16 @@ def _explain(path: Path, mine: OSError | None, problem: BaseException | None, ra
     raise kind(f"checkpoint {path} cannot be written: rank {rank}: OSError: {error}") from problem
 
 
-def _read_back(making: Path, records: dict[str, FileRecord], ranks: Ranks) -> None:
-    """Every rank reads what another one has written, and looks whether all files are there."""
-    found = Checkpoint(making, 0, {}, records)
+def _joined(parts: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
+    return {name: record for part in parts for name, record in part.items()}
+
+
+def _read_back(making: Path, parts: list[dict[str, FileRecord]], ranks: Ranks) -> None:
+    """Every rank reads what the rank before it has written, and looks whether all files are there."""
+    found = Checkpoint(making, 0, {}, _joined(parts))
 
     def look() -> None:
-        mine = share(records, (ranks.rank + 1) % ranks.size, ranks.size)
-        problem = found.wrong_size() or found.wrong_content(mine)
+        problem = found.wrong_size() or found.wrong_content(list(parts[ranks.rank - 1]))
         if problem:
             raise LongspanError(f"{problem}: the disk does not hold what was written, or the ranks do not share it")
 
@@ -200,23 +202,24 @@ def _complete(pending: Pending, records: dict[str, FileRecord]) -> None:
 
 
 def _clean(making: Path, ranks: Ranks) -> None:
-    """Remove what was begun, when no rank writes any more."""
-    ranks.gather(None)
+    """Remove what was begun; no rank writes any more when all have raised. What stays is removed by the next save."""
     if ranks.rank == 0:
         with contextlib.suppress(OSError):
             remove(making)
-    ranks.gather(None)
 
 
-def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def load(
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None
+) -> None:
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
-    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed.
+    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed. `ranks` are by
+    default those of the job's own group.
 
     Raises:
         LongspanError: on every rank, if the checkpoint is damaged or of another model.
     """
-    ranks = Ranks()
+    ranks = ranks or Ranks()
     if not checkpoint.verified:
         try:
             checkpoint = verify(checkpoint.path, ranks)
@@ -239,6 +242,7 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.
                 whole,
                 storage_reader=IndexReader(checkpoint.path, metadata),
                 planner=PlainPlanner(),
+                process_group=ranks.group,
                 no_dist=ranks.size == 1,
             )
     except (Exception, CheckpointException) as error:
@@ -292,9 +296,10 @@ def check_finite(flat: dict[str, Any], what: str, ranks: Ranks) -> None:
     found = None
     floating = [(name, x) for name, x in flat.items() if isinstance(x, Tensor) and x.is_floating_point()]
     local = [(name, x.to_local() if isinstance(x, DTensor) else x) for name, x in floating]
-    # One number to wait for, not one a tensor: on a GPU each would wait for all that was queued.
-    sound = [torch.isfinite(x).all() for _, x in local if x.numel()]
-    if sound and not bool(torch.stack([x.to(sound[0].device) for x in sound]).all()):
+    # A sum is finite only if all is (it may overflow all the same, so then all is looked at); it takes a quarter of the
+    # time. One number to wait for, not one a tensor: on a GPU each would wait for all that was queued.
+    sums = [x.sum(dtype=torch.float32) for _, x in local if x.numel()]
+    if sums and not bool(torch.isfinite(torch.stack([x.to(sums[0].device) for x in sums])).all()):
         found = next((text for name, x in local if (text := _wrong_numbers(name, x))), None)
     said = [(rank, text) for rank, text in enumerate(ranks.gather(found)) if text]
     if said:

@@ -44,7 +44,7 @@ class Inputs:
         return SequenceStream(self.source, TextTokenizer(self.tokenizer), context, state)
 
 
-def open_inputs(config: TrainConfig, *, verify: bool = True) -> Inputs:
+def open_inputs(config: TrainConfig, *, verify: bool = True, ranks: Ranks | None = None) -> Inputs:
     """Open everything a run needs, and refuse what it cannot use. No weights are loaded.
 
     Collective where there is a process group: what one rank refuses, all do, and all go on from the same checkpoint.
@@ -52,11 +52,13 @@ def open_inputs(config: TrainConfig, *, verify: bool = True) -> Inputs:
     Args:
         config: of the run.
         verify: compare the content of the checkpoint to go on from with its checksums.
+        ranks: who takes part; by default those of the job's own group, or this process alone.
 
     Raises:
         LongspanError: for a missing or unfit model, tokenizer, text or checkpoint.
     """
-    return find_resume(config, Ranks().each(lambda: open_here(config)), verify=verify)
+    ranks = ranks or Ranks()
+    return find_resume(config, ranks.each(lambda: open_here(config)), ranks, verify=verify)
 
 
 def open_here(config: TrainConfig) -> Inputs:
@@ -75,13 +77,12 @@ def open_here(config: TrainConfig) -> Inputs:
     return Inputs(model_config, tokenizer, source, None, identity)
 
 
-def find_resume(config: TrainConfig, opened: Inputs, *, verify: bool = True) -> Inputs:
+def find_resume(config: TrainConfig, opened: Inputs, ranks: Ranks, *, verify: bool = True) -> Inputs:
     """`opened`, and the checkpoint to go on from, if there is one. Collective where there is a process group.
 
     Raises:
         LongspanError: on every rank, for a checkpoint that is damaged or of another run.
     """
-    ranks = Ranks()
     resume, passed_over = _find_checkpoint(config, ranks, verify)
     inputs = dataclasses.replace(opened, resume=resume, passed_over=tuple(passed_over))
     ranks.each(lambda: _check_same_run(config, inputs))

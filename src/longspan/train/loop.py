@@ -92,13 +92,13 @@ class Trainer:
         """Find the checkpoint to go on from, build the model, and stand where the checkpoint stood."""
         config = self.config
         self._at("loading", long=True)
-        self.inputs = find_resume(config, self.inputs)
+        self.inputs = find_resume(config, self.inputs, self.outputs.ranks)
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
         self.data_state: dict[str, Any] | None = None
         if self.inputs.resume is not None:
-            checkpoint.load(self.inputs.resume, self.model, self.optimizer)
+            checkpoint.load(self.inputs.resume, self.model, self.optimizer, self.outputs.ranks)
             state = self.inputs.resume.state
             self.step, self.tokens, self.data_state = self.inputs.resume.step, state["tokens"], state["data"]
         self.scheduler = make_scheduler(self.optimizer, config, self.step)

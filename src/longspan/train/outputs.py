@@ -29,21 +29,24 @@ class Outputs:
     Args:
         config: of the run.
 
+    Attributes:
+        ranks: who writes and reads, over a group that nothing else waits in.
+
     Raises:
         LongspanError: on every rank, if another run uses `--out`, not all ranks see it, or its `hf/` is not longspan's.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self._ranks = Ranks()
+        self.ranks = Ranks.apart()
         self._lock: RunLock | None = None
         self._saved = self._begun = 0
         self._announced: Path | None = None
         self._lines_lost = 0
         try:
-            self._ranks.first(self._occupy)
-            checkpoint.check_shared(config.out, self._ranks)
-            self._saver = Saver(background=config.async_save)
+            self.ranks.first(self._occupy)
+            checkpoint.check_shared(config.out, self.ranks)
+            self._saver = Saver(config.async_save, self.ranks)
         except BaseException:
             self.release()
             raise
@@ -120,7 +123,7 @@ class Outputs:
         """
         path, dtype = self.config.exported, _DTYPES[self.config.dtype]
         with self._room_is_not_vital(say, last):
-            checkpoint.export(path, model, inputs.model_config, inputs.tokenizer, dtype, generation)
+            checkpoint.export(path, model, inputs.model_config, inputs.tokenizer, dtype, generation, ranks=self.ranks)
             say(f"exported {path}")
 
     @contextlib.contextmanager
