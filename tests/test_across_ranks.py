@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import longspan
 from longspan.across_ranks import differences, odd_ones
 from longspan.errors import LongspanError
-from tests.models import batch, build, compare, gradients, sharding, truth_of
+from tests.models import batch, build, compare, sharding, truth_of
 from tests.pool import RankError, RankPool
 
 
@@ -97,7 +97,7 @@ def _broadcast(fsdp: bool) -> None:
         model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
     model = longspan.parallelize(model, sp, fsdp=fsdp, weights="broadcast")
     whole = batch()
-    compare(truth_of(build("Llama", seed=0), whole), model, whole, sp, 2e-6)
+    compare(truth_of(build("Llama", seed=0), whole), model, whole, sp)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
@@ -118,11 +118,7 @@ def _meta() -> None:
 
     set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
     model.model.rotary_emb.inv_freq.copy_(build("Llama").model.rotary_emb.inv_freq)
-    model(**batch()).loss.backward()
-    reference = build("Llama")
-    reference(**batch()).loss.backward()
-    for name, grad in gradients(reference).items():
-        assert torch.allclose(gradients(model)[name], grad, rtol=1e-4, atol=1e-6), name
+    compare(truth_of(build("Llama"), batch()), model, batch(), sp)
 
 
 def test_models_without_values(pool2: RankPool) -> None:
