@@ -54,6 +54,8 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_attend(dropout=None), r"dropout=None: attention dropout"),
         (_attend(sinks=3.0), r"`sinks` must be a tensor of 1 dimension, got 3.0"),
         (_attend(alibi=torch.zeros(2, 2)), r"`alibi` must be a tensor of 1 dimension, got .*\(2, 2\)"),
+        (_attend(mask_mod=lambda b, h, q, kv: None), r"mask_mod must return a boolean tensor .*, it returned None"),
+        (_attend(bias=lambda h, q, kv: None), r"bias must return a tensor for \(h, q, kv\), it returned None"),
         (_attend(bias=3), r"bias must be a function .*, got int"),
         (_attend(kernel=3), r"kernel=3 is neither a name .* nor a callable"),
         (_attend(prefix="ab"), r"prefix must be an integer, got 'ab'"),

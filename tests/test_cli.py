@@ -190,6 +190,7 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
         (["--data=~nobody-of-this-name/x"], "no user of that name"),
         (["--data", "x" * 5000], "is too long for a path"),
         (["--out", "/proc/version/out"], "cannot be written"),
+        (["--resume", "x" * 300], "--resume 'xxx"),
         (["--text-field", ""], "--text-field is empty"),
         (["--tokenizer", ""], "--tokenizer is empty"),
     ],

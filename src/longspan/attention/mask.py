@@ -252,7 +252,9 @@ def _looks_at(mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
     """Whether a mask function uses the row of the batch, and the head: most use neither, and need one call for all."""
     b, h = (torch.zeros((), dtype=torch.int64, device=device).as_subclass(_Watched) for _ in range(2))
     at = torch.zeros((), dtype=torch.int64, device=device)
-    mod(b, h, at, at)
+    allowed: object = mod(b, h, at, at)
+    if not isinstance(allowed, Tensor):
+        raise LongspanError(f"mask_mod must return a boolean tensor for (b, h, q, kv), it returned {spell(allowed)}")
     return b.seen, h.seen
 
 

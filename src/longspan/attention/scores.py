@@ -112,4 +112,7 @@ class Scores:
 
 
 def _as(dtype: torch.dtype, bias: Bias, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return bias(h, q, kv).to(dtype)
+    added: object = bias(h, q, kv)
+    if not isinstance(added, Tensor):
+        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {spell(added)}")
+    return added.to(dtype)

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
+from longspan.checked import (
+    LARGEST_COUNT,
+    LARGEST_JOB,
+    LARGEST_SEED,
+    LONGEST_WAIT_S,
+    check_name,
+    check_number,
+    path_of,
+)
 from longspan.errors import LongspanError
 
 
@@ -208,3 +216,5 @@ class TrainConfig:
         for name in ("text_field", "split", "resume", "model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
+        if self.resume not in ("auto", "never"):
+            path_of("--resume", self.resume)
