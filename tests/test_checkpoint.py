@@ -50,6 +50,12 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
             assert torch.equal(optimizer.state[a][name], value)
 
 
+def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LongspanError, match=r"kept as JSON, and this one is not: .*PosixPath"):
+        checkpoint.save(tmp_path, 1, *_model(), {"path": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _save(tmp_path, step, keep=2)
