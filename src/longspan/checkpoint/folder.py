@@ -141,18 +141,23 @@ def spell_marker(step: int, state: dict[str, Any], files: dict[str, FileRecord])
         "state": state,
         "files": {name: [record.size, f"{record.crc32:08x}"] for name, record in sorted(files.items())},
     }
-    checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
-    return json.dumps({**body, "crc32": f"{checksum:08x}"}, indent=1) + "\n"
+    return json.dumps({**body, "crc32": _sum_of(body)}, indent=1) + "\n"
+
+
+def _sum_of(body: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
 
 
 def _parse(path: Path, written: bytes) -> Checkpoint:
     marker = json.loads(written)
-    if "format" not in marker and "files" in marker:
+    if marker.keys() == {"step", "state", "files"}:
         raise LongspanError(
             f"checkpoint {path} was made by an earlier version: it has no checksums, and its metadata is a pickle, "
             "which can run code when it is read; finish the run with the version that made it, or start another one "
             "from its weights: --model OUT/hf --out ANOTHER"
         )
+    if marker["crc32"] != _sum_of({name: value for name, value in marker.items() if name != "crc32"}):
+        raise ValueError("its text does not match its checksum")
     if marker["format"] != FORMAT:
         raise LongspanError(
             f"checkpoint {path} has the format {marker['format']}, this version reads {FORMAT}; use the version of "

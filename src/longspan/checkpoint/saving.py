@@ -80,8 +80,8 @@ def save(
 
     Raises:
         DiskFull: on every rank, with the bytes that are missing.
-        LongspanError: on every rank, if any rank cannot write, or a weight or the optimizer's state is not finite. In
-            both cases what was written is removed, and the checkpoints before stay as they are.
+        LongspanError: on every rank, if any rank cannot write, `state` is not JSON, or a weight or the optimizer's
+            state is not finite. In both cases what was written is removed, and the checkpoints before stay.
     """
     ranks = Ranks()
     with one_process_is_fine():
@@ -97,11 +97,19 @@ def prepare(
     keep: int,
     ranks: Ranks,
 ) -> Pending:
-    """What there is to write, checked: all numbers finite. Collective.
+    """What there is to write, checked: plain values, all numbers finite. Collective.
 
     Raises:
-        LongspanError: on every rank, naming the first tensor that is not finite.
+        LongspanError: on every rank, naming the first tensor that is not finite, or saying what of `state` is not JSON.
     """
+
+    def spell() -> None:
+        try:
+            spell_marker(step, state, {})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LongspanError(f"the state of a checkpoint is kept as JSON, and this one is not: {error}") from error
+
+    ranks.first(spell)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     flat, _ = flatten_state_dict(tensors)
