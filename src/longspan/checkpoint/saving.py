@@ -314,8 +314,8 @@ def check_finite(flat: dict[str, Any], what: str, ranks: Ranks) -> None:
         rank, text = said[0]
         on = f" on rank {rank}" if ranks.size > 1 else ""
         raise LongspanError(
-            f"{what}: {text}{on} (of {len(said)} ranks with such numbers); what was saved before is kept; resume from "
-            "it with a smaller --lr or a longer --warmup"
+            f"{what}: {text}{on} (of {len(said)} ranks with such numbers); what was saved before is kept: go on from "
+            "it, and if the numbers come back, with a smaller --lr or a longer --warmup"
         )
 
 
