@@ -56,6 +56,25 @@ def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_come_back_without_an_optimizer(tmp_path: Path) -> None:
+    _save(tmp_path, 5)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    expected = list(_model(seed=5)[0].parameters())
+    for dtype in (torch.float32, torch.bfloat16):
+        model = _model(seed=1)[0].to(dtype)
+        checkpoint.load_weights(found, model)
+        assert all(torch.equal(a, b.to(dtype)) for a, b in zip(model.parameters(), expected, strict=True))
+    fewer = torch.nn.Sequential(_model()[0][0])
+    with pytest.raises(LongspanError, match=r"has 2 tensors that this one has not, 1\.bias of the shape \(1,\)"):
+        checkpoint.load_weights(found, fewer)
+    with pytest.raises(LongspanError, match=r"another model: 2\.weight .*it has none of this name"):
+        checkpoint.load_weights(found, torch.nn.Sequential(*_model()[0], torch.nn.Linear(1, 1)))
+    (found.path / "__0_0.distcp").unlink()
+    with pytest.raises(LongspanError, match=r"__0_0\.distcp is missing; there is no other one"):
+        checkpoint.load_weights(found, _model()[0])
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _save(tmp_path, step, keep=2)

@@ -47,18 +47,30 @@ def read_model_config(flag: str, name: str, context: int) -> Any:
         found = AutoConfig.from_pretrained(name)
     except Exception as error:
         raise LongspanError(f"{flag} {name}: no model config can be read there: {first_line(error)}") from error
+    check_language_model(f"{flag} {name}", found, context)
+    return found
+
+
+def check_language_model(where: str, found: Any, context: int) -> None:
+    """Refuse the config of what is no language model, or of one for shorter sequences.
+
+    Args:
+        where: what the config is of, for messages.
+        found: the Hugging Face config.
+        context: tokens of the sequences it is for.
+
+    Raises:
+        LongspanError: with the numbers and the way out.
+    """
     vocabulary = getattr(found.get_text_config(), "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise LongspanError(
-            f"{flag} {name} is not the config of a language model: its vocab_size is {spell(vocabulary)}"
-        )
+        raise LongspanError(f"{where} is not the config of a language model: its vocab_size is {spell(vocabulary)}")
     limit = position_range(found)
     if limit is not None and context > limit:
         raise LongspanError(
-            f"--context {context} is longer than the {limit} positions of {flag} {name} (max_position_embeddings); "
+            f"--context {context} is longer than the {limit} positions of {where} (max_position_embeddings); "
             f"give --context {limit} or less, or a config with RoPE scaling and a larger max_position_embeddings"
         )
-    return found
 
 
 def position_range(config: Any) -> int | None:

@@ -10,16 +10,17 @@ files are whole; in it `complete.json`, written last: the step, the place in the
     saving.py     save and load
     background.py save beside the training
     choosing.py   which checkpoint to go on from, its content verified
+    identity.py   what a checkpoint keeps of the run that made it, compared; the model's config from it
     exporting.py  Hugging Face folders: a whole model, or a PEFT adapter
 """
 
 from longspan.checkpoint.background import Saver
-from longspan.checkpoint.choosing import choose, verify
+from longspan.checkpoint.choosing import choose, newest, verify
 from longspan.checkpoint.disk import DiskFull, RunLock, check_shared, is_full
 from longspan.checkpoint.exporting import check_replaceable, export
 from longspan.checkpoint.folder import MARKER, Checkpoint, complete_steps, latest, step_path
 from longspan.checkpoint.ranks import Ranks
-from longspan.checkpoint.saving import load, save
+from longspan.checkpoint.saving import load, load_weights, save
 
 __all__ = [
     "MARKER",
@@ -36,6 +37,8 @@ __all__ = [
     "is_full",
     "latest",
     "load",
+    "load_weights",
+    "newest",
     "save",
     "step_path",
     "verify",

@@ -6,7 +6,7 @@ import dataclasses
 import socket
 from pathlib import Path
 
-from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, step_path, unmarked
+from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, is_step, step_path, unmarked
 from longspan.checkpoint.ranks import Ranks
 from longspan.errors import LongspanError
 
@@ -47,6 +47,44 @@ def choose(
             f"{folder} holds no checkpoint that is whole: {'; '.join(problems)}; start again with another --out"
         )
     return None, []
+
+
+def newest(where: Path, ranks: Ranks, flag: str = "--resume", *, content: bool = True) -> Checkpoint:
+    """The checkpoint that a path means, with its content verified, the same on every rank. Collective.
+
+    Unlike `choose`, it passes over none: of a run, it is the newest there is, whole or not.
+
+    Args:
+        where: a run's folder, its folder of checkpoints, or one checkpoint.
+        ranks: who takes part.
+        flag: what named the path, for messages.
+        content: False looks at markers and sizes alone.
+
+    Raises:
+        LongspanError: on every rank, if there is none, or it is damaged (naming the file, and the newest that is
+            whole).
+    """
+    path = Path(ranks.first(lambda: str(_newest_path(where, flag))))
+    found, _ = choose(path.parent, ranks, str(path), content=content)
+    assert found is not None
+    return found
+
+
+def _newest_path(where: Path, flag: str) -> Path:
+    where = where.absolute()  # "." has neither a name nor a parent
+    if is_step(where) or (where / MARKER).is_file():
+        return where
+    if not where.exists():
+        raise LongspanError(f"{flag} {where} does not exist; give a run's folder (OUT), or one checkpoint of it")
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    every = [step_path(folder, step) for step in complete_steps(folder)] + unmarked(folder)
+    found = max(every, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    if found is None:
+        raise LongspanError(
+            f"{flag} {where} holds no checkpoint; give a run's folder (OUT), or one checkpoint of it "
+            "(OUT/checkpoints/step-...)"
+        )
+    return found
 
 
 def verify(path: Path, ranks: Ranks) -> Checkpoint:

@@ -193,6 +193,11 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def is_step(path: Path) -> bool:
+    """Whether a path has a complete checkpoint's name."""
+    return _NAME.fullmatch(path.name) is not None
+
+
 def complete_steps(folder: Path) -> list[int]:
     """The steps that have a complete checkpoint in a folder, ascending."""
     if not folder.is_dir():

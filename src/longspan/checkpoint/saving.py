@@ -15,7 +15,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from longspan.checkpoint.choosing import verify
@@ -228,19 +233,42 @@ def load(
         LongspanError: on every rank, if the checkpoint is damaged or of another model.
     """
     ranks = ranks or Ranks()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    whole: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    _read(checkpoint, whole, ranks)
+    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
+
+
+def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | None = None) -> None:
+    """As `load`, of the weights alone: no optimizer is needed, and nothing of its state is read. Collective.
+
+    Weights take the dtype of the model's.
+
+    Raises:
+        LongspanError: on every rank, if the checkpoint is damaged or of another model, or a weight is not finite.
+    """
+    ranks = ranks or Ranks()
+    whole: dict[str, Any] = {"model": get_model_state_dict(model)}
+    _read(checkpoint, whole, ranks)
+    check_finite(
+        flatten_state_dict(whole)[0], f"checkpoint {checkpoint.path} is no good", ranks, hint="take an older one"
+    )
+    set_model_state_dict(model, whole["model"])
+
+
+def _read(checkpoint: Checkpoint, whole: dict[str, Any], ranks: Ranks) -> None:
+    """Fill the parts "model" and "optimizer" that are in `whole`, and leave the others alone."""
     if not checkpoint.verified:
         try:
             checkpoint = verify(checkpoint.path, ranks)
         except LongspanError as error:
             hint = ranks.first(lambda: way_out(checkpoint.path))
             raise LongspanError(f"{error}; {hint}") from error
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    whole: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     sizes = {name: record.size for name, record in checkpoint.files.items()}
 
     def look() -> Metadata:
         metadata = read_index((checkpoint.path / INDEX).read_text(), sizes)
-        check_names(checkpoint.path, flatten_state_dict(whole)[0], metadata)
+        check_names(checkpoint.path, flatten_state_dict(whole)[0], metadata, tuple(whole))
         return metadata
 
     metadata = ranks.each(look)
@@ -256,16 +284,17 @@ def load(
     except (Exception, CheckpointException) as error:
         hint = ranks.first(lambda: way_out(checkpoint.path))
         raise LongspanError(f"checkpoint {checkpoint.path} cannot be read: {cause(error)}; {hint}") from error
-    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
 
 
-def check_names(path: Path, flat: dict[str, Any], metadata: Metadata) -> None:
+def check_names(path: Path, flat: dict[str, Any], metadata: Metadata, parts: tuple[str, ...]) -> None:
     """Refuse the checkpoint of another model or optimizer before anything is read: other names or shapes.
+
+    Of the checkpoint, only `parts` ("model", "optimizer") are compared.
 
     Raises:
         LongspanError: naming the first tensor that differs.
     """
-    saved = metadata.state_dict_metadata
+    saved = {k: e for k, e in metadata.state_dict_metadata.items() if k.partition(".")[0] in parts}
     shapes = {name: tuple(e.size) for name, e in saved.items() if isinstance(e, TensorStorageMetadata)}
     mine = {name: tuple(x.shape) for name, x in flat.items() if isinstance(x, Tensor)}
     use = "use the model, the settings and the torch it was made with, or another --out"
@@ -293,7 +322,10 @@ def _short(name: str) -> str:
 # --- numbers
 
 
-def check_finite(flat: dict[str, Any], what: str, ranks: Ranks) -> None:
+_KEPT = "what was saved before is kept: go on from it, and if it comes back, with a smaller --lr or a longer --warmup"
+
+
+def check_finite(flat: dict[str, Any], what: str, ranks: Ranks, hint: str = _KEPT) -> None:
     """Refuse NaN and infinity in weights and optimizer state, on every rank alike. Collective.
 
     (A buffer may hold infinities, as masks do; NaN it may not.)
@@ -313,10 +345,7 @@ def check_finite(flat: dict[str, Any], what: str, ranks: Ranks) -> None:
     if said:
         rank, text = said[0]
         on = f" on rank {rank}" if ranks.size > 1 else ""
-        raise LongspanError(
-            f"{what}: {text}{on} (of {len(said)} ranks with such numbers); what was saved before is kept: go on from "
-            "it, and if the numbers come back, with a smaller --lr or a longer --warmup"
-        )
+        raise LongspanError(f"{what}: {text}{on} (of {len(said)} ranks with such numbers); {hint}")
 
 
 def _wrong_numbers(name: str, x: Tensor) -> str | None:

@@ -8,22 +8,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from longspan.checkpoint.identity import model_identity
 from longspan.train.config import TrainConfig
 
 _SAMPLE = 64 << 10
 _MOST_FILES = 1024
-#: Of a model's config: what does not change what the model computes.
-_BESIDE = {
-    "transformers_version",
-    "_name_or_path",
-    "name_or_path",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "architectures",
-}
-#: Which library wrote the model's config: keys that only one version knows are not compared with another one's.
-_LIBRARY = "transformers"
 #: The one key that may change when the user says so.
 BATCH = "batch"
 
@@ -37,39 +26,16 @@ def run_identity(config: TrainConfig, model_config: Any, tokenizer: Any, data: d
         tokenizer: the Hugging Face tokenizer.
         data: what the order of the documents depends on (`DocumentSource.identity`).
     """
-    import transformers
-
     whole = {
         **data,
         "text": sample_files(config.data),
         "pack": config.pack,
         BATCH: config.sequences,
         "tokenizer": describe_tokenizer(tokenizer),
-        "model": {name: value for name, value in model_config.to_dict().items() if name not in _BESIDE},
-        _LIBRARY: transformers.__version__,
+        **model_identity(model_config),
     }
     plain: dict[str, Any] = json.loads(json.dumps(whole, default=str))
     return plain
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What differs, by dotted key: (as it was, as it is); None for what is not there."""
-    old, new = flat(before), flat(now)
-    same_library = old.get(_LIBRARY) == new.get(_LIBRARY)
-    found = {}
-    for name in sorted((old.keys() | new.keys()) - {_LIBRARY}):
-        both = name in old and name in new
-        if old.get(name) != new.get(name) and (both or same_library or not name.startswith("model.")):
-            found[name] = (old.get(name), new.get(name))
-    return found
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted key."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
-    return found
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:

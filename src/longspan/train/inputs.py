@@ -11,11 +11,12 @@ from typing import Any
 from longspan import checkpoint, launch
 from longspan.checked import check_output
 from longspan.checkpoint import Checkpoint, Ranks
+from longspan.checkpoint.identity import differences
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.errors import LongspanError
 from longspan.pretrained import first_line, read_model_config
 from longspan.train.config import TrainConfig
-from longspan.train.identity import BATCH, differences, run_identity
+from longspan.train.identity import BATCH, run_identity
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan import agreement, checkpoint
 from longspan.batch import shard_batch
+from longspan.checkpoint.identity import flat
 from longspan.data import StepBatch, deal, prefetch
 from longspan.errors import LongspanError
 from longspan.heartbeat import Heartbeat
@@ -39,7 +40,6 @@ from longspan.parallelize import parallelize
 from longspan.rendezvous import Peers, meet, spell_ranks
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
-from longspan.train.identity import flat
 from longspan.train.inputs import Inputs, build_model, find_resume, open_here
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs

@@ -21,9 +21,13 @@ class VerifyConfig:
     """
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal (or masked) LM, with its weights. Give this or --config."""
+    """Name or folder of a Hugging Face causal (or masked) LM, with its weights. Give this, --config or --resume."""
     config: Path | None = None
-    """A model's config.json: verify it with random weights."""
+    """A model's config.json: verify it with random weights. (Beside --resume: see there.)"""
+    resume: str | None = None
+    """A checkpoint of `longspan train`: a run's folder (its newest one), or OUT/checkpoints/step-... Its files are
+    compared with their checksums, and its weights are what is verified; the model's config is in it. A --config beside
+    it has to be the same, key by key; it is needed only where transformers cannot make the one that is kept."""
     context: int = 1024
     """Tokens per sequence (also 8k). One fewer is used where the ranks divide it, so that padding is exercised."""
     ring: int = 1
@@ -45,7 +49,8 @@ class VerifyConfig:
     """Text to run: a .txt, .jsonl or .parquet file, a folder of these, "pydoc", or a dataset's name.
     By default random tokens."""
     tokenizer: str | None = None
-    """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes" (--config)."""
+    """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes" (--config,
+    --resume)."""
     text_field: str = "text"
     """Column of --data that holds the text (.jsonl, .parquet, datasets)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -57,7 +62,7 @@ class VerifyConfig:
     kernel: Literal["auto", "sdpa", "block", "flash_attn", "flex", "eager"] = "auto"
     """Local attention kernel of the sharded run."""
     seed: int = 0
-    """Seed of the random weights (--config) and the random tokens."""
+    """Seed of the random weights (--config alone) and the random tokens."""
     json: bool = False
     """Print the report as JSON, and nothing else, on stdout (schema: docs/verify.md)."""
     timeout: int | None = None
@@ -96,9 +101,14 @@ class VerifyConfig:
         Raises:
             LongspanError: with the numbers and the way out.
         """
-        if (self.model is None) == (self.config is None):
+        if self.resume is None and (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
-            raise LongspanError(f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}")
+            raise LongspanError(
+                f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}; or --resume DIR for the "
+                "weights of a checkpoint"
+            )
+        if self.resume is not None and self.model is not None:
+            raise LongspanError(f"--resume {self.resume} and --model {self.model} both name weights; give one of them")
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
@@ -108,7 +118,7 @@ class VerifyConfig:
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
-        for name in ("text_field", "data", "model", "tokenizer"):
+        for name in ("text_field", "data", "model", "resume", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
         tokens = self.batch * self.data_degree * self.context

@@ -6,31 +6,75 @@ Shape suffixes: B rows of the global batch, S tokens.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from longspan import checkpoint
+from longspan.checked import path_of
+from longspan.checkpoint import Checkpoint, Ranks
+from longspan.checkpoint.identity import check_same_model, kept_model_config
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.errors import LongspanError
-from longspan.pretrained import first_line, read_model_config
+from longspan.pretrained import check_language_model, first_line, read_model_config
 from longspan.verify.config import VerifyConfig
 
 
-def load_model_config(config: VerifyConfig) -> Any:
+@dataclass(frozen=True)
+class Inputs:
+    """What is to be verified, opened and checked; no weights are loaded yet.
+
+    Attributes:
+        model_config: the Hugging Face config, without dropout and cache.
+        batch_BS: the global batch.
+        checkpoint: where the weights come from (`--resume`), or None.
+    """
+
+    model_config: Any
+    batch_BS: dict[str, torch.Tensor]
+    checkpoint: Checkpoint | None = None
+
+
+def open_inputs(config: VerifyConfig, found: Checkpoint | None = None) -> Inputs:
+    """Open everything but the checkpoint, which `find_checkpoint` has `found`.
+
+    Raises:
+        LongspanError: for a missing or unfit model, tokenizer or text.
+    """
+    model_config = load_model_config(config, found)
+    return Inputs(model_config, make_batch(config, model_config), found)
+
+
+def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) -> Inputs:
+    """As `open_inputs`, with the checkpoint that `--resume` names. Collective where there is a process group.
+
+    Args:
+        config: with `resume`.
+        ranks: who takes part.
+        content: compare the content of the checkpoint's files with their checksums.
+
+    Raises:
+        LongspanError: on every rank, for a checkpoint that is damaged, or of another model than `--config`.
+    """
+    assert config.resume is not None
+    found = checkpoint.newest(path_of("--resume", config.resume), ranks, content=content)
+    return ranks.each(lambda: open_inputs(config, found))
+
+
+def load_model_config(config: VerifyConfig, found: Checkpoint | None = None) -> Any:
     """The model's Hugging Face config, with dropout and the cache switched off.
 
     Dropout draws other numbers on other ranks by design, so a comparison runs without; a cache only costs memory.
 
     Raises:
-        LongspanError: if there is none, its position range is shorter than the context, or it is a mixture of experts
-            in bf16.
+        LongspanError: if there is none, it is not that of the checkpoint `found`, its position range is shorter than
+            the context, or it is a mixture of experts in bf16.
     """
-    flag = "--model" if config.model is not None else "--config"
-    name = f"{flag} {config.model or config.config}"
-    found = read_model_config(flag, str(config.model or config.config), config.context)
-    text = found.get_text_config()
+    name, opened = _open_config(config, found)
+    text = opened.get_text_config()
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if experts > 1 and config.dtype == "bf16":
         raise LongspanError(
@@ -41,13 +85,28 @@ def load_model_config(config: VerifyConfig) -> Any:
         if isinstance(value, float) and "drop" in key:
             setattr(text, key, 0.0)
     text.use_cache = False
-    return found
+    return opened
+
+
+def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, Any]:
+    """What the config is of, for messages, and the config."""
+    if found is not None and config.config is None:
+        name, opened = f"checkpoint {found.path}", kept_model_config(found)
+        check_language_model(name, opened, config.context)
+        return name, opened
+    flag = "--model" if config.model is not None else "--config"
+    name = f"{flag} {config.model or config.config}"
+    opened = read_model_config(flag, str(config.model or config.config), config.context)
+    if found is not None:
+        check_same_model(found, name, opened)
+    return name, opened
 
 
 def build_model(config: VerifyConfig, model_config: Any) -> Any:
     """The pristine Hugging Face model on the CPU, in training mode, its weights in the dtype asked for.
 
-    A masked LM where the config's `architectures` name one (BERT), else a causal LM.
+    A masked LM where the config's `architectures` name one (BERT), else a causal LM; of a checkpoint always a causal
+    LM, since `longspan train` trains no other. There, weights are random until `checkpoint.load_weights` has read them.
 
     Its attention is transformers' own `sdpa`, or `eager` for a model that has no `sdpa`, or has a softcap (Gemma-2),
     which the `sdpa` of older versions leaves out without a word. Random weights (`--config`) depend on the seed alone.
@@ -59,7 +118,8 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # every rank loads the model, and more than once
-    masked = any(name.endswith("ForMaskedLM") for name in getattr(model_config, "architectures", None) or ())
+    architectures = getattr(model_config, "architectures", None) or ()
+    masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
     auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     options = {"dtype": torch.float32 if config.dtype == "fp32" else torch.bfloat16}
 
@@ -67,7 +127,7 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
         torch.manual_seed(config.seed)
         own = copy.deepcopy(model_config)
         if config.model is None:
-            return auto.from_config(own, attn_implementation=attention, **options)
+            return auto.from_config(own, attn_implementation=attention, trust_remote_code=False, **options)
         return auto.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
 
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
@@ -79,7 +139,7 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
                 raise
             model = build("eager")
     except Exception as error:
-        name = config.model or config.config
+        name = config.model or config.config or config.resume
         kind = "masked" if masked else "causal"
         raise LongspanError(f"{name} cannot be made into a {kind} LM: {first_line(error)}") from error
     return model.train()

@@ -13,7 +13,9 @@ from longspan.checked import check_processes
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
+    from longspan.checkpoint import Ranks
     from longspan.heartbeat import Heartbeat
+    from longspan.verify.inputs import Inputs
     from longspan.verify.report import Report
 
 
@@ -31,11 +33,12 @@ def run(config: VerifyConfig) -> int:
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
     if not launch.under_torchrun():
         check_processes(config.ranks, config.mesh)
-    from longspan.verify.inputs import load_model_config, make_batch
+    from longspan.checkpoint import Ranks
+    from longspan.verify.inputs import open_inputs, open_resumed
     from longspan.verify.report import print_json, print_table
 
     if not launch.under_torchrun():  # what can be refused is refused before any rank starts
-        make_batch(config, load_model_config(config))
+        open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
     report: Report = launch.launch(_verify_rank, config, nproc=config.ranks)
     if launch.is_first_rank():
         print_json(report) if config.json else print_table(report)
@@ -65,35 +68,58 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     """Verify on this rank; every rank of the job calls it and returns the same report.
 
     Raises:
-        LongspanError: on bad input, if the ranks were not given the same, or do not hold the same weights.
+        LongspanError: on bad input, a checkpoint that is damaged, if the ranks were not given the same, or do not hold
+            the same weights.
     """
-    import torch
-
-    from longspan import agreement
+    from longspan import checkpoint
     from longspan.huggingface import check_model
     from longspan.mesh import SequenceSharding, init_mesh
-    from longspan.rendezvous import meet
-    from longspan.verify.inputs import build_model, load_model_config, make_batch
+    from longspan.verify.inputs import build_model
     from longspan.verify.runs import Link, check_same_weights, make_report, shard_model, sharded_parts, unsharded_runs
 
-    config.check()
-    peers = meet(config.timeout) if heart is None else heart.peers
-    with agreement.refusing_together(peers, alive=heart is not None):
-        model_config = load_model_config(config)
-        whole_BS = make_batch(config, model_config)
-    facts = {**agreement.settings(config), **agreement.versions(), **agreement.model_facts(model_config)}
-    agreement.agree(peers, facts, alive=heart is not None)
-    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    inputs, ranks = _agreed_inputs(config, heart)
     mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
     sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
-    batch_BS = {name: x.to(sp.device) for name, x in whole_BS.items()}
-    model = build_model(config, model_config).to(sp.device)
+    batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
+    model = build_model(config, inputs.model_config)
+    if inputs.checkpoint is not None:
+        checkpoint.load_weights(inputs.checkpoint, model, ranks)
+    model = model.to(sp.device)
     check_model(model, sp, config.kernel)  # before the long runs, not after them
     check_same_weights(model, link)
     references = unsharded_runs(model, batch_BS, config, link)
     model = shard_model(model, config, sp)
+    if inputs.checkpoint is not None:  # once more, now as `train --resume` reads them: each rank its shards
+        checkpoint.load_weights(inputs.checkpoint, model, ranks)
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     out = model(**{name: x[mine] for name, x in batch_BS.items()})
     out.loss.backward()
-    return make_report(config, sp, link, references, dict(sharded_parts(config, sp, model, out)))
+    parts = dict(sharded_parts(config, sp, model, out))
+    return make_report(config, sp, link, references, parts, inputs.checkpoint)
+
+
+def _agreed_inputs(config: VerifyConfig, heart: Heartbeat | None) -> tuple[Inputs, Ranks]:
+    """What is to be verified, once it is known to be alike on every rank; the process group; and who reads files."""
+    import torch
+
+    from longspan import agreement
+    from longspan.checkpoint import Ranks
+    from longspan.rendezvous import meet
+    from longspan.verify.inputs import open_inputs, open_resumed
+
+    config.check()
+    alive = heart is not None
+    peers = meet(config.timeout) if heart is None else heart.peers
+    inputs = None
+    with agreement.refusing_together(peers, alive=alive):
+        if config.resume is None:
+            inputs = open_inputs(config)
+    facts = {**agreement.settings(config), **agreement.versions()}
+    if inputs is not None:
+        facts |= agreement.model_facts(inputs.model_config)
+    agreement.agree(peers, facts, alive=alive)
+    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = Ranks.apart()
+    # Its files are shared out over the ranks, which takes a process group; its marker is compared between them.
+    return inputs if inputs is not None else open_resumed(config, ranks), ranks

@@ -128,6 +128,11 @@ def _print_title(report: Report, console: Console) -> None:
         f"{ring}ulysses {setup['ulysses']}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )
+    if found := setup.get("checkpoint"):
+        console.print(
+            f"checkpoint of step {found['step']}: {found['files']} files, {found['bytes']:,} bytes, are as they were "
+            "written"
+        )
     if ring:
         console.print(f"blocks of the ring {setup['layout']}, keys and values by {setup['ring_impl']}")
     wide, dtype = setup["reference"], setup["dtype"]

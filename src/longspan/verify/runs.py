@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import longspan
+from longspan.checkpoint import Checkpoint
 from longspan.errors import LongspanError
 from longspan.families import is_masked_lm
 from longspan.launch import threads_per_rank
@@ -225,8 +226,12 @@ def make_report(
     link: Link,
     references: tuple[Tensors, Tensors],
     parts: dict[str, tuple[Part, tuple[int, ...]]],
+    checkpoint: Checkpoint | None = None,
 ) -> Report:
-    """Compare my `parts` with rank 0's `references` (reference, unsharded run), and hear what the other ranks found."""
+    """Compare my `parts` with rank 0's `references` (reference, unsharded run), and hear what the other ranks found.
+
+    `checkpoint` is where the weights were read from, if it was one.
+    """
     mine = {name: _measure(name, part, shape, references, link) for name, (part, shape) in parts.items()}
     everyone = link.gather(mine)
     criterion = Criterion.of(config.dtype, config.reference)
@@ -236,7 +241,7 @@ def make_report(
         checksums = link.gather([_checksum(part.values) for part, _ in list(parts.values())[2:]])
         equalities.append(equality("gradients", checksums))
     return Report(
-        setup=_setup(config, sp),
+        setup=_setup(config, sp, checkpoint),
         criterion=criterion,
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
@@ -244,11 +249,17 @@ def make_report(
     )
 
 
-def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
+def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None) -> dict[str, Any]:
     device = torch.cuda.get_device_name(sp.device) if sp.device.type == "cuda" else sp.device.type
     return {
-        "model": str(config.model or config.config),
-        "weights": "random" if config.model is None else "given",
+        "model": str(config.model or config.config) if found is None else str(found.path),
+        "weights": "random" if config.model is None and found is None else "given",
+        "checkpoint": found
+        and {
+            "step": found.step,
+            "files": len(found.files),
+            "bytes": sum(record.size for record in found.files.values()),
+        },
         "context": config.context,
         "tokens": config.tokens,
         "batch": config.batch,
