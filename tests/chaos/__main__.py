@@ -23,6 +23,8 @@ from pathlib import Path
 from tests.chaos.counts import Counts, table
 
 SEED, MINUTES = 20261122, 20.0
+LIMIT_S = 120.0
+"""Of one bad input. The first ones import what they need, and another program may use the cores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ def inputs(budget: Budget) -> Counts:
     names = {"accepted": "harmless", "crashed": "traceback", "left behind": "wrong"}
     counts = Counts("inputs")
     for seed in budget.seeds(20):
-        for result in part.campaign(seed, 100) + part.api_campaign(seed, 100):
+        for result in part.campaign(seed, 100, limit_s=LIMIT_S) + part.api_campaign(seed, 100, limit_s=LIMIT_S):
             said = f"seed {seed}: {result.attempt.kind}: {result.attempt.what}: {result.said.strip()[-300:]}"
             counts.add(names.get(result.outcome, result.outcome), said)
     return counts
@@ -110,7 +112,7 @@ def ranks(budget: Budget) -> Counts:
         kinds = dict.fromkeys(("kill", "stop", "leave", "mismatch"), 1)
         folder = budget.folder / f"{seed}"
         folder.mkdir()
-        for outcome in part.campaign(seed, kinds, folder):
+        for outcome in part.campaign(seed, kinds, folder, budget.more):
             said = f"seed {seed}: {outcome.fault}: {_end(outcome.said)}"
             counts.add(names.get(outcome.verdict, outcome.verdict), said)
             _recovery(counts, outcome.recovered, said)

@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,6 +175,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tries", type=int, default=4, help="cuts of each kind")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was made is removed
     print(f"seed {args.seed}")
     try:
         with tempfile.TemporaryDirectory(prefix="longspan-chaos-") as folder:

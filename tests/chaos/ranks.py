@@ -273,14 +273,16 @@ def _verdict(fault: Fault, code: int | None, said: str) -> str:
     return "named" if f"rank {fault.rank}" in said and f" {key}" in said else "not named"
 
 
-def campaign(seed: int, tries: dict[str, int], folder: Path) -> list[Outcome]:
-    """So many faults of each kind, one job after the other."""
+def campaign(seed: int, tries: dict[str, int], folder: Path, more: Callable[[], bool] = lambda: True) -> list[Outcome]:
+    """So many faults of each kind, one job after the other, as long as `more` says so."""
     rng, config = random.Random(seed), base_config(folder)
     code, said = run_job(config, None, folder / "first")
     assert code == 0, said
     whole, outcomes = result(config.out), []
     for kind, number in tries.items():
         for count in range(number):
+            if outcomes and not more():
+                return outcomes
             fault = draw(rng, kind, config)
             outcomes.append(attempt(config, fault, folder / f"{kind}-{count}", whole))
             print(f"{outcomes[-1].verdict:9} recovered: {outcomes[-1].recovered} {fault}", flush=True)
