@@ -3,11 +3,13 @@
 #   PYTHON=python3.12     the interpreter that the environment is made from
 #   TORCH_INDEX=URL       a package index to take torch from, such as PyTorch's own index of CPU builds
 #   PYTEST_ARGS="-k pool" passed on to pytest
+#   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+CHAOS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -27,7 +29,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 
-.PHONY: help demo test check fast lint bench oldest cpus clean
+.PHONY: help demo test check fast lint bench oldest cpus chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -79,6 +81,9 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    echo "ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads"; \
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
+
+chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, by a seed, and what became of them (about 20 minutes)
+	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

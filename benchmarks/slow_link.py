@@ -92,11 +92,12 @@ def bits_per_second(rate: str) -> float:
 # --- building -------------------------------------------------------------------------------------
 
 
-def check_machine(delay: str | None = None) -> None:
-    """Raise `CannotBuild` unless this process can build hosts with links of a rate (and a delay)."""
+def check_machine(delay: str | None = None, rate: str | None = "1gbit") -> None:
+    """Raise `CannotBuild` unless this process can build hosts, with links of a rate and a delay where given."""
     if not sys.platform.startswith("linux"):
         raise CannotBuild(f"slow links need Linux's network namespaces; this is {sys.platform}")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    tools = ("ip",) if rate is None and delay is None else ("ip", "tc")
+    missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         raise CannotBuild(f"not found: {', '.join(missing)}; install iproute2 (apt-get install iproute2)")
     if os.geteuid() != 0:
@@ -104,7 +105,8 @@ def check_machine(delay: str | None = None) -> None:
     name = f"{PREFIX}-{os.getpid()}-try"
     try:
         _ip("netns", "add", name)
-        _tc(name, "lo", "root", *_bucket("1gbit"))
+        if rate is not None:
+            _tc(name, "lo", "root", *_bucket("1gbit"))
         if delay is not None:
             _tc(name, "lo", "root", "netem", "delay", delay)
     finally:
@@ -128,7 +130,7 @@ def hosts(n: int, rate: str | None = "1gbit", delay: str | None = None) -> Itera
         raise ValueError(f"{n} hosts: 1 to 250 are possible")
     if rate is not None:
         bits_per_second(rate)
-    check_machine(delay)
+    check_machine(delay, rate)
     _delete(_stale())
     stem = f"{PREFIX}-{os.getpid()}-{time.monotonic_ns() % 10**6}"
     bridge, names = f"{stem}-bridge", tuple(f"{stem}-{rank}" for rank in range(n))
@@ -163,6 +165,17 @@ def set_rate(net: Hosts, rate: str) -> None:
     bits_per_second(rate)
     for rank, name in enumerate(net.names):
         _limit(name, net.bridge, f"port{rank}", rate)
+
+
+def cut(net: Hosts, rank: int, *, noticed: bool = False) -> None:
+    """Take a host off the network until `mend`: frames vanish without a word, or (`noticed`) its link goes down."""
+    state = ["down"] if noticed else ["nomaster"]
+    _ip("-n", net.bridge, "link", "set", f"port{rank}", *state)
+
+
+def mend(net: Hosts, rank: int) -> None:
+    """Join a host that was cut off again."""
+    _ip("-n", net.bridge, "link", "set", f"port{rank}", "master", "bridge", "up")
 
 
 def _limit(name: str, bridge: str, port: str, rate: str) -> None:
@@ -237,38 +250,11 @@ def run_on(
         RankFailed: if a rank fails (the others are killed), or time is up, or rank 0's last line is no JSON; with the
             ends of what the ranks wrote.
     """
-    program = [target] if target.endswith(".py") else ["-m", target]
-    common = {
-        "WORLD_SIZE": str(len(net.names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE,
-    }  # fmt: skip
-    base = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {}), **common}
-    ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory() as folder:
         outs = [Path(folder, f"{rank}.out") for rank in range(len(net.names))]
         errs = [Path(folder, f"{rank}.err") for rank in range(len(net.names))]
-        try:
-            for rank, name in enumerate(net.names):
-                command = ["ip", "netns", "exec", name, sys.executable, *program, *args]
-                if cores:
-                    command = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
-                with outs[rank].open("wb") as out, errs[rank].open("wb") as err:
-                    ranks.append(
-                        subprocess.Popen(
-                            command,
-                            env={**base, "RANK": str(rank)},
-                            cwd=ROOT,
-                            stdout=out,
-                            stderr=err,
-                            start_new_session=True,
-                        )
-                    )
+        with started_on(net, target, args, Path(folder), cores=cores, env=env) as ranks:
             _wait(ranks, timeout)
-        finally:
-            for process in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # a rank's own children too
-                process.wait()
         codes = [process.returncode for process in ranks]
         if any(codes):
             raise RankFailed("\n".join([f"exit codes by rank: {codes}", *map(_tail, errs)]))
@@ -277,6 +263,48 @@ def run_on(
             return json.loads(lines[-1])
         except (IndexError, json.JSONDecodeError):
             raise RankFailed(f"rank 0 must print JSON in its last line; it printed {lines[-1:]}") from None
+
+
+@contextlib.contextmanager
+def started_on(
+    net: Hosts,
+    target: str,
+    args: Sequence[str],
+    folder: Path,
+    *,
+    cores: Sequence[int] | None = None,
+    env: dict[str, str] | None = None,
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The processes of `run_on`, by rank, killed when the block ends; rank r writes FOLDER/r.out and FOLDER/r.err."""
+    program = [target] if target.endswith(".py") else ["-m", target]
+    common = {
+        "WORLD_SIZE": str(len(net.names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE,
+    }  # fmt: skip
+    base = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {}), **common}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, name in enumerate(net.names):
+            command = ["ip", "netns", "exec", name, sys.executable, *program, *args]
+            if cores:
+                command = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
+            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env={**base, "RANK": str(rank)},
+                        cwd=ROOT,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a rank's own children too
+            process.wait()
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:

@@ -23,10 +23,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from longspan.cli import main as cli_main
+from longspan.rendezvous import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
 
@@ -171,16 +173,20 @@ class Outcome:
     recovered: bool | None = None
 
 
+def environment() -> dict[str, str]:
+    """Of a job's process: this tree's code, one thread, no hub, and no other job."""
+    path = f"{ROOT / 'src'}:{ROOT}"
+    mine = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {name: value for name, value in mine.items() if name not in VARIABLES}
+
+
 def run_job(config: TrainConfig, fault: Fault | None, folder: Path) -> tuple[int | None, str]:
     """Run a job with a fault; its exit code (None if it hung) and what it said on stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.pickle").write_bytes(pickle.dumps((config, fault)))
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.chaos.ranks", "--job", str(folder / "job.pickle")],
-        env=environment,
+        env=environment(),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -199,20 +205,42 @@ def run_job(config: TrainConfig, fault: Fault | None, folder: Path) -> tuple[int
 
 
 def _strike(process: subprocess.Popen[str], config: TrainConfig, fault: Fault, folder: Path) -> None:
-    pid, log = folder / f"rank-{fault.rank}", config.out / "metrics.jsonl"
-    end = time.monotonic() + LIMIT_S
-    while not (pid.exists() and pid.read_text()) or _lines(log) < fault.lines:
-        if process.poll() is not None or time.monotonic() > end:
-            return
-        time.sleep(0.02)
-    time.sleep(fault.after_s)
-    if process.poll() is None:
+    pid = folder / f"rank-{fault.rank}"
+    if wait_for(process, config, fault.lines, fault.after_s, lambda: pid.exists() and bool(pid.read_text())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid.read_text()), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
+def wait_for(
+    process: subprocess.Popen[Any],
+    config: TrainConfig,
+    lines: int,
+    after_s: float,
+    started: Callable[[], bool] = lambda: True,
+) -> bool:
+    """Wait until so many steps are reported, and some seconds; whether the process is still there then."""
+    log, end = config.out / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while not started() or _lines(log) < lines:
+        if process.poll() is not None or time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    time.sleep(after_s)
+    return process.poll() is None
+
+
 def _lines(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def flags(config: TrainConfig) -> list[str]:
+    """What `longspan train` needs to be told to have this config."""
+    told: list[str] = []
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        told += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return told
 
 
 def result(out: Path) -> tuple[dict[int, float], dict[str, bytes]]:
@@ -245,14 +273,16 @@ def _verdict(fault: Fault, code: int | None, said: str) -> str:
     return "named" if f"rank {fault.rank}" in said and f" {key}" in said else "not named"
 
 
-def campaign(seed: int, tries: dict[str, int], folder: Path) -> list[Outcome]:
-    """So many faults of each kind, one job after the other."""
+def campaign(seed: int, tries: dict[str, int], folder: Path, more: Callable[[], bool] = lambda: True) -> list[Outcome]:
+    """So many faults of each kind, one job after the other, as long as `more` says so."""
     rng, config = random.Random(seed), base_config(folder)
     code, said = run_job(config, None, folder / "first")
     assert code == 0, said
     whole, outcomes = result(config.out), []
     for kind, number in tries.items():
         for count in range(number):
+            if outcomes and not more():
+                return outcomes
             fault = draw(rng, kind, config)
             outcomes.append(attempt(config, fault, folder / f"{kind}-{count}", whole))
             print(f"{outcomes[-1].verdict:9} recovered: {outcomes[-1].recovered} {fault}", flush=True)

@@ -1,0 +1,145 @@
+"""The campaign's table, its judgement of cut links and full disks, and that these can be made and are removed again."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import slow_link
+from longspan.train import TrainConfig
+from tests.chaos import __main__ as campaign
+from tests.chaos import disks, network, ranks
+from tests.chaos.counts import BAD, COLUMNS, Counts, table
+from tests.chaos.network import Cut
+
+
+def test_all_parts_are_in_one_table_and_a_bad_end_fails_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[campaign.Budget] = []
+
+    def part(outcome: str) -> campaign.Part:
+        def run(budget: campaign.Budget) -> Counts:
+            seen.append(budget)
+            counts = Counts(outcome)
+            counts.add(outcome, "planted")
+            return counts
+
+        return run
+
+    def broken(budget: campaign.Budget) -> Counts:
+        raise RuntimeError("planted too")
+
+    parts = {outcome: (part(outcome), 0.1) for outcome in COLUMNS[1:]} | {"broken": (broken, 0.1)}
+    monkeypatch.setattr(campaign, "PARTS", parts)
+    monkeypatch.setattr(campaign.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert campaign.main(["--seed", "7", "--minutes", "2", "--only", "refused", "survived", "skipped"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-4].split() == ["refused", "1", "1", *["0"] * 8] and "skipped: skipped: planted" in said
+    assert said[-1].split() == ["all", "2", "1", "0", "1", "0", "1", "0", "0", "0", "0"]
+    assert {budget.seed for budget in seen} == {7} and seen[0].scale == pytest.approx(0.1)
+    for outcome in (*BAD, "broken"):
+        assert campaign.main(["--only", "refused", outcome]) == 1, outcome
+        assert "planted" in capsys.readouterr().out
+    assert not Counts("nothing").good
+    with pytest.raises(ValueError, match="no outcome: named"):
+        Counts("x").add("named")
+    assert table([Counts("x", tried=12)]).splitlines()[-1].split()[1] == "12"
+
+
+def test_cuts_are_judged() -> None:
+    short, long = Cut(1, 3, 0.1, 2.0, True), Cut(1, 3, 0.1, None, False)
+    lost, alone = (
+        "longspan: error: rank 1 of 2: no sign of life for 20 s",
+        "rank 1 of 2: cut off from the job: its store",
+    )
+    assert network.verdict(short, [0, 0], ["", ""], True) == "survived"
+    assert network.verdict(short, [0, 0], ["", ""], False) == "silent"
+    assert network.verdict(short, [1, 1], [lost, alone], False) == "ended"
+    assert network.verdict(short, [0, None], ["", ""], False) == "hung"
+    assert network.verdict(long, [1, 1], [lost, alone], False) == "named"
+    assert network.verdict(Cut(0, 3, 0.1, None, False), [1, 1], [lost, alone], False) == "named"
+    assert network.verdict(long, [1, 1], [lost, "no idea"], False) == "not named"
+    assert network.verdict(long, [1, 1], ["rank 0 of 2 is lost", alone], False) == "not named"
+    assert network.verdict(long, [0, 0], ["", ""], True) == "too late"
+    four = ["ranks 1, 2 and 3 of 4: no sign"] + [f"rank {rank} of 4: cut off" for rank in (1, 2, 3)]
+    assert network.verdict(Cut(0, 3, 0.1, None, False), [1] * 4, four, False) == "named"
+
+
+def test_ends_on_a_full_disk_are_judged(tmp_path: Path) -> None:
+    config = ranks.base_config(tmp_path)
+    (config.out / "hf").mkdir(parents=True)
+    (config.out / "hf" / "model.safetensors").write_bytes(b"weights")
+    log = config.out / "metrics.jsonl"
+    log.write_text('{"step": 1, "loss": 3.0}\n')
+    weights = {"model.safetensors": b"weights"}
+    whole, more = ({1: 3.0}, weights), ({1: 3.0, 2: 2.0}, weights)
+    judge: Any = disks.verdict
+    assert judge(0, "", config, whole) == "survived"
+    assert judge(0, "warning: steps are missing there until there is room", config, more) == "survived"
+    assert judge(0, "", config, more) == judge(0, "steps are missing", config, ({1: 9.0}, weights)) == "silent"
+    assert judge(None, "", config, whole) == "hung"
+    assert judge(1, "Traceback (most recent call last):\n  File", config, whole) == "traceback"
+    assert judge(2, "error: it needs 1,000 bytes, 10 are missing; make room", config, whole) == "refused"
+    assert (
+        judge(1, "error: it needs 1,000 bytes", config, whole) == judge(2, "unexpected pos", config, whole) == "unclear"
+    )
+    (config.checkpoints / "making-step-00000002").mkdir(parents=True)
+    assert judge(0, "", config, whole) == "damaged"
+
+
+def test_cuts_and_disks_can_be_drawn_again_and_flags_say_all(tmp_path: Path) -> None:
+    config = network.small_config(tmp_path)
+    cuts = [[network.draw(random.Random(seed), kind, config) for kind in network.KINDS] for seed in (3, 3, 4)]
+    full = [disks.draw(random.Random(seed), config) for seed in (3, 3, 4)]
+    assert cuts[0] == cuts[1] != cuts[2] and full[0] == full[1] != full[2]
+    assert cuts[0][1].seconds is None and 0 < (cuts[0][0].seconds or 0) < ranks.TIMEOUT_S / 2
+    import tyro
+
+    changed = ranks.base_config(tmp_path, fsdp=False, layout="zigzag")
+    assert tyro.cli(TrainConfig, args=ranks.flags(changed)) == changed
+
+
+def test_a_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
+    try:
+        with pytest.raises(RuntimeError, match="planted"), disks.small_disk(tmp_path, 1 << 20) as disk:
+            disks.fill(disk / "filler", 50_000)
+            assert 40_000 < shutil.disk_usage(disk).free <= 50_000
+            with pytest.raises(OSError, match="No space left"):
+                (disk / "more").write_bytes(bytes(60_000))
+            raise RuntimeError("planted")
+    except disks.CannotMount as error:
+        pytest.skip(str(error))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_host_is_cut_off_and_joined_again() -> None:
+    try:
+        with pytest.raises(RuntimeError, match="planted"), slow_link.hosts(2, rate=None) as net:
+            for noticed in (False, True):
+                slow_link.cut(net, 1, noticed=noticed)
+                assert not _reaches(net.names[0])
+                slow_link.mend(net, 1)
+                assert _reaches(net.names[0])
+            raise RuntimeError("planted")
+    except slow_link.CannotBuild as error:
+        pytest.skip(str(error))
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert net.bridge not in listed and net.names[0] not in listed
+
+
+def _reaches(host: str) -> bool:
+    """Whether the second host answers the first, if only by refusing a connection."""
+    ask = "import socket; print(socket.socket().connect_ex(('10.0.0.2', 9)))"
+    limit = f"import signal; signal.alarm(1); {ask}"
+    done = subprocess.run(
+        ["ip", "netns", "exec", host, sys.executable, "-S", "-c", limit], capture_output=True, text=True
+    )
+    return done.stdout.strip() == "111"
