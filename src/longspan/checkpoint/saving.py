@@ -233,6 +233,7 @@ def load(
         LongspanError: on every rank, if the checkpoint is damaged or of another model.
     """
     ranks = ranks or Ranks()
+    checkpoint = _verified(checkpoint, ranks)  # first: torch fills the state of an optimizer that has none
     model_state, optimizer_state = get_state_dict(model, optimizer)
     whole: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     _read(checkpoint, whole, ranks)
@@ -248,6 +249,7 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | 
         LongspanError: on every rank, if the checkpoint is damaged or of another model, or a weight is not finite.
     """
     ranks = ranks or Ranks()
+    checkpoint = _verified(checkpoint, ranks)
     whole: dict[str, Any] = {"model": get_model_state_dict(model)}
     _read(checkpoint, whole, ranks)
     check_finite(
@@ -256,14 +258,18 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | 
     set_model_state_dict(model, whole["model"])
 
 
+def _verified(checkpoint: Checkpoint, ranks: Ranks) -> Checkpoint:
+    if checkpoint.verified:
+        return checkpoint
+    try:
+        return verify(checkpoint.path, ranks)
+    except LongspanError as error:
+        hint = ranks.first(lambda: way_out(checkpoint.path))
+        raise LongspanError(f"{error}; {hint}") from error
+
+
 def _read(checkpoint: Checkpoint, whole: dict[str, Any], ranks: Ranks) -> None:
     """Fill the parts "model" and "optimizer" that are in `whole`, and leave the others alone."""
-    if not checkpoint.verified:
-        try:
-            checkpoint = verify(checkpoint.path, ranks)
-        except LongspanError as error:
-            hint = ranks.first(lambda: way_out(checkpoint.path))
-            raise LongspanError(f"{error}; {hint}") from error
     sizes = {name: record.size for name, record in checkpoint.files.items()}
 
     def look() -> Metadata:
