@@ -175,7 +175,11 @@ def _train_apart(config: TrainConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # A test does not wait for a network's file system.
         patch.setattr(checkpoint, "check_shared", functools.partial(checkpoint.check_shared, wait_s=0.3))
-        _train(dataclasses.replace(config, out=config.out / str(torch.distributed.get_rank())))
+        # One name, and behind it another folder on each rank: as a path on disks of their own is.
+        here = config.out / str(torch.distributed.get_rank())
+        here.mkdir(parents=True)
+        patch.chdir(here)
+        _train(dataclasses.replace(config, out=Path("run")))
 
 
 def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: TrainConfig, pool2: RankPool) -> None:

@@ -14,7 +14,9 @@ import pytest
 
 from longspan import launch, supervisor
 from longspan.errors import LongspanError
+from longspan.heartbeat import Heartbeat
 from longspan.launch import RankFailed, Stopped, StopRequest
+from longspan.rendezvous import meet
 
 
 def _join() -> int:
@@ -55,9 +57,11 @@ def _fall_out(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    with launch.joined(4) as heart:
-        heart.peers.init_process_group("cpu")
-        dist.barrier()
+    peers = meet(60)  # ranks that start on a busy machine are late, not lost
+    peers.timeout_s = 4
+    peers.init_process_group("cpu")
+    dist.barrier()
+    with Heartbeat(peers, launch._end_of_a_lost_job) as heart:
         heart.at("forward and backward", 7)
         if dist.get_rank() == 1:
             time.sleep(1)
@@ -338,6 +342,8 @@ class _FakeRanks:
 
 
 def test_the_ranks_get_their_time_to_stop_unless_there_is_a_second_signal() -> None:
+    # A shell that starts tests in the background has them ignore SIGINT, and a job that is to ignore it does.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     signals = supervisor._Signals()
     with signals:
         signal.raise_signal(signal.SIGINT)
@@ -350,6 +356,7 @@ def test_the_ranks_get_their_time_to_stop_unless_there_is_a_second_signal() -> N
         signals._since -= 2
         signal.raise_signal(signal.SIGINT)
         supervisor._wait(_FakeRanks(), signals, 3600)  # type: ignore[arg-type]
+    signal.signal(signal.SIGINT, before)
     ranks.killed = {0, 1}
     with pytest.raises(Stopped) as stop:
         supervisor._conclude(ranks, signals, None, 0.3)  # type: ignore[arg-type]
