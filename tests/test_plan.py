@@ -368,6 +368,14 @@ def test_rings_of_thousands_are_planned() -> None:
 # ---- Hardware.
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"a": 1}, {("ring", "p2p"): 3.0}, {("ring", "p2p"): (1.0, 2.0, 3.0)}, {"ab": (1.0, 2.0)}]
+)
+def test_measured_links_are_pairs_by_pairs(wrong: Any) -> None:
+    with pytest.raises(LongspanError, match=r"measured must hold \(latency, bandwidth\) by \(axis, op\), got"):
+        replace(A100, measured=wrong)
+
+
 def test_links_of_a_group_that_spans_nodes() -> None:
     sent = 16e9
     assert A100.seconds("all_gather", "fsdp", sent, 1, 8) == pytest.approx(5e-6 + sent / 300e9)

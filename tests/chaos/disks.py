@@ -114,6 +114,8 @@ def _unmount_stale() -> None:
     for path, pid in re.findall(rf" (/\S*/{PREFIX}(\d+)) ", Path("/proc/self/mounts").read_text()):
         if not Path(f"/proc/{pid}").exists():
             _unmount(Path(path))
+            with contextlib.suppress(OSError):
+                Path(path).rmdir()
 
 
 def run_job(config: TrainConfig, full: Full | None, filler: Path) -> tuple[int | None, str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,25 @@ def test_all_parts_are_in_one_table_and_a_bad_end_fails_it(
     with pytest.raises(ValueError, match="no outcome: named"):
         Counts("x").add("named")
     assert table([Counts("x", tried=12)]).splitlines()[-1].split()[1] == "12"
+
+
+def test_what_needs_root_is_skipped_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for part in ("network", "disks"):
+        counts = campaign.run(part, 1, 0.1, 1.0)
+        assert (counts.tried, counts.skipped, counts.good) == (0, 1, True), counts
+        assert "root" in counts.said[0] or "Linux" in counts.said[0]
+
+
+def test_a_part_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = campaign.Budget(5, tmp_path, 1.0, time.monotonic() - 1)
+    assert list(over.seeds(10)) == [5]
+    assert list(dataclasses.replace(over, end=time.monotonic() + 600, scale=0.3).seeds(10)) == [5, 6, 7]
+    monkeypatch.setattr(ranks, "run_job", lambda *_: (0, ""))
+    monkeypatch.setattr(ranks, "result", lambda _: None)
+    monkeypatch.setattr(ranks, "attempt", lambda config, fault, *_: ranks.Outcome(fault, "named", "", True))
+    assert len(ranks.campaign(1, {"kill": 2, "stop": 2}, tmp_path)) == 4
+    assert len(ranks.campaign(1, {"kill": 2, "stop": 2}, tmp_path, over.more)) == 1
 
 
 def test_cuts_are_judged() -> None:

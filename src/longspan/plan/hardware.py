@@ -114,8 +114,12 @@ class Hardware:
         for name in ("attention_flops", "attention_forward_flops"):
             if getattr(self, name) is not None:
                 check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
-        for where, (latency, bandwidth) in self.measured.items():
-            axis, op = where
+        for where, link in self.measured.items():
+            if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in (where, link)):
+                raise LongspanError(
+                    f"{said}measured must hold (latency, bandwidth) by (axis, op), got {spell(link)} by {spell(where)}"
+                )
+            (axis, op), (latency, bandwidth) = where, link
             check_number(f"{said}the latency of {op} on {axis}", latency, 0)
             check_number(f"{said}the bandwidth of {op} on {axis}", bandwidth, 0, above=True)
 
