@@ -70,6 +70,8 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/mask_cost.py
 	$(BIN)/python benchmarks/ring_layouts.py
 	$(BIN)/python benchmarks/ring_accuracy.py
+	$(BIN)/python benchmarks/agreement_cost.py
+	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/models_verified.py
 
 oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows (but torch, which is the pinned one)
