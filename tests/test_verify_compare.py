@@ -90,9 +90,9 @@ def test_an_infinite_limit_passes_nothing() -> None:
 
 
 def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly() -> None:
-    loud = Sums(sharded=4.0, unsharded=4.0, reference=1e8, elements=30)
-    lucky = Sums(sharded=2.0, unsharded=0.0, reference=1e8, elements=10)
-    small = Sums(sharded=2.0, unsharded=0.0, reference=1e4, elements=10)
+    loud = Sums(sharded=4.0, unsharded=4.0, reference=1e8, elements=300)
+    lucky = Sums(sharded=2.0, unsharded=0.0, reference=1e8, elements=100)
+    small = Sums(sharded=2.0, unsharded=0.0, reference=1e4, elements=100)
     none = Sums()
     criterion = Criterion(factor=4.0, floor=1e-5)
     (check,) = judge({"w": [loud, lucky, small, none]}, criterion)
@@ -123,6 +123,15 @@ def test_where_terms_cancel_errors_are_relative_to_comparable_gradients() -> Non
             assert not judge({**layer, "layers.0.key.bias": [wrong]}, FP32)[-1].passed
     small = Sums(sharded=1e-18, unsharded=1e-18, reference=1e-4, elements=100)  # small, but no rounding
     assert judge({**layer, "layers.0.small": [small]}, FP32)[-1].sharded == pytest.approx((1e-7,))
+
+
+def test_few_numbers_may_be_right_by_luck() -> None:
+    usual = {f"layers.0.{name}.weight": [Sums(1e-8, 1e-8, 1e4, 1000)] for name in "abc"}  # rounding of 1e-6
+    for elements, passes in ((4, True), (1000, False)):  # a thousand are not
+        lucky = Sums(sharded=4e-12, unsharded=4e-14, reference=1.0, elements=elements)
+        assert judge({**usual, "layers.0.router.bias": [lucky]}, FP32)[-1].passed is passes
+    wrong = Sums(sharded=1e-8, unsharded=4e-14, reference=1.0, elements=4)  # 1e-4
+    assert not judge({**usual, "layers.0.router.bias": [wrong]}, FP32)[-1].passed
 
 
 def test_a_slice_that_should_be_zero_is_measured_beside_the_rest_of_its_tensor() -> None:

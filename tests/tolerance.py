@@ -44,6 +44,9 @@ FLOOR = {torch.float64: 4.0, torch.float32: 4.0, torch.bfloat16: 0.5}
 A loss is a single number, and can be. In fp32 the sums over tokens are rounded as well; in bf16 only what is stored is.
 """
 
+FEW = 64
+"""Numbers below which one device's error may be small by luck; of more, its norm is never half of what is usual."""
+
 NOT_MORE = 1.2
 """How many times the error of one device a ring may have in bf16, where blocks are added up in fp32.
 
@@ -82,6 +85,7 @@ def excess(
     single: Tensor | float,
     exact: Tensor | float,
     rms: float = 0.0,
+    usual: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> float:
     """The error of `found` in units of the largest one that is rounding, in the 2-norm of the whole tensor.
@@ -92,6 +96,7 @@ def excess(
         exact: the same of one device, in fp64.
         rms: size of a number in comparable tensors. Where `exact` is zero but for rounding (the bias of keys: a softmax
             does not see it), the floor is relative to this instead.
+        usual: one device's relative error in comparable tensors, for one of fewer than `FEW` numbers.
         dtype: of the computation; by default that of `single`, fp32 if it is a plain number.
 
     Returns:
@@ -103,6 +108,8 @@ def excess(
     floor, size, terms = FLOOR[dtype] * eps(dtype), float(truth.norm()), rms * math.sqrt(truth.numel())
     if size < floor * terms:
         size = terms
+    if truth.numel() < FEW:
+        noise = max(noise, usual * size)
     if apart == 0:
         return 0.0
     limit = FACTOR * noise + floor * size
