@@ -19,6 +19,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 
 # On CPU every rank is a process: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
+# With more than one (`make cpus`), those that wait must leave the cores to the others.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 # The fast tier: what a change is most likely to break, in files that need no process of their own. Tests marked `slow`
 # are left out.

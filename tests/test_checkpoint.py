@@ -24,13 +24,7 @@ from tests.pool import RankError, RankPool
 
 
 def _model(width: int = 3, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, width)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+    return corruption.small_model(seed, width)
 
 
 def _save(folder: Path, step: int, keep: int = 0) -> None:

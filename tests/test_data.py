@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from longspan.data.tokens import split_text
 from longspan.errors import LongspanError
 
 EOS = 1
+NOBODY = 65534
+"""A user who owns nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -388,14 +393,31 @@ def test_what_is_no_file_is_named_and_not_passed_over(tmp_path: Path) -> None:
     assert _documents(DocumentSource(str(tmp_path), shuffle=0), 2) == ["there", "linked"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("there")
-    (tmp_path / "closed").mkdir(mode=0)
-    _refused(r"closed cannot be listed: Permission denied", tmp_path)
-    (tmp_path / "closed").rmdir()
-    (tmp_path / "a.txt").chmod(0)
-    _refused(r"a\.txt cannot be read: permission denied", tmp_path)
+@contextlib.contextmanager
+def _as_nobody(folder: Path) -> Iterator[None]:
+    """Root may read everything, so where the tests run as root another user owns the folder, and is who reads it."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, NOBODY, -1)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_what_may_not_be_read_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folder is closed to other users
+        (folder := Path(name)).joinpath("a.txt").write_text("there")
+        (folder / "closed").mkdir(mode=0)
+        with _as_nobody(folder):
+            _refused(r"closed cannot be listed: Permission denied", folder)
+        (folder / "closed").rmdir()
+        (folder / "a.txt").chmod(0)
+        with _as_nobody(folder):
+            _refused(r"a\.txt cannot be read: .*Permission denied", folder)
 
 
 def test_a_path_that_is_not_there_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:

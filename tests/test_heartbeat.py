@@ -64,7 +64,7 @@ def test_ranks_that_all_wait_and_compute_nothing_do_not_get_on() -> None:
     assert not _judge(_watch(), 9, STEP, hung, STEP)
     said = _judge(_watch(), 11, STEP, hung, STEP)
     assert said.startswith("rank 1 of 3 does not take part") and "model.py:9 in forward" in said
-    assert _judge(_watch(), 11, STEP, STEP, STEP).startswith("ranks 0, 1 and 2 of 3 do not get on")
+    assert _judge(_watch(), 11, STEP, STEP, STEP).startswith("ranks 0, 1, 2 of 3 do not get on")
 
 
 def test_ranks_that_compute_have_ten_times_their_longest_phase() -> None:

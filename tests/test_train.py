@@ -24,23 +24,10 @@ from longspan import launch
 from longspan.errors import LongspanError
 from longspan.launch import RankFailed
 from longspan.train import TrainConfig, run
+from tests.chaos.ranks import LLAMA
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
 from tests.tolerance import excess, excess_of_losses, roughly
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from longspan.digests import Digester, digest_of_text, digests_of, weights_of
 from longspan.errors import LongspanError
+from longspan.rendezvous import spell_ranks
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding
@@ -45,13 +46,6 @@ def odd_ones(seen: Sequence[Hashable]) -> list[int]:
     return [i for i, value in enumerate(seen) if value != usual]
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0, 1, 2"; of many the first and how many."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
 def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
     """One text for every key whose values differ over the ranks, naming both sides: those most ranks have, and others.
 
@@ -66,10 +60,9 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> lis
         if len(set(values)) > 1:
             odd = odd_ones(values)
             usual = [i for i in range(len(values)) if i not in odd]
-            said = [f"{_spell(values[i])} on {name_ranks([ranks[j] for j in some])}" for i, some in _parts(values, odd)]
-            texts.append(
-                f"{key} is {', '.join(said)}, {_spell(values[usual[0]])} on {name_ranks([ranks[i] for i in usual])}"
-            )
+            parts = [*_parts(values, odd), (usual[0], usual)]
+            said = [f"{_spell(values[i])} on {spell_ranks([ranks[j] for j in some])}" for i, some in parts]
+            texts.append(f"{key} is {', '.join(said)}")
     return texts
 
 
@@ -88,10 +81,10 @@ def _spell(value: str | None) -> str:
     return value if len(value) <= 120 else f"{value[:117]}..."
 
 
-def listed(texts: Sequence[str]) -> str:
+def listed(texts: Sequence[str], most: int = _SHOWN) -> str:
     """The first few, and how many more there are."""
-    more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return "; ".join(texts[:_SHOWN]) + more
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -168,7 +161,7 @@ def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
     first = next(iter(wrong))
     same = [rank for i, rank in enumerate(ranks) if i not in wrong[first]]
     also = f" and {len(wrong) - 1} more of {len(names)}" if len(wrong) > 1 else ""
-    return f"{first}{also} on {name_ranks([ranks[i] for i in wrong[first]])}, not as on {name_ranks(same)}"
+    return f"{first}{also} on {spell_ranks([ranks[i] for i in wrong[first]])}, not as on {spell_ranks(same)}"
 
 
 def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:

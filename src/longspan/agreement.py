@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from longspan.across_ranks import differences, listed
 from longspan.errors import LongspanError
 from longspan.rendezvous import GROUP_TIMEOUT_S, Peers, poll, spell_ranks
 
@@ -115,35 +116,17 @@ def compare(every: list[dict[str, str]]) -> str:
         if len(refused) == len(every) and len(texts) == 1:
             return texts.pop()
         return "; ".join(f"{spell_ranks(_having(refused, text))}: {text}" for text in sorted(texts))
-    keys = list(dict.fromkeys(key for said in every for key in said))
-    different = [key for key in keys if len({said.get(key) for said in every}) > 1]
+    different = differences(every, range(len(every)))
     if not different:
         return ""
-    parts = [_spell_difference(key, [said.get(key) for said in every]) for key in different[:_NAMED]]
-    more = f"; and {len(different) - _NAMED} more" if len(different) > _NAMED else ""
     return (
-        f"the ranks were not given the same: {'; '.join(parts)}{more}; start every rank with the same command, files "
-        "and versions"
+        f"the ranks were not given the same: {listed(different, _NAMED)}; start every rank with the same command, "
+        "files and versions"
     )
 
 
 def _having(values: Mapping[int, str | None], value: str | None) -> list[int]:
     return [rank for rank, other in values.items() if other == value]
-
-
-def _spell_difference(key: str, values: list[str | None]) -> str:
-    """rank 2: lr is 0.001, ranks 0, 1 and 3 have 0.0003. The fewest first; of equally many, the later ranks."""
-    by_rank = dict(enumerate(values))
-    groups = sorted((_having(by_rank, value) for value in set(values)), key=lambda ranks: (len(ranks), -ranks[0]))
-    first, *others = groups
-    rest = ", ".join(
-        f"{spell_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {_or_none(values[ranks[0]])}" for ranks in others
-    )
-    return f"{spell_ranks(first)}: {key} is {_or_none(values[first[0]])}, {rest}"
-
-
-def _or_none(value: str | None) -> str:
-    return "none" if value is None else value
 
 
 def short(value: Any) -> str:

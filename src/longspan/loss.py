@@ -55,6 +55,8 @@ def causal_lm_loss(
     if logits.dim() < 2 or not logits.is_floating_point() or not logits.shape[-1]:
         raise LongspanError(f"`logits` must be a floating tensor [batch, tokens, vocabulary], got {describe(logits)}")
     _check_items(num_items_in_batch)
+    if shifted_labels.device.type == "cpu":  # elsewhere the host would wait; there torch's own check stops the kernel
+        _check_labels(shifted_labels, logits.shape[-1])
     return mean_loss(logits, shifted_labels, sp, num_items_in_batch)[0]
 
 
@@ -72,8 +74,6 @@ def mean_loss(
             f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
         )
     labels = shifted_labels.reshape(-1).to(logits.device)
-    if labels.device.type == "cpu":  # elsewhere it would make the host wait; there torch's own check stops the kernel
-        _check_labels(labels, logits.shape[-1])
     total: Any = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), labels)  # type: ignore[no-untyped-call]
     carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
     sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.across_ranks import gather_values, name_ranks
+from longspan.across_ranks import gather_values
 from longspan.errors import LongspanError
+from longspan.rendezvous import spell_ranks
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding
@@ -42,7 +43,7 @@ class NonFinite:
 
     def __str__(self) -> str:
         bad, of = self.values
-        return f"{self.tensor} on {name_ranks(self.ranks)} ({bad:,} of {of:,} values are NaN or infinite)"
+        return f"{self.tensor} on {spell_ranks(self.ranks)} ({bad:,} of {of:,} values are NaN or infinite)"
 
 
 @dataclass(frozen=True)

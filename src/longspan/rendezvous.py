@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.errors import LongspanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 #: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -358,10 +358,8 @@ def poll(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def spell_ranks(ranks: list[int]) -> str:
-    """rank 2; ranks 0, 1 and 3; of many, the first eight."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 8:
-        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """rank 2; ranks 0, 1, 3; of many, the first eight and how many more."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

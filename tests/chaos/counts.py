@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 COLUMNS = (
     "tried", "refused", "recovered", "survived", "harmless", "skipped", "hung", "silent", "traceback", "wrong",
@@ -72,3 +78,24 @@ def table(rows: Sequence[Counts]) -> str:
 
 def _said(rows: Iterable[Counts]) -> list[str]:
     return [f"{row.part}: {line}" for row in rows for line in row.said]
+
+
+def run_part(
+    seed: int, attempts: Callable[[Path], list[Any]], good: Callable[[Any], bool], cannot: type[Exception]
+) -> int:
+    """Make a part's attempts in a folder that is removed, and print what became of them.
+
+    Returns:
+        0 if all are `good`, 1 if not, 2 where they cannot be made (`cannot` was raised).
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was made is removed
+    print(f"seed {seed}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="longspan-chaos-") as folder:
+            outcomes = attempts(Path(folder))
+    except cannot as error:
+        print(f"skipped: {error}")
+        return 2
+    recovered = sum(outcome.recovered is True for outcome in outcomes)
+    print(f"tried {len(outcomes)}, {dict(Counter(outcome.verdict for outcome in outcomes))}, recovered {recovered}")
+    return 0 if all(map(good, outcomes)) else 1

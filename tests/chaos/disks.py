@@ -17,11 +17,9 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from longspan import checkpoint
 from longspan.checkpoint.folder import MAKING
 from longspan.errors import LongspanError
 from longspan.train import TrainConfig
+from tests.chaos.counts import run_part
 from tests.chaos.ranks import LIMIT_S, ROOT, base_config, environment, flags, result, wait_for
 
 DISK_BYTES = 16 << 20
@@ -235,17 +234,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tries", type=int, default=8)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was made is removed
-    print(f"seed {args.seed}")
-    try:
-        with tempfile.TemporaryDirectory(prefix="longspan-chaos-") as folder:
-            outcomes = campaign(args.seed, args.tries, Path(folder))
-    except CannotMount as error:
-        print(f"skipped: {error}")
-        return 2
-    recovered = sum(outcome.recovered is True for outcome in outcomes)
-    print(f"tried {len(outcomes)}, {dict(Counter(outcome.verdict for outcome in outcomes))}, recovered {recovered}")
-    return 0 if all(map(good, outcomes)) else 1
+    return run_part(args.seed, lambda folder: campaign(args.seed, args.tries, folder), good, CannotMount)
 
 
 if __name__ == "__main__":

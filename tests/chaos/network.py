@@ -15,18 +15,16 @@ import argparse
 import dataclasses
 import random
 import re
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import slow_link
 from longspan.train import TrainConfig
+from tests.chaos.counts import run_part
 from tests.chaos.ranks import LIMIT_S, base_config, environment, flags, result, wait_for
 
 RANKS = 2
@@ -175,17 +173,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tries", type=int, default=4, help="cuts of each kind")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was made is removed
-    print(f"seed {args.seed}")
-    try:
-        with tempfile.TemporaryDirectory(prefix="longspan-chaos-") as folder:
-            outcomes = campaign(args.seed, dict.fromkeys(KINDS, args.tries), Path(folder))
-    except slow_link.CannotBuild as error:
-        print(f"skipped: {error}")
-        return 2
-    recovered = sum(outcome.recovered is True for outcome in outcomes)
-    print(f"tried {len(outcomes)}, {dict(Counter(outcome.verdict for outcome in outcomes))}, recovered {recovered}")
-    return 0 if all(map(good, outcomes)) else 1
+    return run_part(
+        args.seed,
+        lambda folder: campaign(args.seed, dict.fromkeys(KINDS, args.tries), folder),
+        good,
+        slow_link.CannotBuild,
+    )
 
 
 if __name__ == "__main__":

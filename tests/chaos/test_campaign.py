@@ -91,7 +91,7 @@ def test_cuts_are_judged() -> None:
     assert network.verdict(long, [1, 1], [lost, "no idea"], False) == "not named"
     assert network.verdict(long, [1, 1], ["rank 0 of 2 is lost", alone], False) == "not named"
     assert network.verdict(long, [0, 0], ["", ""], True) == "too late"
-    four = ["ranks 1, 2 and 3 of 4: no sign"] + [f"rank {rank} of 4: cut off" for rank in (1, 2, 3)]
+    four = ["ranks 1, 2, 3 of 4: no sign"] + [f"rank {rank} of 4: cut off" for rank in (1, 2, 3)]
     assert network.verdict(Cut(0, 3, 0.1, None, False), [1] * 4, four, False) == "named"
 
 

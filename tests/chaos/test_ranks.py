@@ -36,8 +36,8 @@ def test_outcomes_are_judged_and_counted() -> None:
     assert ranks._verdict(kill, 1, "rank 2 of 4 was killed") == "named"
     assert ranks._verdict(kill, 1, "rank 1 of 4 was killed") == "not named"
     assert ranks._verdict(mismatch, 0, "") == "silent"
-    assert ranks._verdict(mismatch, 2, "rank 2: steps is 3") == "not named"
-    assert ranks._verdict(mismatch, 2, "rank 2: lr is 0.5") == "named"
+    assert ranks._verdict(mismatch, 2, "steps is 3 on rank 2") == "not named"
+    assert ranks._verdict(mismatch, 2, "the same: lr is 0.5 on rank 2") == "named"
     assert ranks._verdict(Fault("kill", 2, how="restart"), 0, "rank 2 died; restart 1 of 1") == "named"
     counts = ranks.table([Outcome(kill, "named", "", True), Outcome(kill, "hung", "", None)]).splitlines()[1].split()
     assert counts == ["kill", "2", "1", "1/1", "0", "1", "0", "0"]

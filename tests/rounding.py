@@ -1,0 +1,86 @@
+"""How large rounding is on this CPU, beside the limits of `tests.tolerance`.
+
+python -m tests.rounding
+
+Prints the largest error of attention in units (limit `MARGIN`), over all cases of `test_ring.py`, three seeds, fp32 and
+fp64 and every kernel, on one device; then, for every family of models on the meshes of `test_models.py`, the error of
+each gradient beside one device's (limit `FACTOR`, and a floor) and the part of its limit that it uses (limit 1). Set
+ATEN_CPU_CAPABILITY and OMP_NUM_THREADS for other kernels than this CPU's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+
+import torch
+
+import longspan
+from longspan.errors import LongspanError
+from longspan.mesh import OneDeviceMesh
+from tests.models import FAMILIES, Truth, build, gradient_excess, gradients, rows_of, sharding
+from tests.oracle import errors
+from tests.pool import RankPool
+from tests.test_models import ON_4_RANKS, _inputs, _truth
+from tests.test_ring import CASES
+from tests.test_ulysses import run
+from tests.tolerance import FEW
+
+
+def attention() -> tuple[float, str]:
+    """The largest error of any output or gradient in units, and where."""
+    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    worst = (0.0, "")
+    for dtype in (torch.float32, torch.float64):
+        for name, plain in CASES.items():
+            for seed in range(3):
+                case = dataclasses.replace(plain, dtype=dtype, seed=seed)
+                for kernel in ("auto", "eager", "block"):
+                    try:
+                        found = errors(case, run(case, sp, kernel))
+                    except LongspanError:
+                        continue  # a kernel that has no such mask
+                    for tensor, units in found.items():
+                        worst = max(worst, (units, f"{tensor} of {name}, {dtype}, {kernel}, seed {seed}"))
+    return worst
+
+
+def of_model(family: str, truth: Truth) -> list[tuple[float, float, str]]:
+    """On each rank: of every gradient its error beside one device's, the part of its limit, and what it is."""
+    whole, rows = _inputs(family), []
+    for data, ring, fsdp in ON_4_RANKS:
+        sp = sharding(data, ring)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ranks without heads
+            model = longspan.parallelize(build(family), sp, fsdp=fsdp)
+        model(**rows_of(whole, sp.data_rank, sp.data_size)).loss.backward()
+        found = gradients(model)
+        for name, used in gradient_excess(found, truth).items():
+            exact = truth.exact.gradients[name]
+            apart, noise = (float((x[name].double() - exact).norm()) for x in (found, truth.single.gradients))
+            beside = apart / noise if noise and exact.numel() >= FEW else 0.0
+            rows.append((beside, used, f"{name} of {family}, data {data} x ring {ring}, FSDP {fsdp}"))
+    return rows
+
+
+def main() -> None:
+    """Print what rounding came to."""
+    print(
+        f"torch {torch.__version__}, kernels {torch.backends.cpu.get_cpu_capability()}, "
+        f"{os.environ.get('OMP_NUM_THREADS', 'as many as cores')} threads",
+        flush=True,
+    )
+    print("attention: largest error {:.2f} units ({})".format(*attention()), flush=True)
+    pool, rows = RankPool(4), []
+    for family in FAMILIES:
+        rows += pool.run(of_model, family, _truth(family), timeout=240)[0]
+    pool.close()
+    beside, used = sorted(rows, reverse=True), sorted((row[1], row[2]) for row in rows)
+    print(f"models: {len(rows)} gradients; error beside one device's, of those of {FEW} numbers and more:")
+    print(f"  largest {beside[0][0]:.2f} ({beside[0][2]}); 99 in 100 are at most {beside[len(rows) // 100][0]:.2f}")
+    print(f"  largest part of the limit {used[-1][0]:.2f} ({used[-1][1]})")
+
+
+if __name__ == "__main__":
+    main()
