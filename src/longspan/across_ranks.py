@@ -7,22 +7,19 @@ which every rank then knows. So all ranks raise the same error, whichever of the
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.differences import differences, listed, odd_ones, spell_ranks
 from longspan.digests import Digester, digest_of_text, digests_of, weights_of
 from longspan.errors import LongspanError
-from longspan.rendezvous import spell_ranks
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding
-
-_SHOWN = 3  # differences that a message spells out
 
 
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
@@ -38,53 +35,6 @@ def gather_values(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, mine, group=group)
     return values
-
-
-def odd_ones(seen: Sequence[Hashable]) -> list[int]:
-    """The places in `seen` that differ from what most have; where two are as frequent, from what the first has."""
-    usual = max(Counter(seen).items(), key=lambda item: (item[1], item[0] == seen[0]))[0]
-    return [i for i, value in enumerate(seen) if value != usual]
-
-
-def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """One text for every key whose values differ over the ranks, naming both sides: those most ranks have, and others.
-
-    Args:
-        facts: of each rank, by key.
-        ranks: their numbers in the job.
-    """
-    keys = dict.fromkeys(key for each in facts for key in each)
-    texts = []
-    for key in keys:
-        values = [each.get(key) for each in facts]
-        if len(set(values)) > 1:
-            odd = odd_ones(values)
-            usual = [i for i in range(len(values)) if i not in odd]
-            parts = [*_parts(values, odd), (usual[0], usual)]
-            said = [f"{_spell(values[i])} on {spell_ranks([ranks[j] for j in some])}" for i, some in parts]
-            texts.append(f"{key} is {', '.join(said)}")
-    return texts
-
-
-def _parts(values: Sequence[Any], odd: list[int]) -> list[tuple[int, list[int]]]:
-    """The odd places by value: the first of each, and all that are like it."""
-    return [
-        (i, [j for j in odd if values[j] == values[i]])
-        for n, i in enumerate(odd)
-        if all(values[j] != values[i] for j in odd[:n])
-    ][:_SHOWN]
-
-
-def _spell(value: str | None) -> str:
-    if value is None:
-        return "missing"
-    return value if len(value) <= 120 else f"{value[:117]}..."
-
-
-def listed(texts: Sequence[str], most: int = _SHOWN) -> str:
-    """The first few, and how many more there are."""
-    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from longspan.across_ranks import differences, listed
+from longspan.differences import differences, listed, spell_ranks
 from longspan.errors import LongspanError
-from longspan.rendezvous import GROUP_TIMEOUT_S, Peers, poll, spell_ranks
+from longspan.rendezvous import GROUP_TIMEOUT_S, Peers, poll
 
 #: What a value is cut to, so that a rank says a few kilobytes in all; a checksum then stands for the rest.
 _LONGEST = 80

@@ -21,16 +21,14 @@ from torch import Tensor, nn
 
 from longspan.across_ranks import (
     ReplicaCheck,
-    differences,
     gather_numbers,
     gather_values,
     host_group,
     is_on_cpu,
-    listed,
-    odd_ones,
     raise_problems,
 )
 from longspan.batch import SequenceInfo, device_digest, digest
+from longspan.differences import differences, listed, odd_ones
 from longspan.digests import digest_of_text
 from longspan.errors import LongspanError
 

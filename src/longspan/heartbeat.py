@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from longspan.rendezvous import Peers, spell_ranks
+from longspan.differences import spell_ranks
+from longspan.rendezvous import Peers
 
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits
 _LONG_STEPS = 10

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from longspan.across_ranks import gather_values
+from longspan.differences import spell_ranks
 from longspan.errors import LongspanError
-from longspan.rendezvous import spell_ranks
 
 if TYPE_CHECKING:
     from longspan.mesh import SequenceSharding

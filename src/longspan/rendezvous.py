@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from longspan.differences import spell_ranks
 from longspan.errors import LongspanError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 #: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -356,10 +357,3 @@ def poll(condition: Callable[[], bool], deadline: float) -> bool:
         time.sleep(pause_s)
         pause_s = min(0.1, pause_s * 1.5)
     return True
-
-
-def spell_ranks(ranks: Sequence[int]) -> str:
-    """rank 2; ranks 0, 1, 3; of many, the first eight and how many more."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -22,6 +22,7 @@ from longspan import agreement, checkpoint
 from longspan.batch import shard_batch
 from longspan.checkpoint.identity import flat
 from longspan.data import StepBatch, deal, prefetch
+from longspan.differences import spell_ranks
 from longspan.errors import LongspanError
 from longspan.heartbeat import Heartbeat
 from longspan.launch import Stopped, StopRequest
@@ -37,7 +38,7 @@ from longspan.metrics import (
 )
 from longspan.nonfinite import watch
 from longspan.parallelize import parallelize
-from longspan.rendezvous import Peers, meet, spell_ranks
+from longspan.rendezvous import Peers, meet
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
 from longspan.train.inputs import Inputs, build_model, find_resume, open_here

@@ -1,0 +1,63 @@
+"""What ranks say, compared: which of them differ from most, and how that is said. Standard library only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+_SHOWN = 3  # differences that a message spells out
+
+
+def odd_ones(seen: Sequence[Hashable]) -> list[int]:
+    """The places in `seen` that differ from what most have; where two are as frequent, from what the first has."""
+    usual = max(Counter(seen).items(), key=lambda item: (item[1], item[0] == seen[0]))[0]
+    return [i for i, value in enumerate(seen) if value != usual]
+
+
+def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
+    """One text for every key whose values differ over the ranks, naming both sides: those most ranks have, and others.
+
+    Args:
+        facts: of each rank, by key.
+        ranks: their numbers in the job.
+    """
+    keys = dict.fromkeys(key for each in facts for key in each)
+    texts = []
+    for key in keys:
+        values = [each.get(key) for each in facts]
+        if len(set(values)) > 1:
+            odd = odd_ones(values)
+            usual = [i for i in range(len(values)) if i not in odd]
+            parts = [*_parts(values, odd), (usual[0], usual)]
+            said = [f"{_spell(values[i])} on {spell_ranks([ranks[j] for j in some])}" for i, some in parts]
+            texts.append(f"{key} is {', '.join(said)}")
+    return texts
+
+
+def _parts(values: Sequence[Any], odd: list[int]) -> list[tuple[int, list[int]]]:
+    """The odd places by value: the first of each, and all that are like it."""
+    return [
+        (i, [j for j in odd if values[j] == values[i]])
+        for n, i in enumerate(odd)
+        if all(values[j] != values[i] for j in odd[:n])
+    ][:_SHOWN]
+
+
+def _spell(value: str | None) -> str:
+    if value is None:
+        return "missing"
+    return value if len(value) <= 120 else f"{value[:117]}..."
+
+
+def listed(texts: Sequence[str], most: int = _SHOWN) -> str:
+    """The first few, and how many more there are."""
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """rank 2; ranks 0, 1, 3; of many, the first eight and how many more."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
