@@ -42,8 +42,8 @@ def local_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """longspan's own way of calling that SDPA on one device, for whoever wants it as a local kernel."""
-    from longspan.attention.local import Scores, local_attention
-    from longspan.attention.mask import Mask
+    from longspan.attn.mask import Mask
+    from longspan.attn.methods.local import Scores, local_attention
 
     return local_attention(q, k, v, Mask(causal=True), Scores())
 

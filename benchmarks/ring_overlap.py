@@ -167,13 +167,13 @@ def inside(
 
 @contextlib.contextmanager
 def nothing_sent() -> Iterator[None]:
-    with mock.patch.object(importlib.import_module("longspan.attention.ring"), "post", lambda *_, **__: []):
+    with mock.patch.object(importlib.import_module("longspan.attn.methods.ring"), "post", lambda *_, **__: []):
         yield
 
 
 @contextlib.contextmanager
 def nothing_computed() -> Iterator[None]:
-    tiles = importlib.import_module("longspan.attention.tiles")
+    tiles = importlib.import_module("longspan.attn.kernels.tiled")
     with mock.patch.multiple(tiles, forward=lambda *_, **__: None, backward=lambda *_, **__: None):
         yield
 

@@ -17,8 +17,8 @@ import warnings
 import torch
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
 from tests.models import FAMILIES, Truth, build, gradient_excess, gradients, rows_of, sharding
 from tests.oracle import errors
 from tests.pool import RankPool

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from longspan import agreement, rendezvous
-from longspan.agreement import compare
-from longspan.errors import LongspanError
-from longspan.rendezvous import VARIABLES, Peers, meet, read_job
+from longspan.core.errors import LongspanError
+from longspan.ranks import agreement, rendezvous
+from longspan.ranks.agreement import compare
+from longspan.ranks.rendezvous import VARIABLES, Peers, meet, read_job
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]

@@ -18,12 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan import cli, launch
+from longspan import cli
 from longspan.bench import BenchConfig, run, worker
 from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops, overhead
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.report import Measurement, as_toml, print_table
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
 from tests.pool import THREADS, RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -126,7 +127,7 @@ def _links(config: BenchConfig) -> dict[str, dict[str, Fit]]:
     import torch
 
     from longspan.bench.links import measure_links
-    from longspan.mesh import init_mesh
+    from longspan.comm.mesh import init_mesh
 
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type="cpu")
     return measure_links(config, mesh, torch.device("cpu"))

@@ -21,7 +21,7 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, RunLock
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.chaos.corruption import small_model
 from tests.pool import RankError, RankPool
 

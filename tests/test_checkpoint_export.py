@@ -15,7 +15,7 @@ import torch
 import longspan
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.pool import RankPool
 from tests.test_checkpoint_disk import largest_file
 

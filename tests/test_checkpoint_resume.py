@@ -17,9 +17,9 @@ import torch
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, RunLock
 from longspan.checkpoint.identity import differences
-from longspan.errors import LongspanError
-from longspan.metrics import MetricsLog
+from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig, run
+from longspan.train.metrics import MetricsLog
 from tests.pool import RankError, RankPool
 from tests.test_checkpoint_disk import largest_file
 from tests.test_train import LLAMA, _losses, _said, _train

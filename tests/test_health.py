@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.checkpoint import complete_steps
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig
 from longspan.train.health import Health
 from tests.pool import RankError, RankPool

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from longspan.heartbeat import AwakeClock, Beat, Heartbeat, Watch
-from longspan.rendezvous import Peers
+from longspan.ranks.heartbeat import AwakeClock, Beat, Heartbeat, Watch
+from longspan.ranks.rendezvous import Peers
 
 STEP = Beat(
     number=1, place="step 3, optimizer", moves=7, long=False, longest_s=2.0, where="loop.py:1 in run", waits=True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import types
 from typing import Any
 
@@ -14,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.attention import flex, kernels, tiles
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.attn import api
+from longspan.attn.kernels import choice as kernels
+from longspan.attn.kernels import flex
+from longspan.attn.kernels import tiled as tiles
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
 from tests.counting import count_sent
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
@@ -24,7 +26,7 @@ from tests.test_ring import CASES, HARD, _all_exact, compare
 from tests.test_ulysses import _sharding
 from tests.tolerance import MARGIN, excess
 
-longspan_attention = sys.modules["longspan.attention"]  # the module, not the function of that name
+longspan_attention = api
 
 
 def _one() -> longspan.SequenceSharding:
@@ -83,7 +85,8 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_on_a_gpu_flex_takes_what_sdpa_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import Mask, Scores
+    from longspan.attn.mask import Mask
+    from longspan.attn.score import Scores
 
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
     gpu = torch.device("cuda")

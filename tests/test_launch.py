@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from longspan import launch, supervisor
-from longspan.errors import LongspanError
-from longspan.heartbeat import Heartbeat
-from longspan.launch import RankFailed, Stopped, StopRequest
-from longspan.rendezvous import meet
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch, supervisor
+from longspan.ranks.heartbeat import Heartbeat
+from longspan.ranks.launch import RankFailed, Stopped, StopRequest
+from longspan.ranks.rendezvous import meet
 
 
 def _join() -> int:
@@ -306,7 +306,7 @@ def test_a_stop_request_is_remembered_and_handlers_come_back() -> None:
 
 def test_a_later_second_signal_acts_at_once() -> None:
     code = (
-        "import signal, time\nfrom longspan.launch import StopRequest\n"
+        "import signal, time\nfrom longspan.ranks.launch import StopRequest\n"
         "with StopRequest(repeat_s=0.05):\n"
         "    signal.raise_signal(15); time.sleep(0.1); signal.raise_signal(15); print('survived')"
     )
@@ -317,7 +317,7 @@ def test_a_later_second_signal_acts_at_once() -> None:
 
 def test_a_job_that_does_not_stop_in_time_is_ended() -> None:
     code = (
-        "import signal, time\nfrom longspan.launch import StopRequest\n"
+        "import signal, time\nfrom longspan.ranks.launch import StopRequest\n"
         "with StopRequest(grace_s=0.2):\n"
         "    signal.raise_signal(15); time.sleep(60); print('survived')"
     )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
 from tests.oracle import Case, errors, make
 from tests.test_ulysses import CASES, run
 from tests.tolerance import MARGIN

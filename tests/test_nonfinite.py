@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.nonfinite import first_not_finite
+from longspan.core.errors import LongspanError
+from longspan.hf.nonfinite import first_not_finite
 from tests.models import batch, build, gradients, rows_of, sharding
 from tests.pool import RankPool
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.counting import count_sent
 from tests.models import (
     Truth,
@@ -415,7 +415,7 @@ def test_what_is_no_hugging_face_model() -> None:
 
 def _unused_parameters() -> None:
     """Without FSDP: a parameter that only some ranks use is summed, one that none uses keeps no gradient."""
-    from longspan.gradients import GradientSum
+    from longspan.hf.gradients import GradientSum
 
     sp = sharding()
     a, b, c = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from longspan.cli import main, parse
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.plan import (
     CATALOGUE,
     Hardware,

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import longspan
-from longspan.attention.mask import Mask as AttentionMask
-from longspan.attention.ring import work_of_blocks
-from longspan.layout import Layout, ring_routes
+from longspan.attn.mask import Mask as AttentionMask
+from longspan.attn.methods.ring import work_of_blocks
+from longspan.core.layout import Layout
+from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
 from longspan.plan.communication import layer_method
 from longspan.plan.ring import lap
@@ -260,8 +261,8 @@ def test_counting_sees_a_collective_that_nobody_planned() -> None:
 
 def test_the_planner_has_the_sizes_of_the_code() -> None:
     """Buckets and tiles are written down twice, as the planner may not import what needs torch."""
-    from longspan.gradients import GradientSum
-    from longspan.loss import TILE_ELEMENTS
+    from longspan.hf.gradients import GradientSum
+    from longspan.hf.loss import TILE_ELEMENTS
     from longspan.plan.communication import GRADIENT_BUCKET
     from longspan.plan.kept import Scale
     from longspan.plan.memory import _tile

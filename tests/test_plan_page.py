@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from longspan.errors import LongspanError
-from longspan.layout import Layout, split_heads
+from longspan.core.errors import LongspanError
+from longspan.core.heads import split_heads
+from longspan.core.layout import Layout
 from longspan.plan import Job, Mesh, planned, read_hardware, read_model, search
 from longspan.plan.curves import BEST, contexts, gpu_counts, grid
 from longspan.plan.drawing import SIZE, draw

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.plan.models import CONFIGS
 from longspan.plan.shapes import FAMILIES, LayerShape, ModelShape, Parameter, read_model, shape_from_config
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.attention import Mask
-from longspan.attention.ring import work_of_blocks
-from longspan.layout import Layout, Routes, ring_routes
-from longspan.mesh import OneDeviceMesh
+from longspan.attn.mask import Mask
+from longspan.attn.methods.ring import work_of_blocks
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.layout import Layout
+from longspan.core.routes import Routes, ring_routes
 from tests.counting import count_sent
 from tests.oracle import Case, errors, make, options, truth_of
 from tests.pool import RankPool
@@ -223,7 +224,7 @@ def test_a_window_needs_its_neighbours_only() -> None:
     assert contiguous.right == (1,) * 7 + (0,) and contiguous.left == (0,) * 8
     zigzag = _routes(Layout(8, 1, "zigzag"), 800, Mask(window=50))
     assert zigzag.rounds == 1 and sum(zigzag.right) == sum(zigzag.left) == 7
-    documents = Mask(rows=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
+    documents = Mask(segments=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
     assert _routes(Layout(8), 800, documents).rounds == 0
 
 

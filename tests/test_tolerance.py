@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan.mesh import OneDeviceMesh
+from longspan.comm.mesh import OneDeviceMesh
 from tests.models import batch, build, check_gradients, gradient_excess, truth_of
 from tests.oracle import Case, errors, sizes_of
 from tests.oracle import truth_of as oracle_of

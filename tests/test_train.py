@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from longspan import launch
-from longspan.errors import LongspanError
-from longspan.launch import RankFailed
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from tests.chaos.ranks import LLAMA
 from tests.models import widened

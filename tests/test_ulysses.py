@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
 from tests.counting import count_sent
 from tests.oracle import Case, errors, make, options
 from tests.pool import THREADS, RankPool

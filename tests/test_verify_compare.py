@@ -96,15 +96,15 @@ def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly()
     none = Sums()
     criterion = Criterion(factor=4.0, floor=1e-5)
     (check,) = judge({"w": [loud, lucky, small, none]}, criterion)
-    spread2, even2 = (
+    kv_head_index2, even2 = (
         10 / 50 * 4.0,
         10 / 50 * (2e8 + 1e4),
     )  # a fifth of the noise, and of the gradient, of all 50 numbers
     assert check.limit == pytest.approx(
         (
             4 * 2.0 / 1e4 + 1e-5 * math.sqrt(3 * even2 / 1e8),
-            4 * math.sqrt(spread2) / 1e4 + 1e-5,
-            (4 * math.sqrt(spread2) + 1e-5 * math.sqrt(even2)) / 1e2,
+            4 * math.sqrt(kv_head_index2) / 1e4 + 1e-5,
+            (4 * math.sqrt(kv_head_index2) + 1e-5 * math.sqrt(even2)) / 1e2,
             1e-5,
         )
     )

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli import main as cli_main
-from longspan.rendezvous import VARIABLES
+from longspan.ranks.rendezvous import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
 

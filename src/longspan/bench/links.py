@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.timing import median_seconds
-from longspan.mesh import OneDeviceMesh
-from longspan.shard import gather_into, scatter_into
+from longspan.comm.gather import gather_into, scatter_into
+from longspan.comm.mesh import OneDeviceMesh
 
 FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these together: the "axis" fsdp."""

@@ -23,7 +23,7 @@ from longspan.checkpoint.disk import DiskFull, check_room, spell_full
 from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import check_finite
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 RECORD = "longspan.json"
 """In an exported folder: the files that longspan wrote there. What is not in it belongs to somebody else."""

@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from longspan.checkpoint.folder import Checkpoint
-from longspan.errors import LongspanError
-from longspan.pretrained import first_line
+from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import first_line
 
 #: Of a model's config: what does not change what the model computes.
 _BESIDE = {

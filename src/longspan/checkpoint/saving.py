@@ -41,7 +41,7 @@ from longspan.checkpoint.folder import (
 )
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, read_index, spell_index
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor, beside its content, at most."""

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from longspan.checkpoint.folder import FileRecord
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 INDEX = "index.json"
 

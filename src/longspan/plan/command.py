@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.methods import compare

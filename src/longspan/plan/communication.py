@@ -12,7 +12,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.layout import HeadShare, choose_impl, split_heads
+from longspan.core.heads import HeadShard, split_heads
+from longspan.core.routes import choose_impl
 from longspan.plan.job import layout_of
 from longspan.plan.ring import Lap, lap
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from longspan.plan.shapes import LayerShape, ModelShape, Parameter
 
 GRADIENT_BUCKET = 1 << 25
-"""Elements of one all-reduce of `longspan.gradients.GradientSum`."""
+"""Elements of one all-reduce of `longspan.hf.gradients.GradientSum`."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def passes(job: Job) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def heads_of(q_heads: int, kv_heads: int, tensor: int, ulysses: int) -> tuple[HeadShare, ...]:
+def heads_of(q_heads: int, kv_heads: int, tensor: int, ulysses: int) -> tuple[HeadShard, ...]:
     """Which heads each Ulysses rank computes, of those that tensor parallelism leaves it."""
     q = -(-q_heads // tensor)
     kv = max(1, kv_heads // tensor)
@@ -200,7 +201,7 @@ def _ulysses(layer: LayerShape, job: Job, mesh: Mesh, q_heads: int, kv_heads: in
 
 
 @functools.lru_cache(maxsize=4096)
-def _widths(shares: tuple[HeadShare, ...], d: int, dv: int) -> tuple[int, int]:
+def _widths(shares: tuple[HeadShard, ...], d: int, dv: int) -> tuple[int, int]:
     """Elements of a token's packed row, and of its output, over all ranks."""
     return sum(s.q_heads * d + s.kv_heads * (d + dv) for s in shares), sum(s.q_heads * dv for s in shares)
 
@@ -343,7 +344,7 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
 
 
 def _gradient_sum(model: ModelShape, mesh: Mesh) -> list[Sent]:
-    """One flag per parameter, then the gradients in fp32 in buckets: what `longspan.gradients.GradientSum` does."""
+    """One flag per parameter, then the gradients in fp32 in buckets: what `longspan.hf.gradients.GradientSum` does."""
     f = mesh.weights
     buckets, flags = _buckets(model)
     sent = [Sent("all_reduce", "fsdp", "which gradients exist", 2 * 4 * flags * (f - 1) // f, method=False)]

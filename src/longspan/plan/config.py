@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
+from longspan.core.errors import LongspanError
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import asdict, replace
 from typing import Any
 
-from longspan.checked import LARGEST_COUNT
+from longspan.core.checked import LARGEST_COUNT
 from longspan.plan.communication import heads_of
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh

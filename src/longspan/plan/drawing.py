@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

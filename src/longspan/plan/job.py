@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, check_flag, check_number, spell
-from longspan.errors import LongspanError
-from longspan.layout import Layout
+from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout
 
 Mode = Literal["train", "prefill", "decode"]
 TensorStyle = Literal["tp", "megatron-sp"]
@@ -15,7 +15,7 @@ LayoutName = Literal["auto", "contiguous", "zigzag"]
 RingImpl = Literal["auto", "p2p", "allgather"]
 
 AXES = ("data", "ring", "ulysses", "tensor")
-"""Outermost first: neighbours in rank order share the axes to the right (as in `longspan.mesh`)."""
+"""Outermost first: neighbours in rank order share the axes to the right (as in `longspan.comm.mesh`)."""
 
 RUNS = ("data", "ring", "ulysses")
 """The axes that this version of longspan runs; the others are planned from their formulas."""
@@ -45,7 +45,7 @@ class Job:
         kv_replication: whether one KV head may go to several ranks.
         tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
         layout: how tokens lie over a ring: `zigzag`, `contiguous`, or `auto` (zigzag), as `SequenceSharding` takes it.
-        ring_impl: how keys and values go round a ring: `p2p`, `allgather`, or `auto` (`longspan.layout.choose_impl`).
+        ring_impl: how keys and values go round: `p2p`, `allgather`, or `auto` (`longspan.core.routes.choose_impl`).
     """
 
     context: int

@@ -224,7 +224,7 @@ def _widest(model: ModelShape, tensor: int, s: Scale) -> int:
 
 
 def _tile(s: Scale) -> int:
-    """Bytes of fp32 logits that the loss looks at together: `longspan.loss.TILE_ELEMENTS`."""
+    """Bytes of fp32 logits that the loss looks at together: `longspan.hf.loss.TILE_ELEMENTS`."""
     return 4 << (20 if s.on_cpu else 24)
 
 

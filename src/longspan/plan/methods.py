@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.plan.communication import communication, micro_batches
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh

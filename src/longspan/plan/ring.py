@@ -1,7 +1,7 @@
 """One attention round a ring, counted: how far blocks travel, what each rank sends, what each rank computes.
 
-The arithmetic is that of `longspan.attention.ring` (the same layout, regions and routes), for the causal masks that the
-planner knows, without a tensor and without a table of ranks x ranks, so that rings of thousands cost nothing.
+The arithmetic is that of `longspan.attn.methods.ring` (the same layout, regions and routes), for the causal masks that
+the planner knows, without a tensor and without a table of ranks x ranks, so that rings of thousands cost nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from longspan.layout import Layout, Routes, Span, routes_to
-from longspan.regions import Region
+from longspan.core.layout import Layout, Span
+from longspan.core.regions import Region
+from longspan.core.routes import Routes, routes_to
 
 
 @dataclass(frozen=True)

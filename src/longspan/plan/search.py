@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from longspan.checked import LARGEST_COUNT, check_number, spell
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, check_number, spell
+from longspan.core.errors import LongspanError
 from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
 from longspan.plan.compute import model_flops, optimizer_seconds
 from longspan.plan.job import AXES, RUNS, Job, Mesh, RingImpl

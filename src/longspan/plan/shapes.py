@@ -18,8 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.checked import LARGEST_COUNT, check_number, existing_path, read_text, spell
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, check_number, existing_path, read_text, spell
+from longspan.core.errors import LongspanError
 from longspan.plan.models import CONFIGS
 
 _MOST_LAYERS = 1 << 14

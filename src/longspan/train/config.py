@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import (
+from longspan.core.checked import (
     LARGEST_COUNT,
     LARGEST_JOB,
     LARGEST_SEED,
@@ -15,7 +15,7 @@ from longspan.checked import (
     check_number,
     path_of,
 )
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 
 @dataclass(frozen=True)

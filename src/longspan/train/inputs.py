@@ -8,13 +8,14 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from longspan import checkpoint, launch
-from longspan.checked import check_output
+from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import differences
+from longspan.core.checked import check_output
+from longspan.core.errors import LongspanError
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.errors import LongspanError
-from longspan.pretrained import first_line, read_model_config
+from longspan.hf.pretrained import first_line, read_model_config
+from longspan.ranks import launch
 from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity
 

@@ -18,16 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from longspan import agreement, checkpoint
-from longspan.batch import shard_batch
+from longspan import checkpoint
 from longspan.checkpoint.identity import flat
+from longspan.comm.mesh import SequenceSharding, init_mesh
+from longspan.core.differences import spell_ranks
+from longspan.core.errors import LongspanError
 from longspan.data import StepBatch, deal, prefetch
-from longspan.differences import spell_ranks
-from longspan.errors import LongspanError
-from longspan.heartbeat import Heartbeat
-from longspan.launch import Stopped, StopRequest
-from longspan.mesh import SequenceSharding, init_mesh
-from longspan.metrics import (
+from longspan.hf.batch import shard_batch
+from longspan.hf.nonfinite import watch
+from longspan.hf.parallelize import parallelize
+from longspan.ranks import agreement
+from longspan.ranks.heartbeat import Heartbeat
+from longspan.ranks.launch import Stopped, StopRequest
+from longspan.ranks.rendezvous import Peers, meet
+from longspan.train.config import TrainConfig
+from longspan.train.health import Health
+from longspan.train.inputs import Inputs, build_model, find_resume, open_here
+from longspan.train.metrics import (
     CommunicationSampler,
     Display,
     Quiet,
@@ -36,12 +43,6 @@ from longspan.metrics import (
     peak_flops,
     peak_memory_gib,
 )
-from longspan.nonfinite import watch
-from longspan.parallelize import parallelize
-from longspan.rendezvous import Peers, meet
-from longspan.train.config import TrainConfig
-from longspan.train.health import Health
-from longspan.train.inputs import Inputs, build_model, find_resume, open_here
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
 

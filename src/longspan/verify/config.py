@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
+from longspan.core.errors import LongspanError
 
 _MOST_TOKENS = 1 << 30
 

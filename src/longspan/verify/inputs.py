@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from longspan import checkpoint
-from longspan.checked import path_of
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import check_same_model, kept_model_config
+from longspan.core.checked import path_of
+from longspan.core.errors import LongspanError
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.errors import LongspanError
-from longspan.pretrained import check_language_model, first_line, read_model_config
+from longspan.hf.pretrained import check_language_model, first_line, read_model_config
 from longspan.verify.config import VerifyConfig
 
 
