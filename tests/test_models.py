@@ -27,8 +27,8 @@ from tests.models import (
     compare,
     gradients,
     sharding,
+    truth_by,
     truth_of,
-    widened,
 )
 from tests.pool import RankPool
 
@@ -163,7 +163,7 @@ def test_chunks_end_where_position_ids_say_so(pool4: RankPool) -> None:
 def _alone(family: str, changes: dict[str, Any], whole: dict[str, Any], sizes: tuple[int, ...]) -> Truth:
     """Each document through the model by itself, and the mean loss over the tokens of all."""
     model = build(family, **changes)
-    return Truth(*(_each_alone(m, family, whole, sizes) for m in (model, widened(model))))
+    return truth_by(model, lambda m: _each_alone(m, family, whole, sizes))
 
 
 def _each_alone(model: Any, family: str, whole: dict[str, Any], sizes: tuple[int, ...]) -> Run:

@@ -29,6 +29,14 @@ GPT-NeoX (3 layers, width 64, 4 ranks with FSDP, 6 seeds, fp32 and bf16) gave 99
 numbers of a cut `k_norm`. Faults in fp32 are hundreds to millions of times the noise.
 """
 
+NUDGES = 2
+"""How many more unsharded runs tell how large rounding in fp32 is.
+
+One run is one draw: where a single number near the end of a model (a norm's statistics of one token) makes most of the
+error of a gradient, that run may have it right by luck, and its error is then no measure of another's. So it is run
+again with weights that differ in their last place, which is what one more rounding of each would do.
+"""
+
 FEW = 64
 """Numbers below which the error of a tensor may be small by luck; of more, its norm is never half of what is usual."""
 
@@ -92,6 +100,9 @@ class Criterion:
     nothing. What is smaller than `floor` times the gradients of its layer is therefore measured against those: errors
     and the floor are relative to a slice of as many numbers of their typical size (the median of their root mean
     squares). Likewise a slice that is as small beside the rest of its tensor.
+
+    In fp32 `unsharded` is the largest error, number by number, of the unsharded run and of `NUDGES` more whose weights
+    were each rounded once more.
 
     A tensor of fewer than `FEW` numbers may be right by luck as a whole: its `unsharded` is at least the relative error
     that nine tenths of the gradients stay below.

@@ -28,7 +28,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import is_masked_lm
 from longspan.ranks.launch import threads_per_rank
-from longspan.verify.compare import Criterion, Part, Sums, compare_rows, judge, row_pieces
+from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, row_pieces
 from longspan.verify.config import VerifyConfig
 from longspan.verify.report import Report, equality
 
@@ -105,7 +105,8 @@ def unsharded_runs(
 ) -> tuple[Tensors, Tensors]:
     """The reference run and the run in the dtype asked for, one after the other; on rank 0, elsewhere empty.
 
-    `model` is left as it was.
+    In fp32 the latter is run `NUDGES` times more, with weights that differ in their last place, and of each number the
+    one that is furthest from the reference is kept: see `Criterion`. `model` is left as it was.
     """
     error = ""
     reference: Tensors = {}
@@ -117,6 +118,8 @@ def unsharded_runs(
                 same = wide == next(model.parameters()).dtype
                 unsharded = run_unsharded(model, batch_BS)
                 reference = unsharded if same else run_unsharded(_widened(model, wide), batch_BS)
+                for seed in range(NUDGES if config.dtype == "fp32" and not same else 0):
+                    keep_furthest(unsharded, run_unsharded(nudged(model, seed), batch_BS), reference)
         except torch.OutOfMemoryError as failure:
             way_out = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
             error = f"the unsharded run does not fit on {link.device}: {failure}; try {way_out}"
@@ -131,6 +134,26 @@ def _widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     if dtype == torch.float64 and isinstance(wide, transformers.PreTrainedModel):
         wide.set_experts_implementation("eager")  # the grouped product of a mixture of experts has no fp64
     return wide
+
+
+def nudged(model: nn.Module, seed: int) -> nn.Module:
+    """A copy whose weights were each rounded once more: moved at random, by at most one unit in the last place."""
+    moved = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for x in moved.parameters():
+            by = torch.rand(x.shape, generator=draw, dtype=torch.float64).mul_(2).sub_(1).mul_(torch.finfo(x.dtype).eps)
+            x.copy_(x.double() * (1 + by.to(x.device)))
+    return moved
+
+
+def keep_furthest(found: Tensors, other: Tensors, reference: Tensors) -> None:
+    """In `found`, take each number of `other` that is further from `reference`, in place."""
+    for name, exact in reference.items():
+        for start, stop in row_pieces(exact.shape):
+            mine, theirs, truth = (x[name][start:stop] for x in (found, other, reference))
+            further = (theirs.double() - truth.double()).abs() > (mine.double() - truth.double()).abs()
+            mine[further] = theirs[further]
 
 
 def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
