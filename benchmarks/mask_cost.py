@@ -20,7 +20,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.mask import Mask
-from longspan.attn.methods.ring import work_of_blocks
+from longspan.attn.prepare import work_of_blocks
 from longspan.attn.segments import cu_seqlens_segments
 from longspan.core.layout import Layout
 
@@ -78,11 +78,11 @@ def main() -> None:
     env = common.environment(["torch"])
     n = args.tokens
     rows = []
-    for kernel in ("sdpa", "block"):
+    for kernel in ("sdpa", "tiled"):
         runs = {
             name: step(n, kernel, options)
             for name, options in masks(n).items()
-            if kernel == "block" or not {"prefix", "mask_mod"} & options.keys()
+            if kernel == "tiled" or not {"prefix", "mask_mod"} & options.keys()
         }
         seconds, _ = common.alternate(dict(runs), args.repeats)
         whole = pairs(n, {})

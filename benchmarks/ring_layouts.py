@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import longspan
 from longspan.attn.mask import Mask
-from longspan.attn.methods.ring import work_of_blocks
+from longspan.attn.prepare import work_of_blocks
 from longspan.core.layout import Layout
 
 HEADS, KV_HEADS, DIM = 4, 2, 64

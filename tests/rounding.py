@@ -36,7 +36,7 @@ def attention() -> tuple[float, str]:
         for name, plain in CASES.items():
             for seed in range(3):
                 case = dataclasses.replace(plain, dtype=dtype, seed=seed)
-                for kernel in ("auto", "eager", "block"):
+                for kernel in ("auto", "eager", "tiled"):
                     try:
                         found = errors(case, run(case, sp, kernel))
                     except LongspanError:

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.attn import api
+from longspan.attn import prepare
 from longspan.attn.kernels import choice as kernels
 from longspan.attn.kernels import flex
 from longspan.attn.kernels import tiled as tiles
+from longspan.attn.kernels.base import Finished, Need
+from longspan.attn.mask import Mask
+from longspan.attn.score import Scores
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from tests.counting import count_sent
@@ -25,8 +28,6 @@ from tests.pool import RankPool
 from tests.test_ring import CASES, HARD, _all_exact, compare
 from tests.test_ulysses import _sharding
 from tests.tolerance import MARGIN, excess
-
-longspan_attention = api
 
 
 def _one() -> longspan.SequenceSharding:
@@ -40,13 +41,19 @@ def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
 EXPLAINED = [
     ({}, "sdpa: torch's scaled_dot_product_attention takes this mask, run by run"),
     ({"window": 3}, "sdpa: "),
-    ({"window": 257, "n": 300}, "block: sdpa would write out the mask of a window of 257 tokens, twice as wide; tiles"),
+    (
+        {"window": 257, "n": 300},
+        "tiled: sdpa would materialize the mask of a window of 257 tokens, twice as wide; tiles",
+    ),
     ({"chunk": 3}, "sdpa: "),
-    ({"softcap": 3.0}, "block: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
-    ({"prefix": 3}, "block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
-    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "block: sdpa cannot do sinks, alibi; tiles through"),
-    ({"window": 3, "causal": False}, "block: sdpa cannot do a window to both sides"),
-    ({"kernel": "eager"}, "eager: the formula written out; its memory grows with the square of the tokens"),
+    ({"softcap": 3.0}, "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
+    ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
+    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks, alibi; tiles through"),
+    ({"window": 3, "causal": False}, "tiled: sdpa cannot do a window to both sides"),
+    (
+        {"kernel": "eager"},
+        "eager: the formula with its scores materialized; its memory grows with the square of the tokens",
+    ),
     ({"kernel": lambda q, k, v, *, causal, scale: q}, "<lambda>: passed as a callable"),
 ]
 
@@ -68,7 +75,7 @@ def _explained_in_a_ring() -> str:
 
 def test_a_ring_is_explained_and_sends_nothing_for_it(pool2: RankPool) -> None:
     text = (
-        "block: in a ring blocks are added up by log-sum-exps; tiles through torch's flash attention for CPU, in fp32"
+        "tiled: in a ring blocks are added up by log-sum-exps; tiles through torch's flash attention for CPU, in fp32"
     )
     assert pool2.run(_explained_in_a_ring) == [text] * 2
 
@@ -80,20 +87,19 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             longspan.attention(*_qkv(), _one(), prefix=2)
     told = [record.message for record in caplog.records]
     assert told == [
-        "attention kernel block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
+        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
     ]
 
 
 def test_on_a_gpu_flex_takes_what_sdpa_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.mask import Mask
-    from longspan.attn.score import Scores
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: object())
 
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
-    gpu = torch.device("cuda")
-    choice = kernels.choose_kernel("auto", Mask(prefix=3), Scores(), device=gpu, grad=True)
-    assert str(choice) == "flex: sdpa cannot do prefix; FlexAttention compiles it"
-    assert kernels.choose_kernel("auto", Mask(prefix=3), Scores(), device=gpu, grad=True, ring=2).name == "block"
-    assert kernels.choose_kernel("auto", Mask(window=3), Scores(), device=gpu, grad=True, ring=2).name == "flex"
+    def choose(mask: Mask, ring: int = 1) -> kernels.Choice:
+        return kernels.choose_kernel("auto", Need(mask, Scores(), torch.device("cuda"), grad=True, ring=ring))[1]
+
+    assert str(choose(Mask(prefix=3))) == "flex: sdpa cannot do prefix; FlexAttention compiles it"
+    assert choose(Mask(prefix=3), ring=2).name == "tiled"
+    assert choose(Mask(window=3), ring=2).name == "flex"
 
 
 FLEX = [name for name in HARD if "cross" not in name]
@@ -142,7 +148,7 @@ def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     sp = _sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", _differentiable_flex)
-        patch.setattr(longspan_attention, "choose_kernel", lambda *a, **k: kernels.Choice("flex", "for this test"))
+        patch.setattr(prepare, "choose_kernel", lambda *_: (flex.FLEX, kernels.Choice("flex", "for this test")))
         return {name: compare(HARD[name], sp) for name in names}
 
 
@@ -192,7 +198,7 @@ def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         patch.setattr(tiles, "_for_device", lambda *xs: list(xs))
         plain = {True: "cuda", False: None}
         patch.setattr(tiles, "_flash_of", lambda q, v, how: plain[how.softcap is None and how.bias is None])
-        return {name: compare(CASES[name], sp, "block") for name in names}
+        return {name: compare(CASES[name], sp, "tiled") for name in names}
 
 
 @pytest.mark.slow
@@ -215,11 +221,11 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
         torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
         for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
     )
-    how = tiles._How(kind, None, 0.125, None)
+    how = tiles.How(kind, None, 0.125, None)
     out, lse = tiles._forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, v_dim), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
-    grads = tiles._backward(tiles.Finished(q, out, out, lse), k, v, how)
+    grads = tiles._backward(Finished(q, out, out, lse), k, v, how)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 

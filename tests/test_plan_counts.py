@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
-from longspan.attn.methods.ring import work_of_blocks
+from longspan.attn.prepare import work_of_blocks
 from longspan.core.layout import Layout
 from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware

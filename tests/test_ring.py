@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import longspan
 from longspan.attn.mask import Mask
-from longspan.attn.methods.ring import work_of_blocks
+from longspan.attn.prepare import work_of_blocks
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.layout import Layout
 from longspan.core.routes import Routes, ring_routes
@@ -70,7 +70,7 @@ def test_one_device(name: str, kernel: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kernel", ["block", "flex", "eager"])
+@pytest.mark.parametrize("kernel", ["tiled", "flex", "eager"])
 def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
     x = make(Case(documents=(-1,) * 3 + (0,) * 8, n=11, dtype=torch.float64))  # padding: rows with nothing but the sink
     sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import subprocess
@@ -281,9 +280,10 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
-    attention: Any = importlib.import_module("longspan.attn.api")  # an import of the name gives the function
-    original = attention.local_attention
-    patch.setattr(attention, "local_attention", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
+    from longspan.attn.methods.whole import Whole
+
+    original = Whole.__call__
+    patch.setattr(Whole, "__call__", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
@@ -340,47 +340,47 @@ def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
 
 
 def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.ring import Ring
+    from longspan.attn.kernels.tiled import TiledKernel
 
-    original = Ring.calls
+    original = TiledKernel.prepare
 
-    def missed(ring: Any, *args: Any) -> Any:
-        first, *others = original(ring, *args)
-        return (() if ring.rank == 1 else first, *others)
+    def missed(kernel: Any, blocks: Any) -> Any:
+        first, *others = original(kernel, blocks)
+        return (None if _rank() == 1 else first, *others)
 
-    patch.setattr(Ring, "calls", missed)
+    patch.setattr(TiledKernel, "prepare", missed)
 
 
 def _use_my_own_block_twice(patch: pytest.MonkeyPatch) -> None:
     from longspan.attn.methods import ring
 
-    original = ring._rounds
+    original = ring._steps
 
-    def stuck(mine: Any, of: Any, routes: Any) -> Any:
-        for hop, blocks in original(mine, of, routes):
-            yield hop, [dataclasses.replace(block, held=mine) for block in blocks]
+    def stuck(mine: Any, of: Any) -> Any:
+        for step, here in original(mine, of):
+            yield step, [dataclasses.replace(visitor, kv=mine) for visitor in here]
 
-    patch.setattr(ring, "_rounds", stuck)
+    patch.setattr(ring, "_steps", stuck)
 
 
 def _leave_gradients_away_from_home(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.ring import _Homeward
+    from longspan.attn.methods.ring import _P2PReducer
 
-    patch.setattr(_Homeward, "arrive", lambda self: self._wait())
+    patch.setattr(_P2PReducer, "arrive", lambda self: self._wait())
 
 
 def _drop_a_gradient_on_its_way(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.ring import _Homeward
+    from longspan.attn.methods.ring import _P2PReducer
 
-    original = _Homeward.add
+    original = _P2PReducer.add
 
-    def forgetful(self: Any, visit: Any, hop: int, part: Any) -> None:
-        if self.ring.rank == 3 and hop == 2:  # the block of rank 1, which rank 2 has had
+    def forgetful(self: Any, visitor: Any, step: int, part: Any) -> None:
+        if self.ring.rank == 3 and step == 2:  # the block of rank 1, which rank 2 has had
             self._wait()
-            self.arrived[visit.way].zero_()
-        original(self, visit, hop, part)
+            self.arrived[visitor.direction].zero_()
+        original(self, visitor, step, part)
 
-    patch.setattr(_Homeward, "add", forgetful)
+    patch.setattr(_P2PReducer, "add", forgetful)
 
 
 def _reduce_without_the_others(patch: pytest.MonkeyPatch) -> None:

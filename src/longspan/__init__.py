@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from longspan import exchange as exchange
     from longspan.attn.api import attention as attention
     from longspan.attn.api import explain_kernel as explain_kernel
+    from longspan.attn.api import prepare_attention as prepare_attention
+    from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
     from longspan.comm.mesh import init_mesh as init_mesh
     from longspan.core.errors import LongspanError as LongspanError
@@ -29,6 +31,8 @@ _HOME = {
     "causal_lm_loss": "longspan.hf.loss",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.nonfinite",
+    "kernel_with_lse": "longspan.attn.kernels.custom",
+    "prepare_attention": "longspan.attn.api",
     "init_mesh": "longspan.comm.mesh",
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",

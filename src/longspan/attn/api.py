@@ -1,29 +1,101 @@
-"""Exact attention over a sharded sequence: `attention()` composes mask, exchange, ring and local kernel."""
+"""Exact attention over a sharded sequence: `attention()` prepares a plan and executes it."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.choice import Choice, Kernel, choose_kernel, tell
+from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask, MaskMod
-from longspan.attn.methods.local import local_attention
-from longspan.attn.methods.ring import Ring, reference_ring, ring_attention, routes_of
-from longspan.attn.methods.ulysses import ulysses_attention
+from longspan.attn.prepare import AttentionPlan, Shapes, check, check_tensors, choose, prepare
 from longspan.attn.score import Bias, Scores
 from longspan.attn.segments import cu_seqlens_segments, document_segments, paired_segments
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, check_heads, split_heads
-from longspan.core.routes import choose_impl
 from longspan.core.segments import Segments
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+
+_KEPT_PLANS = 8  # for one who calls attention() layer by layer and keeps no plan
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What `longspan.attention` is told of an attention, as one value; see there for each."""
+
+    causal: bool = True
+    length: int | None = None
+    kv_length: int | None = None
+    window: int | None = None
+    chunk: int | None = None
+    prefix: int | Sequence[int] | Tensor | None = None
+    documents: Tensor | None = None
+    kv_documents: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    q_start: int = 0
+    mask_mod: MaskMod | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+    alibi: Tensor | None = None
+    bias: Bias | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+
+    @property
+    def scores(self) -> Scores:
+        """How scores are made."""
+        return Scores(self.scale, self.softcap, self.sinks, self.alibi, self.bias)
+
+    def of_mask(self) -> list[str]:
+        """The names of those that were given and that a plan already has."""
+        return [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in ("sinks", "softcap", "alibi", "bias", "scale", "dropout")
+            and getattr(self, field.name) is not field.default
+        ]
+
+    def mask(self, q: Tensor, k: Tensor, sp: SequenceSharding) -> tuple[Mask, tuple[int, int]]:
+        """The mask, and the lengths of queries and keys; documents are read on the host.
+
+        Raises:
+            LongspanError: for what is no mask of these tensors.
+        """
+        check_flag("causal", self.causal)
+        for name, value in (("length", self.length), ("kv_length", self.kv_length)):
+            if value is not None:
+                check_number(name, value, 1, LARGEST_COUNT, whole=True)
+        check_number("q_start", self.q_start, 0, LARGEST_COUNT, whole=True)
+        n = q.shape[1] * sp.size if self.length is None else self.length
+        m = self.kv_length
+        if m is None:
+            m = n if k.shape[1] == q.shape[1] else k.shape[1] * sp.size
+        segments, kv_segments = _segments(
+            q.shape[0], n, m, self.q_start, self.documents, self.kv_documents, self.cu_seqlens
+        )
+        prefix = _prefix(self.prefix)
+        mask = Mask(self.causal, self.window, self.chunk, prefix, segments, kv_segments, self.q_start, self.mask_mod)
+        return mask, (n, m)
+
+    def check_dropout(self) -> None:
+        """Refuse what is not supported.
+
+        Raises:
+            LongspanError: with the value.
+        """
+        if not isinstance(self.dropout, int | float) or self.dropout:
+            raise LongspanError(
+                f"dropout={spell(self.dropout)}: attention dropout that does not depend on the number of ranks is not "
+                "supported; use 0.0"
+            )
 
 
 def attention(
@@ -49,7 +121,8 @@ def attention(
     bias: Bias | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
-    kernel: Kernel = "auto",
+    kernel: AnyKernel = "auto",
+    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """My queries over the whole sequence, exactly, with gradients, on every mesh of ring x ulysses.
 
@@ -81,8 +154,11 @@ def attention(
             only `kernel="eager"` gives that its gradient.
         scale: of the scores; 1/sqrt(head_dim) by default.
         dropout: only 0.0. A random mask that does not depend on the number of ranks has no kernel, so it is refused.
-        kernel: the local attention, by name ("auto", "sdpa", "block", "flash_attn", "flex", "eager") or any callable;
+        kernel: the local attention, by name ("auto", "sdpa", "tiled", "flash_attn", "flex", "eager"), a kernel of one's
+            own (`BlockKernel`, `longspan.kernel_with_lse`), or any function `f(q, k, v, *, causal, scale, ...)`;
             `longspan.explain_kernel` says what "auto" takes and why.
+        plan: of `longspan.prepare_attention`, made before for tensors like these. It has the mask, lengths and kernel,
+            so none of them may be given again; what belongs to a layer (scale, softcap, sinks, alibi, bias) is.
 
     Returns:
         `[batch, tokens, query heads, head_dim of v]`. Without a ring it is in fp32 to the bit what the same kernel
@@ -90,18 +166,53 @@ def attention(
 
     Raises:
         LongspanError: for tensors of wrong rank, dtypes or shapes that do not fit, heads that do not, and whatever
-            the kernel cannot do. All of it from facts that are alike on every rank, before anything is sent.
+            the kernel cannot do; a plan used with tensors that it was not made for. All of it from facts that are alike
+            on every rank, before anything is sent.
     """
-    mask, scores, (n, m) = _values(
-        q, k, v, sp, causal=causal, length=length, kv_length=kv_length, window=window, chunk=chunk, prefix=prefix,
-        documents=documents, kv_documents=kv_documents, cu_seqlens=cu_seqlens, q_start=q_start, mask_mod=mask_mod,
-        sinks=sinks, softcap=softcap, alibi=alibi, bias=bias, scale=scale, dropout=dropout,
+    options = Options(
+        causal, length, kv_length, window, chunk, prefix, documents, kv_documents, cu_seqlens, q_start, mask_mod, sinks,
+        softcap, alibi, bias, scale, dropout,
     )  # fmt: skip
-    return attend(q, k, v, sp, mask, scores, length=n, kv_length=m, kernel=kernel)
+    options.check_dropout()
+    scores = options.scores
+    if plan is None:
+        plan = _plan(q, k, v, sp, options, scores, kernel)
+    else:
+        _check_plan(plan, options, kernel)
+        plan.check(q, k, v, scores)
+    return plan(q, k, v, scores)
+
+
+def prepare_attention(
+    q: Tensor, k: Tensor, v: Tensor, sp: SequenceSharding, *, kernel: AnyKernel = "auto", **options: Any
+) -> AttentionPlan:
+    """Make once what every layer with the same mask and shapes can execute: `longspan.attention(..., plan=plan)`.
+
+    Everything is checked here, documents are read on the host, and what a kernel needs to know of the batch goes to the
+    device. A layer that is given the plan does none of that.
+
+    Args:
+        q: as for `attention`; only its shape, dtype, device and whether it needs gradients are looked at.
+        k: as q.
+        v: as q.
+        sp: the sharding.
+        kernel: as for `attention`.
+        options: everything else that `attention` takes: causal, window, documents, ... Of `sinks`, `alibi` and `bias`
+            only whether they are given matters.
+
+    Raises:
+        LongspanError: as `attention`.
+    """
+    given = Options(**options)
+    given.check_dropout()
+    check_sharding(sp)
+    check_tensors(q, k, v)
+    mask, lengths = given.mask(q, k, sp)
+    return prepare(Shapes.of(q, k, v, given.scores), sp, mask, given.scores, lengths, kernel)
 
 
 def explain_kernel(
-    q: Tensor, k: Tensor, v: Tensor, sp: SequenceSharding, *, kernel: Kernel = "auto", **options: Any
+    q: Tensor, k: Tensor, v: Tensor, sp: SequenceSharding, *, kernel: AnyKernel = "auto", **options: Any
 ) -> Choice:
     """Which kernel `attention` would run for these tensors, and why; nothing is computed or sent.
 
@@ -121,146 +232,58 @@ def explain_kernel(
     Raises:
         LongspanError: as `attention`.
     """
-    mask, scores, lengths = _values(q, k, v, sp, **options)
-    return _checked(q, k, v, sp, mask, scores, lengths, kernel)
-
-
-def _values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sp: SequenceSharding,
-    *,
-    length: int | None = None,
-    kv_length: int | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    chunk: int | None = None,
-    prefix: int | Sequence[int] | Tensor | None = None,
-    documents: Tensor | None = None,
-    kv_documents: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    q_start: int = 0,
-    mask_mod: MaskMod | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    alibi: Tensor | None = None,
-    bias: Bias | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> tuple[Mask, Scores, tuple[int, int]]:
-    """The options of `attention` as a mask, scores and the lengths of queries and keys."""
+    given = Options(**options)
+    given.check_dropout()
     check_sharding(sp)
-    _check_tensors(q, k, v)
-    check_flag("causal", causal)
-    for name, value in (("length", length), ("kv_length", kv_length)):
-        if value is not None:
-            check_number(name, value, 1, LARGEST_COUNT, whole=True)
-    check_number("q_start", q_start, 0, LARGEST_COUNT, whole=True)
-    if not isinstance(dropout, int | float) or dropout:
-        raise LongspanError(
-            f"dropout={spell(dropout)}: attention dropout that does not depend on the number of ranks is not "
-            "supported; use 0.0"
-        )
-    n = q.shape[1] * sp.size if length is None else length
-    m = kv_length
-    if m is None:
-        m = n if k.shape[1] == q.shape[1] else k.shape[1] * sp.size
-    rows, kv_segments = _rows(q.shape[0], n, m, q_start, documents, kv_documents, cu_seqlens)
-    mask = Mask(causal, window, chunk, _prefix(prefix), rows, kv_segments, q_start, mask_mod)
-    return mask, Scores(scale, softcap, sinks, alibi, bias), (n, m)
+    check_tensors(q, k, v)
+    mask, lengths = given.mask(q, k, sp)
+    shapes = Shapes.of(q, k, v, given.scores)
+    check(shapes, sp, mask, given.scores, lengths)
+    return choose(shapes, sp, mask, given.scores, lengths, kernel)[1]
 
 
-def attend(
+def _plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sp: SequenceSharding,
-    mask: Mask,
+    options: Options,
     scores: Scores,
-    *,
-    length: int,
-    kv_length: int | None = None,
-    kernel: Kernel,
-) -> Tensor:
-    """`attention` with its mask and scores as values: what the model integration calls, once per layer."""
-    lengths = length, length if kv_length is None else kv_length
-    choice = _checked(q, k, v, sp, mask, scores, lengths, kernel)
-    if not torch.compiler.is_compiling():
-        tell(choice)
-    mask = mask.limited_to(max(lengths))
-    if sp.ring_size > 1:
-        by_blocks = reference_ring if choice.name == "eager" else ring_attention
-
-        def inner(q: Tensor, k: Tensor, v: Tensor, scores: Scores, share: HeadShard) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            kv_bytes = (k.numel() + v.numel()) * k.element_size() * sp.ring_size
-            impl = choose_impl(sp.ring_impl, kv_bytes, routes_of(sp.layout, lengths, mask, q.shape[0]))
-            ring = Ring(sp.ring_group, sp.ring_rank, sp.layout, lengths, impl, share.kv_head_index, choice.name)
-            return by_blocks(q, k, v, ring, mask, scores).transpose(1, 2)
+    kernel: AnyKernel,
+) -> AttentionPlan:
+    """The plan for this call: one of the last few, where it is the same attention again (the next layer)."""
+    check_sharding(sp)
+    check_tensors(q, k, v)
+    mask, lengths = options.mask(q, k, sp)
+    shapes = Shapes.of(q, k, v, scores)
+    # A function may have changed, though it is the same object; and a compiler must not look into the store.
+    if mask.mod is not None or scores.bias is not None or torch.compiler.is_compiling():
+        return prepare(shapes, sp, mask, scores, lengths, kernel)
+    kept: OrderedDict[Any, AttentionPlan] = sp.__dict__.setdefault("_plans", OrderedDict())
+    key = (shapes, mask, scores.kind, lengths, kernel)
+    plan = kept.get(key)
+    if plan is None:
+        plan = kept[key] = prepare(shapes, sp, mask, scores, lengths, kernel)
+        if len(kept) > _KEPT_PLANS:
+            kept.popitem(last=False)
     else:
-        run = choice.name if isinstance(kernel, str) else kernel
-
-        def inner(q: Tensor, k: Tensor, v: Tensor, scores: Scores, share: HeadShard) -> Tensor:
-            return local_attention(q, k, v, mask, scores, run, share.kv_head_index)
-
-    if sp.ulysses_size == 1 or sp.ulysses_group is None:
-        (share,) = split_heads(q.shape[2], k.shape[2], 1)
-        return inner(q, k, v, scores, share)
-    cut = lengths if sp.ring_size == 1 else None
-    return ulysses_attention(q, k, v, sp.ulysses_group, scores, inner, lengths=cut, kv_replication=sp.kv_replication)
+        scores.check(shapes.q[2])
+        kept.move_to_end(key)
+    return plan
 
 
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sp: SequenceSharding,
-    mask: Mask,
-    scores: Scores,
-    lengths: tuple[int, int],
-    kernel: Kernel,
-) -> Choice:
-    """Everything that can be refused, refused; the kernel otherwise."""
-    _check_tensors(q, k, v)
-    for name, x, n in (("length", q, lengths[0]), ("kv_length", k, lengths[1])):
-        local = sp.layout.local_length(n)
-        if local != x.shape[1]:
-            raise LongspanError(
-                f"a sequence of {name}={n} over {sp.size} ranks gives {local} tokens to each, the tensors have "
-                f"{x.shape[1]}; cut them with sp.shard"
-            )
-    mask.check(q.shape[0], *lengths)
-    if mask.kv_segments is None and mask.q_start == 0 and lengths[0] != lengths[1] and mask.causal:
+def _check_plan(plan: AttentionPlan, options: Options, kernel: AnyKernel) -> None:
+    if not isinstance(plan, AttentionPlan):
+        raise LongspanError(f"plan={spell(plan)} is no plan; make one with longspan.prepare_attention")
+    again = options.of_mask() + (["kernel"] if kernel != "auto" else [])
+    if again:
         raise LongspanError(
-            f"{lengths[0]} queries and {lengths[1]} keys: say where the queries are among the keys (q_start="
-            f"{max(0, lengths[1] - lengths[0])} for the last of them), or causal=False"
+            f"a plan has {', '.join(again)} already; give longspan.prepare_attention the options of the mask, and "
+            f"longspan.attention the plan and what belongs to the layer (scale, softcap, sinks, alibi, bias)"
         )
-    if mask.mod is not None:
-        at = torch.zeros(1, dtype=torch.int64, device=q.device)
-        mask.mod_of((0, 1), (0, 1), at, at)  # refuses what is no mask
-    scores.check(q.shape[2])
-    check_heads(q.shape[2], k.shape[2])
-    _check_mesh(k.shape[2], sp)
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, scores.sinks, scores.alibi)
-    )
-    limited = mask.limited_to(max(lengths))
-    same = lengths[0] == lengths[1]
-    return choose_kernel(kernel, limited, scores, device=q.device, grad=grad, ring=sp.ring_size, same_length=same)
 
 
-def _check_mesh(kv_heads: int, sp: SequenceSharding) -> None:
-    if sp.kv_replication or sp.ulysses_size <= kv_heads:
-        return
-    fits = max(u for u in range(1, kv_heads + 1) if sp.size % u == 0)
-    raise LongspanError(
-        f"`ulysses={sp.ulysses_size}` needs at least {sp.ulysses_size} KV heads when KV replication is refused, the "
-        f"model has {kv_heads}; try `ulysses={fits}, ring={sp.size // fits}`, or allow `kv_replication=True`"
-    )
-
-
-def _rows(
+def _segments(
     batch: int,
     n: int,
     m: int,
@@ -269,7 +292,7 @@ def _rows(
     kv_documents: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Segments | None, Segments | None]:
-    """Runs of queries and of keys, from whichever form they are given in."""
+    """Segments of queries and of keys, from whichever form they are given in."""
     if cu_seqlens is not None:
         if documents is not None or kv_documents is not None:
             raise LongspanError("`cu_seqlens` and `documents` say the same in two ways; pass one of them")
@@ -303,24 +326,3 @@ def _prefix(prefix: int | Sequence[int] | Tensor | None) -> int | tuple[int, ...
     for one in each:
         check_number("prefix", one, whole=True)
     return int(each[0]) if each is not prefix else tuple(int(one) for one in each)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-    shapes = {name: tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-    spelled = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    if any(len(shape) != 4 for shape in shapes.values()):
-        raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {spelled}")
-    if not q.device == k.device == v.device:
-        raise LongspanError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}")
-    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
-        raise LongspanError(
-            f"attention needs q, k and v of one floating dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them"
-        )
-    if len({shape[0] for shape in shapes.values()}) > 1 or shapes["k"][1] != shapes["v"][1]:
-        raise LongspanError(f"q, k and v must have the same batch, k and v the same tokens, got {spelled}")
-    if min(*q.shape[:2], k.shape[1]) < 1:
-        raise LongspanError(f"attention over no tokens: {spelled}")
-    if shapes["q"][3] != shapes["k"][3] or shapes["k"][2] != shapes["v"][2]:
-        raise LongspanError(f"q and k need the same head_dim, k and v the same number of heads, got {spelled}")

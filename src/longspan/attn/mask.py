@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,11 +84,6 @@ class Mask:
         """Whether rows of the batch may differ."""
         return self.segments is not None or self.kv_segments is not None or isinstance(self.prefix, tuple)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is causal or bidirectional, with windows, chunks and documents at most, over one sequence."""
-        return self.prefix is None and self.kv_segments is None and self.q_start == 0 and self.mod is None
-
     def limited_to(self, length: int) -> Mask:
         """The same mask for a sequence of `length`: windows and chunks that reach over all of it are dropped."""
         out = self
@@ -140,6 +134,28 @@ class Mask:
                 piece = c * self.chunk, (c + 1) * self.chunk
                 yield _common(q, piece), _common(k, piece)
 
+    def pairwise(self, q: Tensor, kv: Tensor, prefix: Tensor | int = 0) -> Tensor:
+        """The mask by its definition, element by element, segments and `mod` left out.
+
+        Args:
+            q: positions of queries, int64.
+            kv: positions of keys, of a shape that goes with it.
+            prefix: how many keys are seen by all, of a shape that goes with both.
+
+        Returns:
+            bool, of the shape of all together.
+        """
+        allowed = torch.ones_like(kv, dtype=torch.bool)
+        if self.causal:
+            allowed = allowed & (kv <= q)
+        if self.window is not None:
+            allowed = allowed & (q - kv < self.window) & (kv - q < self.window)
+        if self.chunk is not None:
+            allowed = allowed & (q // self.chunk == kv // self.chunk)
+        if self.prefix is not None:
+            allowed = allowed | (kv < prefix)
+        return allowed
+
     def dense(self, batch: int, heads: int, i: Tensor, j: Tensor, *, first_head: int = 0) -> Tensor:
         """The mask written out for queries at positions `i` and keys at `j`: the plain reference, by definition.
 
@@ -155,18 +171,8 @@ class Mask:
         Returns:
             bool [B or 1, H or 1, Q, K].
         """
-        qi, kj = i[:, None], j[None]
-        allowed = torch.ones(len(i), len(j), dtype=torch.bool, device=i.device)
-        if self.causal:
-            allowed &= kj <= qi
-        if self.window is not None:
-            allowed &= (qi - kj < self.window) & (kj - qi < self.window)
-        if self.chunk is not None:
-            allowed &= qi // self.chunk == kj // self.chunk
-        allowed = allowed[None]
-        if self.prefix is not None:
-            prefixes = torch.tensor(self._prefixes, device=i.device)[:, None, None]
-            allowed = allowed | (kj < prefixes)
+        prefixes = torch.tensor(self._prefixes or (0,), device=i.device)[:, None, None]
+        allowed = self.pairwise(i[None, :, None], j[None, None], prefixes).expand(len(prefixes), len(i), len(j))
         if self.segments is not None:
             q_ids, k_ids = self.ids(batch, i, j)
             allowed = allowed & (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
@@ -278,7 +284,6 @@ def _ids(rows: Segments, positions: Tensor) -> Tensor:
     return ids
 
 
-@functools.lru_cache(maxsize=16)
 def row_groups(mask: Mask, batch: int) -> tuple[Span, ...]:
     """Runs of rows of the batch [b0, b1) that have the same mask, so that they can be computed together."""
     if not mask.by_row:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,20 @@ from longspan.core.errors import LongspanError
 
 Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`bias(h, q, kv) -> float`: what is added to the score of query head h, query position q and key position kv."""
+
+
+class ScoreKind(NamedTuple):
+    """What of `Scores` there is: the softcap itself, of the others whether they are given."""
+
+    softcap: float | None
+    sinks: bool
+    alibi: bool
+    bias: bool
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added that depends on positions."""
+        return self.alibi or self.bias
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,9 +68,9 @@ class Scores:
             raise LongspanError(f"bias must be a function (h, q, kv) -> tensor, got {type(self.bias).__name__}")
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it is a scaled dot product and nothing more."""
-        return self.softcap is None and self.sinks is None and not self.has_bias
+    def kind(self) -> ScoreKind:
+        """What of it decides how an attention is computed: layers of one kind share a plan."""
+        return ScoreKind(self.softcap, self.sinks is not None, self.alibi is not None, self.bias is not None)
 
     @property
     def has_bias(self) -> bool:

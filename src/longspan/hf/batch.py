@@ -45,6 +45,7 @@ class SequenceInfo:
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
             it is not on the CPU.
         device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
+        plans: attentions prepared for this batch, one for each kind of layer; made by the first layer of a kind.
     """
 
     length: int
@@ -54,6 +55,7 @@ class SequenceInfo:
     shifted: bool = True
     digest: int | None = None
     device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def spell(self) -> str:
         """Everything but the digests, in words: alike on all ranks of a sequence group."""

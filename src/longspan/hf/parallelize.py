@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from longspan.attn.kernels.choice import Kernel
+from longspan.attn.kernels.choice import AnyKernel
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
@@ -48,7 +48,7 @@ def parallelize(
     *,
     fsdp: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
-    kernel: Kernel = "auto",
+    kernel: AnyKernel = "auto",
     weights: Literal["same", "broadcast"] = "same",
     check_batches: int | None = None,
     check_weights: int = 100,
@@ -68,7 +68,7 @@ def parallelize(
             ahead in forward and backward, released after forward. False: every rank holds all weights, and gradients
             are summed over all ranks at the end of each backward.
         mp_policy: FSDP's mixed precision; by default everything stays in the parameters' dtype.
-        kernel: the local attention, by name or any callable; see `longspan.attn.methods.local.local_attention`.
+        kernel: the local attention, by name or any callable; see `longspan.attention`.
         weights: "same": the ranks must hold the same weights, which a digest of each parameter and buffer shows.
             "broadcast": every rank gets those of the first.
         check_batches: for so many first forwards, compare over the ranks what the model is called with, before anything
@@ -186,7 +186,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
     return facts
 
 
-def _enter_by(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) -> Entrance:
+def _enter_by(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> Entrance:
     """Bind the layers and set the hooks."""
     entrance = Entrance(model, sp, bind_layers(model, sp, kernel))
     model.longspan_entrance = entrance

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
 
-from longspan.attn.api import attend
-from longspan.attn.kernels.choice import Kernel
+from longspan.attn.kernels.choice import AnyKernel
 from longspan.attn.mask import Mask
+from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 from longspan.core.segments import chunk_segments
@@ -54,7 +54,7 @@ class LayerBinding:
 
     name: str
     sp: SequenceSharding
-    kernel: Kernel
+    kernel: AnyKernel
     seen: bool = False
 
 
@@ -86,12 +86,7 @@ class MaskRequest:
 
     def allows(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether tokens i may attend to tokens j; all of one shape."""
-        allowed = j <= i if self.causal else torch.ones_like(i, dtype=torch.bool)
-        if self.window is not None:
-            allowed &= (i - j).abs() < self.window
-        if self.chunk is not None:
-            allowed &= i // self.chunk == j // self.chunk
-        return allowed
+        return Mask(self.causal, self.window, self.chunk).pairwise(i, j)
 
 
 def longspan_mask(
@@ -202,34 +197,49 @@ def longspan_attention(
             f"layer {layer.name} uses a mask of its own ({type(attention_mask).__name__}), not one from the mask "
             f"registry; {HELP}"
         )
-    mask, scores = _mask_and_scores(layer, attention_mask, info, scaling, dropout, more)
+    scores = _scores(layer, attention_mask, info, scaling, dropout, more)
     if not layer.seen:
         layer.seen = True
-    q, k, v = _one_dtype(query, key, value)
+    q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     try:
-        out = attend(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            layer.sp,
-            mask,
-            scores,
-            length=info.length,
-            kernel=layer.kernel,
-        )
+        plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
-    return out, None
+    return plan(q, k, v, scores), None
 
 
-def _mask_and_scores(
+def _plan(
+    layer: LayerBinding, request: MaskRequest, info: SequenceInfo, shapes: Shapes, scores: Scores
+) -> AttentionPlan:
+    """The plan of this batch for layers like this one: made by the first of them, executed by all."""
+    key = request, shapes, scores.kind
+    compiling = torch.compiler.is_compiling()  # a compiler would take the store's content for constants
+    plan = None if compiling else info.plans.get(key)
+    if plan is None:
+        mask, lengths = _mask(request, info), (info.length, info.length)
+        plan = prepare(shapes, layer.sp, mask, scores, lengths, layer.kernel)
+        if not compiling:
+            info.plans[key] = plan
+    return plan
+
+
+def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
+    segments, chunk = info.segments, request.chunk
+    if segments is not None and chunk is not None:
+        # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row (as
+        # transformers before 5.23 does where position ids restart).
+        segments, chunk = chunk_segments(segments, chunk, info.starts), None
+    return Mask(causal=request.causal, window=request.window, chunk=chunk, segments=segments)
+
+
+def _scores(
     layer: LayerBinding,
     request: MaskRequest,
     info: SequenceInfo,
     scale: float | None,
     dropout: float,
     more: dict[str, Any],
-) -> tuple[Mask, Scores]:
+) -> Scores:
     given = {name: value for name, value in more.items() if value is not None and value is not False}
     if dropout:
         raise LongspanError(
@@ -250,13 +260,7 @@ def _mask_and_scores(
     unknown = sorted(given.keys() - _NO_MEANING)
     if unknown:
         raise LongspanError(f"layer {layer.name} passes {', '.join(unknown)} to its attention, not understood; {HELP}")
-    rows, chunk = info.segments, request.chunk
-    if rows is not None and chunk is not None:
-        # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row (as
-        # transformers before 5.23 does where position ids restart).
-        rows, chunk = chunk_segments(rows, chunk, info.starts), None
-    mask = Mask(causal=request.causal, window=request.window, chunk=chunk, segments=rows)
-    return mask, Scores(scale, softcap, sinks)
+    return Scores(scale, softcap, sinks)
 
 
 def _one_dtype(*xs: Tensor) -> list[Tensor]:
@@ -275,7 +279,7 @@ AttentionMaskInterface.register(NAME, longspan_mask)
 # Preparing a model.
 
 
-def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) -> ModelBinding:
+def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ModelBinding:
     """Point this one model's attention layers at longspan. Its config is copied first: another model may share it."""
     memo: dict[int, Any] = {}
     for module in model.modules():

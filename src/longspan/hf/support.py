@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.attn.kernels.choice import Kernel, choose_kernel
+from longspan.attn.kernels.base import Need
+from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
@@ -122,7 +123,7 @@ def router_top_k(model: PreTrainedModel) -> int | None:
 # What is refused.
 
 
-def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: Kernel) -> None:
+def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> None:
     """Refuse a model that would not compute the same when its sequence is sharded.
 
     Raises:
@@ -206,11 +207,11 @@ def no_router_loss(name: str) -> str:
     )
 
 
-def _check_layer(path: str, layer: nn.Module, config: Any, kernel: Kernel, sp: SequenceSharding) -> None:
+def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, sp: SequenceSharding) -> None:
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
     try:
-        choose_kernel(kernel, Mask(), scores, device=sp.device, grad=False, ring=sp.ring_size)
+        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size))
     except LongspanError as error:
         raise LongspanError(f"layer {path}: {error}") from error

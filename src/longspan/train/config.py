@@ -87,7 +87,7 @@ class TrainConfig:
     """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
     grad_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    kernel: Literal["auto", "sdpa", "block", "flash_attn", "flex", "eager"] = "auto"
+    kernel: Literal["auto", "sdpa", "tiled", "block", "flash_attn", "flex", "eager"] = "auto"
     """Local attention kernel."""
     seed: int = 0
     """Seed of random weights, of the order of the data and of dropout."""

@@ -1,4 +1,4 @@
-"""FlexAttention as a kernel: one compiled call for any mask and score (torch.nn.attention.flex_attention).
+"""Kernel "flex": FlexAttention, one compiled call for any mask and score (torch.nn.attention.flex_attention).
 
 Masks and scores go by positions in the whole sequence, given for queries and keys, so that the same call serves one
 device, all tokens of a Ulysses rank, and one block of a ring. It has no backward on a CPU.
@@ -9,136 +9,155 @@ Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_di
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.tiled import Finished, SoftmaxAccumulator
+from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.core.layout import Span
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """Where queries and keys lie in the whole sequence.
+class FlexBlock:
+    """Where my queries and a block's keys lie in the whole sequence, and their mask as FlexAttention takes it.
 
     Attributes:
+        mask: of the whole sequence.
+        batch: rows of the batch.
         i: positions of the queries, int64 [Q].
         j: positions of the keys, int64 [T].
         ends: positions from which on queries and keys are padding.
+        ids: for each row and query, and for each row and key, the segment that it lies in, -1 for none.
+        prefixes: for each row how many keys are seen by all.
+        made: block masks by heads [first, last): made once, for all layers, forward and backward.
     """
 
+    mask: Mask
+    batch: int
     i: Tensor
     j: Tensor
     ends: Span
+    ids: tuple[Tensor, Tensor]
+    prefixes: Tensor
+    made: dict[Span, Any] = field(default_factory=dict)
+
+    def allowed(self, first_head: int) -> Any:
+        """The mask as FlexAttention takes it: of a row, head, query and key, by their places in the tensors."""
+        mask, i, j, ends, (q_ids, k_ids), prefixes = self.mask, self.i, self.j, self.ends, self.ids, self.prefixes
+
+        def of(b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+            q, kv = i[at_q], j[at_k]
+            ok = mask.pairwise(q, kv, prefixes[b])
+            if mask.segments is not None:
+                ok = ok & (q_ids[b, at_q] == k_ids[b, at_k]) & (q_ids[b, at_q] >= 0)
+            ok = ok & (q < ends[0]) & (kv < ends[1])
+            return ok if mask.mod is None else ok & mask.mod(b, h + first_head, q, kv)
+
+        return of
+
+    def block_mask(self, heads: Span) -> Any:
+        """FlexAttention's BlockMask for these query heads of the whole model (all of them, unless a function asks)."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        by_head = self.mask.mod is not None
+        key = heads if by_head else (0, 0)
+        if key not in self.made:
+            on_gpu = self.i.device.type != "cpu"
+            rows = self.batch if self.mask.by_row or by_head else None
+            count = heads[1] - heads[0] if by_head else None
+            sizes = len(self.i), len(self.j)
+            allowed = self.allowed(heads[0])
+            self.made[key] = create_block_mask(allowed, rows, count, *sizes, device=self.i.device, _compile=on_gpu)
+        return self.made[key]
 
 
-def flex(
-    q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, places: Places, mask: Mask, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of some queries over some keys; sinks are left out.
+class FlexKernel(BlockKernel):
+    """Every mask and score in one compiled call."""
 
-    Returns:
-        [B, H, Q, Dv] and fp32 [B, H, Q], zero and -inf where a query sees none of these keys.
-    """
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+    name = "flex"
 
-    B, H, Q = q_BHQD.shape[:3]
-    T = k_BKTD.shape[2]
-    on_gpu = q_BHQD.device.type != "cpu"
-    rows = B if mask.by_row or mask.mod is not None else None
-    heads = H if mask.mod is not None else None
-    allowed = _mask_function(mask, scores, B, places)
-    block_mask = create_block_mask(allowed, rows, heads, Q, T, device=q_BHQD.device, _compile=on_gpu)
-    out, aux = _flex_attention(on_gpu)(
-        q_BHQD,
-        k_BKTD,
-        v_BKTD,
-        score_mod=_score_function(scores, places),
-        block_mask=block_mask,
-        scale=scores.scale,
-        enable_gqa=k_BKTD.shape[1] != H,
-        return_aux=AuxRequest(lse=True),
-    )
-    return out, aux.lse
+    def refuses(self, need: Need) -> str | None:
+        """A backward on a CPU."""
+        if need.device.type == "cpu" and need.grad:
+            return "kernel='flex': FlexAttention has no backward on CPU; use kernel='auto' or 'tiled'"
+        return None
+
+    def describe(self, need: Need) -> str:
+        """What it does."""
+        return "FlexAttention compiles mask and scores"
+
+    def prepare(self, blocks: Blocks) -> Sequence[FlexBlock | None]:
+        """Positions and segments of each block, on the device."""
+        mask, prefix = blocks.mask, blocks.mask.prefix
+        prefixes = torch.tensor(
+            prefix if isinstance(prefix, tuple) else [prefix or 0] * blocks.batch, device=blocks.device
+        )
+        out: list[FlexBlock | None] = []
+        for block, parts in enumerate(blocks.parts):
+            i, j = blocks.positions(block)
+            ids = mask.ids(blocks.batch, i, j)
+            out.append(FlexBlock(mask, blocks.batch, i, j, blocks.ends, ids, prefixes) if parts else None)
+        return out
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores) -> tuple[Tensor, Tensor]:
+        """One call; see `BlockKernel`."""
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        heads = q.shape[1]
+        out, aux = _flex_attention(q.device.type != "cpu")(
+            q,
+            k,
+            v,
+            score_mod=_score_function(scores, block),
+            block_mask=block.block_mask((scores.first_head, scores.first_head + heads)),
+            scale=scores.scale,
+            enable_gqa=k.shape[1] != heads,
+            return_aux=AuxRequest(lse=True),
+        )
+        return out, aux.lse
+
+    def backward(
+        self, done: Finished, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Its forward once more, and FlexAttention's own backward; see `backward_by_autograd`."""
+        return backward_by_autograd(functools.partial(self.forward, block=block, scores=scores), done, k, v)
 
 
-def forward(
-    partial: SoftmaxAccumulator,
-    q_BHQD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    places: Places,
-    mask: Mask,
-    scores: Scores,
-) -> None:
-    """Add my queries' attention to one block of keys to `partial`: what `tiles.forward` does, in one call."""
-    out, lse = flex(q_BHQD, k_BKTD, v_BKTD, places, mask, scores)
-    partial.add(out, lse, (0, q_BHQD.shape[0]), (0, q_BHQD.shape[2]))
-
-
-def backward(
-    done: Finished,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    places: Places,
-    mask: Mask,
-    scores: Scores,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Add one block's dq, dk and dv to `into`, by its forward once more and FlexAttention's own backward.
+def backward_by_autograd(forward: Any, done: Finished, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a block, from a differentiable `forward(q, k, v) -> (out, lse)` of it.
 
     The whole output is the sum of partial outputs o_b with weights w_b = exp(lse_b - lse), so the gradient that
     reaches o_b is w_b dO, and the one that reaches lse_b is w_b (dO . (o_b - O)).
     """
     with torch.enable_grad():
-        q, k, v = (x.detach().requires_grad_() for x in (done.q, k_BKTD, v_BKTD))
-        out, lse = flex(q, k, v, places, mask, scores)
+        q, k, v = (x.detach().requires_grad_() for x in (done.q, k, v))
+        out, lse = forward(q, k, v)
     part, wide = out.detach().to(done.lse.dtype), done.grad.to(done.lse.dtype)
     weight = (lse.detach() - done.lse).exp()
     grad_out = weight[..., None] * wide
     grad_lse = (grad_out * (part - done.out)).sum(-1)
-    grads = torch.autograd.grad([out, lse], [q, k, v], [grad_out.to(out.dtype), grad_lse.to(lse.dtype)])
-    for total, more in zip(into, grads, strict=True):
-        total += more
+    dq, dk, dv = torch.autograd.grad([out, lse], [q, k, v], [grad_out.to(out.dtype), grad_lse.to(lse.dtype)])
+    return dq, dk, dv
 
 
-def _mask_function(mask: Mask, scores: Scores, B: int, places: Places) -> Any:
-    """The mask as FlexAttention takes it: a function of a row, head, query and key, by their places in the tensors."""
-    i, j, ends = places.i, places.j, places.ends
-    q_ids, k_ids = mask.ids(B, i, j)
-    prefix = mask.prefix
-    prefixes = torch.tensor(prefix if isinstance(prefix, tuple) else [prefix or 0] * B, device=i.device)
-
-    def allowed(b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
-        q, kv = i[at_q], j[at_k]
-        ok = torch.ones_like(kv, dtype=torch.bool)
-        if mask.causal:
-            ok = ok & (kv <= q)
-        if mask.window is not None:
-            ok = ok & (q - kv < mask.window) & (kv - q < mask.window)
-        if mask.chunk is not None:
-            ok = ok & (q // mask.chunk == kv // mask.chunk)
-        if mask.prefix is not None:
-            ok = ok | (kv < prefixes[b])
-        if mask.segments is not None:
-            ok = ok & (q_ids[b, at_q] == k_ids[b, at_k]) & (q_ids[b, at_q] >= 0)
-        ok = ok & (q < ends[0]) & (kv < ends[1])
-        return ok if mask.mod is None else ok & mask.mod(b, h + scores.first_head, q, kv)
-
-    return allowed
+def compiles(device: torch.device) -> bool:
+    """Whether FlexAttention can be compiled for a device: it needs Triton."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def _score_function(scores: Scores, places: Places) -> Any:
+def _score_function(scores: Scores, block: FlexBlock) -> Any:
     """Softcap and biases as FlexAttention takes them; None for neither."""
     if scores.softcap is None and not scores.has_bias:
         return None
 
     def changed(score: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
-        q, kv = places.i[at_q], places.j[at_k]
+        q, kv = block.i[at_q], block.j[at_k]
         if scores.softcap is not None:
             score = scores.softcap * torch.tanh(score / scores.softcap)
         if scores.alibi is not None:
@@ -157,7 +176,5 @@ def _flex_attention(compiled: bool) -> Any:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output when one more key per head, of value zero, takes part in the softmax."""
-    weight = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * torch.where(torch.isneginf(lse), 0.0, weight)[..., None].to(out.dtype)
+FLEX = FlexKernel()
+register(FLEX)

@@ -1,10 +1,8 @@
-"""Attention to one block of keys and values, tile by tile, with its log-sum-exp: what a ring adds up.
+"""Kernel "tiled": attention to one block of keys and values by tiles, whatever the mask and scores.
 
 A tile is one kernel call. Tiles without a mask, and triangles, run in torch's flash attention; tiles whose mask or
-bias must be written out run there too on a CPU (it takes a mask), else as matrix products of at most
-`longspan.core.regions.TILE`. Empty tiles do not exist. Both directions take the log-sum-exp of the WHOLE row of scores,
-as flash attention's backward does (Dao et al. 2022, arXiv:2205.14135), so that partial results of different tiles,
-blocks and ranks simply add up.
+bias must be materialized run there too on a CPU (it takes a mask), else as matrix products of at most
+`longspan.core.regions.TILE`. Empty tiles do not exist, so the cost follows the mask.
 
 Shape suffixes: B batch, H query heads, K KV heads, G queries to a KV head, Q queries, T keys, D head_dim.
 """
@@ -13,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.mask import Mask, row_groups
-from longspan.attn.score import Scores
+from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.mask import Mask
+from longspan.attn.score import ScoreKind, Scores
 from longspan.core.layout import Span
-from longspan.core.regions import Region, Tile, TileKind, meeting, tiles
+from longspan.core.regions import Region, Tile, TileKind, tiles
 
 _flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -40,155 +40,126 @@ class Call:
     keys: Span
     tile: Tile
 
+    @property
+    def at_queries(self) -> tuple[slice, slice, slice]:
+        """Its queries in `[B, heads, Q, ...]`."""
+        return slice(*self.rows), slice(None), slice(*self.queries)
 
-@functools.lru_cache(maxsize=32)
-def calls(
-    mask: Mask,
-    batch: int,
-    lengths: Span,
-    q_runs: tuple[Span, ...],
-    k_runs: tuple[Span, ...],
-    owners: tuple[int, ...],
-    materialized: bool,
-) -> tuple[tuple[Call, ...], ...]:
-    """The tiles of my queries against every block of keys, block by block.
-
-    Args:
-        mask: without a `mod`, so that nothing of the user's is kept alive here.
-        batch: rows of the batch.
-        lengths: real queries and real keys of the whole sequence.
-        q_runs: positions of my queries, in the order in which I hold them.
-        k_runs: positions of all keys, run by run.
-        owners: for each of them the block that it belongs to, where it lies behind the block's earlier runs.
-        materialized: as in `longspan.core.regions.tiles`.
-    """
-    out: list[list[Call]] = [[] for _ in range(max(owners) + 1)]
-    q_at, k_at = _places(q_runs, (0,) * len(q_runs)), _places(k_runs, owners)
-    for rows in row_groups(mask, batch):
-        for m, n, part in meeting(mask.regions(rows[0], *lengths), q_runs, k_runs):
-            for tile in tiles(part, materialized=materialized):
-                r = tile.region
-                queries, keys = (r.q0 + q_at[m], r.q1 + q_at[m]), (r.k0 + k_at[n], r.k1 + k_at[n])
-                out[owners[n]].append(Call(rows, queries, keys, tile))
-    return tuple(map(tuple, out))
+    @property
+    def at_keys(self) -> tuple[slice, slice, slice]:
+        """Its keys in `[B, heads, T, ...]`."""
+        return slice(*self.rows), slice(None), slice(*self.keys)
 
 
-def _places(runs: tuple[Span, ...], owners: tuple[int, ...]) -> list[int]:
-    """For each run what to add to a position in it to find its place in its block."""
-    filled = dict.fromkeys(owners, 0)
-    out = []
-    for (start, stop), owner in zip(runs, owners, strict=True):
-        out.append(filled[owner] - start)
-        filled[owner] += stop - start
-    return out
+@dataclass(frozen=True, eq=False, slots=True)
+class TiledBlock:
+    """The tiles of my queries against one block of keys, and the mask that they belong to."""
+
+    calls: tuple[Call, ...]
+    mask: Mask
 
 
-def must_materialize(mask: Mask, scores: Scores) -> bool:
+def must_materialize(mask: Mask, kind: ScoreKind) -> bool:
     """Whether every score is touched by something that no flash kernel computes."""
-    return mask.mod is not None or scores.softcap is not None or scores.has_bias
+    return mask.mod is not None or kind.softcap is not None or kind.has_bias
 
 
-class SoftmaxAccumulator:
-    """Output and log-sum-exp of the keys seen so far: starts with none, `add` merges more of them in, in fp32 at least.
+class TiledKernel(BlockKernel):
+    """Every mask and score, by tiles; a subclass may compute a tile in another way."""
 
-    Attributes:
-        out: [B, H, Q, Dv], the softmax over the keys seen so far times their values.
-        lse: [B, H, Q], the log of the sum of their exponentials; -inf where nothing was seen.
-    """
+    name = "tiled"
 
-    def __init__(self, q_BHQD: Tensor, v_dim: int) -> None:
-        dtype = torch.promote_types(q_BHQD.dtype, torch.float32)
-        self.out = q_BHQD.new_zeros(*q_BHQD.shape[:3], v_dim, dtype=dtype)
-        self.lse = q_BHQD.new_full(q_BHQD.shape[:3], -math.inf, dtype=dtype)
+    def refuses(self, need: Need) -> str | None:
+        """Nothing, on any device."""
+        return None
 
-    def add(self, out: Tensor, lse: Tensor, rows: Span, queries: Span) -> None:
-        """Merge the attention to further keys: exponentials of at most 0, so nothing overflows.
+    def describe(self, need: Need) -> str:
+        """What computes the tiles."""
+        if need.scores.softcap is not None:
+            return "tiles of 256 x 1024 as matrix products, because of the softcap"
+        if need.device.type == "cpu":
+            return "tiles through torch's flash attention for CPU, in fp32"
+        if need.mask.mod is not None or need.scores.has_bias:
+            return "tiles of 256 x 1024 as matrix products, because mask or bias must be materialized"
+        return "tiles through torch's flash attention, those with a mask as matrix products"
 
-        Written with exp and log, whose results do not depend on where an element lies, as those of `logaddexp` do on a
-        CPU (vectors or, at the end, numbers): so a head's result is the same to the bit on whichever rank it is.
-        """
-        mine = slice(*rows), slice(None), slice(*queries)
-        old, more = self.lse[mine], lse.to(self.lse.dtype)
-        highest = torch.maximum(old, more)
-        highest = torch.where(torch.isneginf(highest), 0.0, highest)  # -inf - -inf is NaN
-        before, now = (old - highest).exp_(), (more - highest).exp_()
-        total = before + now
-        self.lse[mine] = highest + total.log()
-        total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
-        self.out[mine].mul_((before / total)[..., None]).add_(out * (now / total)[..., None])
+    def prepare(self, blocks: Blocks) -> Sequence[TiledBlock | None]:
+        """The tiles of each block."""
+        materialized = must_materialize(blocks.mask, blocks.kind)
+        out: list[TiledBlock | None] = []
+        for parts in blocks.parts:
+            calls = [
+                Call(part.rows, (r.q0 + part.q_at, r.q1 + part.q_at), (r.k0 + part.k_at, r.k1 + part.k_at), tile)
+                for part in parts
+                for tile in tiles(part.region, materialized=materialized)
+                for r in (tile.region,)
+            ]
+            out.append(TiledBlock(tuple(calls), blocks.mask) if calls else None)
+        return out
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores) -> tuple[Tensor, Tensor]:
+        """All tiles, added up; see `BlockKernel`."""
+        into = SoftmaxAccumulator(q, v.shape[3])
+        self.accumulate(into, q, k, v, block, scores)
+        return into.out, into.lse
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Queries whose attention to ALL blocks is computed: what every tile's backward needs of them.
+    def backward(
+        self, done: Finished, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All tiles' gradients, added up in fp32 at least; see `BlockKernel`."""
+        dtype = done.lse.dtype
+        into = tuple(torch.zeros_like(x, dtype=dtype) for x in (done.q, k, v))
+        self.accumulate_gradients(into, done, k, v, block, scores)  # type: ignore[arg-type]
+        return into  # type: ignore[return-value]
 
-    Attributes:
-        q: [B, H, Q, D].
-        out: [B, H, Q, Dv], the whole output.
-        grad: its gradient.
-        lse: [B, H, Q], the whole row's log-sum-exp, 0 where a query sees nothing at all.
-    """
+    def accumulate(
+        self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
+    ) -> None:
+        """Tile by tile, in place."""
+        q, k, v = _for_device(q, k, v)
+        for call in block.calls:
+            mine = q[call.at_queries]
+            how = _how(call, block.mask, scores, mine)
+            if how is not None:
+                out, lse = self.tile_forward(mine, k[call.at_keys], v[call.at_keys], how)
+                into.add(out, lse, call.rows, call.queries)
 
-    q: Tensor
-    out: Tensor
-    grad: Tensor
-    lse: Tensor
+    def accumulate_gradients(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        done: Finished,
+        k: Tensor,
+        v: Tensor,
+        block: TiledBlock,
+        scores: Scores,
+    ) -> None:
+        """Tile by tile, in place."""
+        q, out, grad, k, v = _for_device(done.q, done.out, done.grad, k, v)
+        done = Finished(q, out, grad, done.lse)
+        for call in block.calls:
+            part = done.at(*call.at_queries)
+            how = _how(call, block.mask, scores, part.q)
+            if how is not None:
+                parts = self.tile_backward(part, k[call.at_keys], v[call.at_keys], how)
+                places = call.at_queries, call.at_keys, call.at_keys
+                for total, at, more in zip(into, places, parts, strict=True):
+                    total[at] += more
 
-    def at(self, *index: slice) -> Finished:
-        """Some rows, heads and queries of them."""
-        return Finished(self.q[index], self.out[index], self.grad[index], self.lse[index])
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of one tile's keys alone: [B, H, Q, Dv] and [B, H, Q]."""
+        return _forward(q, k, v, how)
 
-
-def forward(
-    partial: SoftmaxAccumulator,
-    q_BHQD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    todo: tuple[Call, ...],
-    mask: Mask,
-    scores: Scores,
-) -> None:
-    """Add my queries' attention to one block of keys to `partial`."""
-    q_BHQD, k_BKTD, v_BKTD = _for_device(q_BHQD, k_BKTD, v_BKTD)
-    for call in todo:
-        mine, theirs = _at(call)
-        q = q_BHQD[mine]
-        how = _how(call, mask, scores, q)
-        if how is not None:
-            partial.add(*_forward(q, k_BKTD[theirs], v_BKTD[theirs], how), call.rows, call.queries)
-
-
-def backward(
-    done: Finished,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    todo: tuple[Call, ...],
-    mask: Mask,
-    scores: Scores,
-    into: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Add the gradients of one block to `into` (dq of all my queries, dk and dv of the block), all in fp32 at least."""
-    dq, dk, dv = into
-    q, out, grad, k_BKTD, v_BKTD = _for_device(done.q, done.out, done.grad, k_BKTD, v_BKTD)
-    done = Finished(q, out, grad, done.lse)
-    for call in todo:
-        mine, theirs = _at(call)
-        part = done.at(*mine)
-        how = _how(call, mask, scores, part.q)
-        if how is not None:
-            parts = _backward(part, k_BKTD[theirs], v_BKTD[theirs], how)
-            for total, at, more in ((dq, mine, parts[0]), (dk, theirs, parts[1]), (dv, theirs, parts[2])):
-                total[at] += more
+    def tile_backward(self, done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
+        return _backward(done, k, v, how)
 
 
-def _at(call: Call) -> tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]:
-    """A tile's queries, and its keys, in `[B, heads, tokens, ...]`."""
-    rows, heads = slice(*call.rows), slice(None)
-    return (rows, heads, slice(*call.queries)), (rows, heads, slice(*call.keys))
+TILED = TiledKernel()
+register(TILED)
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class How:
     """How a tile makes its scores.
 
     Attributes:
@@ -204,9 +175,9 @@ class _How:
     softcap: float | None
 
 
-def _how(call: Call, mask: Mask, scores: Scores, q: Tensor) -> _How | None:
+def _how(call: Call, mask: Mask, scores: Scores, q: Tensor) -> How | None:
     """How `call` makes its scores; None where a mask function leaves nothing of the tile."""
-    of_kind = functools.partial(_How, scale=scores.scale_of(q.shape[3]), softcap=scores.softcap)
+    of_kind = functools.partial(How, scale=scores.scale_of(q.shape[3]), softcap=scores.softcap)
     if call.tile.kind != "masked":
         return of_kind(call.tile.kind, None)
     r = call.tile.region
@@ -246,7 +217,7 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 # One tile: out and log-sum-exp of its keys alone; gradients from the whole row's out and log-sum-exp.
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     flash = _flash_of(q, v, how)
     if flash is None:
         return _materialized(q, k, v, how)
@@ -261,7 +232,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor
     return out[..., :v_dim], lse
 
 
-def _backward(done: Finished, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
     flash = _flash_of(done.q, v, how)
     if flash is None:
         return _materialized_backward(done, k, v, how)
@@ -288,7 +259,7 @@ def _wide(*xs: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
 
 
-def _flash_of(q: Tensor, v: Tensor, how: _How) -> str | None:
+def _flash_of(q: Tensor, v: Tensor, how: How) -> str | None:
     """Whose flash attention takes this tile: "cpu" (any dtype, a mask too), "cuda", or nobody's (None)."""
     if how.softcap is not None:
         return None
@@ -305,7 +276,7 @@ def _one_dim(*xs: Tensor) -> list[Tensor]:
     return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
 
 
-def _scores(q: Tensor, k: Tensor, how: _How) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, Q, T] in fp32 at least, and tanh of the capped ones (its square is what the backward needs)."""
     group = q.shape[1] // k.shape[1]
     x = _by_q_head(torch.matmul(_by_kv_head(q, k), k.transpose(2, 3)), group).mul_(how.scale)
@@ -332,7 +303,7 @@ def _by_q_head(x: Tensor, group: int) -> Tensor:
     return heads
 
 
-def _materialized(q: Tensor, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor]:
+def _materialized(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     q, k, v = _wide(q, k, v)
     x, _ = _scores(q, k, how)
     lse = torch.logsumexp(x, -1)
@@ -340,7 +311,7 @@ def _materialized(q: Tensor, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, T
     return _by_q_head(torch.matmul(_by_kv_head(p, k), v), q.shape[1] // k.shape[1]), lse
 
 
-def _materialized_backward(done: Finished, k: Tensor, v: Tensor, how: _How) -> tuple[Tensor, Tensor, Tensor]:
+def _materialized_backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
     """dS = P * (dO V^T - rowsum(dO * O)), through the cap, and from there to Q and K."""
     grad, q, k, v, out = _wide(done.grad, done.q, k, v, done.out)
     x, tanh = _scores(q, k, how)
