@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from longspan.attn.api import explain_kernel as explain_kernel
     from longspan.attn.api import prepare_attention as prepare_attention
     from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
+    from longspan.attn.mask import Mask as Mask
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
     from longspan.comm.mesh import init_mesh as init_mesh
     from longspan.core.errors import LongspanError as LongspanError
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LongspanError": "longspan.core.errors",
+    "Mask": "longspan.attn.mask",
     "SequenceSharding": "longspan.comm.mesh",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.loss",

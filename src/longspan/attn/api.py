@@ -24,6 +24,7 @@ from longspan.core.segments import Segments
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
+_OF_MASK = ("causal", "window", "chunk", "prefix", "q_start", "mask_mod")
 _KEPT_PLANS = 8  # for one who calls attention() layer by layer and keeps no plan
 
 
@@ -48,6 +49,7 @@ class Options:
     bias: Bias | None = None
     scale: float | None = None
     dropout: float = 0.0
+    mask: Mask | None = None
 
     @property
     def scores(self) -> Scores:
@@ -63,7 +65,7 @@ class Options:
             and getattr(self, field.name) is not field.default
         ]
 
-    def mask(self, q: Tensor, k: Tensor, sp: SequenceSharding) -> tuple[Mask, tuple[int, int]]:
+    def mask_of(self, q: Tensor, k: Tensor, sp: SequenceSharding) -> tuple[Mask, tuple[int, int]]:
         """The mask, and the lengths of queries and keys; documents are read on the host.
 
         Raises:
@@ -78,12 +80,28 @@ class Options:
         m = self.kv_length
         if m is None:
             m = n if k.shape[1] == q.shape[1] else k.shape[1] * sp.size
-        segments, kv_segments = _segments(
-            q.shape[0], n, m, self.q_start, self.documents, self.kv_documents, self.cu_seqlens
-        )
+        start = self.q_start if self.mask is None else self.mask.q_start
+        segments, kv_segments = _segments(q.shape[0], n, m, start, self.documents, self.kv_documents, self.cu_seqlens)
+        if self.mask is not None:
+            return self._with_segments(segments, kv_segments), (n, m)
         prefix = _prefix(self.prefix)
         mask = Mask(self.causal, self.window, self.chunk, prefix, segments, kv_segments, self.q_start, self.mask_mod)
         return mask, (n, m)
+
+    def _with_segments(self, segments: Segments | None, kv_segments: Segments | None) -> Mask:
+        """The mask that was given as a value, with documents where they were given beside it."""
+        if not isinstance(self.mask, Mask):
+            raise LongspanError(f"mask={spell(self.mask)} is no longspan.Mask (nor a kind of it)")
+        twice = [name for name in self.of_mask() if name in _OF_MASK]
+        if twice:
+            raise LongspanError(
+                f"`mask` says all of {', '.join(_OF_MASK)}, and {', '.join(twice)} was given too; say it in the mask"
+            )
+        if segments is None and kv_segments is None:
+            return self.mask
+        if self.mask.segments is not None:
+            raise LongspanError("documents are given twice: in the mask (segments), and beside it")
+        return dataclasses.replace(self.mask, segments=segments, kv_segments=kv_segments)
 
     def check_dropout(self) -> None:
         """Refuse what is not supported.
@@ -121,6 +139,7 @@ def attention(
     bias: Bias | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    mask: Mask | None = None,
     kernel: AnyKernel = "auto",
     plan: AttentionPlan | None = None,
 ) -> Tensor:
@@ -154,6 +173,8 @@ def attention(
             only `kernel="eager"` gives that its gradient.
         scale: of the scores; 1/sqrt(head_dim) by default.
         dropout: only 0.0. A random mask that does not depend on the number of ranks has no kernel, so it is refused.
+        mask: a `longspan.Mask` instead of causal, window, chunk, prefix, q_start and mask_mod; it may be of a kind of
+            one's own (docs/extending.md).
         kernel: the local attention, by name ("auto", "sdpa", "tiled", "flash_attn", "flex", "eager"), a kernel of one's
             own (`BlockKernel`, `longspan.kernel_with_lse`), or any function `f(q, k, v, *, causal, scale, ...)`;
             `longspan.explain_kernel` says what "auto" takes and why.
@@ -171,7 +192,7 @@ def attention(
     """
     options = Options(
         causal, length, kv_length, window, chunk, prefix, documents, kv_documents, cu_seqlens, q_start, mask_mod, sinks,
-        softcap, alibi, bias, scale, dropout,
+        softcap, alibi, bias, scale, dropout, mask,
     )  # fmt: skip
     options.check_dropout()
     scores = options.scores
@@ -207,7 +228,7 @@ def prepare_attention(
     given.check_dropout()
     check_sharding(sp)
     check_tensors(q, k, v)
-    mask, lengths = given.mask(q, k, sp)
+    mask, lengths = given.mask_of(q, k, sp)
     return prepare(Shapes.of(q, k, v, given.scores), sp, mask, given.scores, lengths, kernel)
 
 
@@ -236,7 +257,7 @@ def explain_kernel(
     given.check_dropout()
     check_sharding(sp)
     check_tensors(q, k, v)
-    mask, lengths = given.mask(q, k, sp)
+    mask, lengths = given.mask_of(q, k, sp)
     shapes = Shapes.of(q, k, v, given.scores)
     check(shapes, sp, mask, given.scores, lengths)
     return choose(shapes, sp, mask, given.scores, lengths, kernel)[1]
@@ -254,7 +275,7 @@ def _plan(
     """The plan for this call: one of the last few, where it is the same attention again (the next layer)."""
     check_sharding(sp)
     check_tensors(q, k, v)
-    mask, lengths = options.mask(q, k, sp)
+    mask, lengths = options.mask_of(q, k, sp)
     shapes = Shapes.of(q, k, v, scores)
     # A function may have changed, though it is the same object; and a compiler must not look into the store.
     if mask.mod is not None or scores.bias is not None or torch.compiler.is_compiling():

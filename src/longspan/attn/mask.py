@@ -87,6 +87,8 @@ class Mask:
     def limited_to(self, length: int) -> Mask:
         """The same mask for a sequence of `length`: windows and chunks that reach over all of it are dropped."""
         out = self
+        if type(self) is not Mask:  # what a window means there, only its own kind knows
+            return out
         if out.window is not None and out.window >= length:
             out = dataclasses.replace(out, window=None)
         if out.chunk is not None and out.chunk >= length:
@@ -105,21 +107,34 @@ class Mask:
             queries: real queries; they have the positions q_start to q_start + queries - 1.
             keys: real keys.
         """
-        return tuple(self._regions(row, (self.q_start, self.q_start + queries), (0, keys)))
+        spans = (self.q_start, self.q_start + queries), (0, keys)
+        parts = (
+            part.within(q, k)
+            for q, k in self._runs(row, *spans)
+            if q[0] < q[1] and k[0] < k[1]
+            for part in self.parts(row, q, k)
+        )
+        return tuple(part for part in parts if part is not None)
 
-    def _regions(self, row: int, queries: Span, keys: Span) -> Iterator[Region]:
+    def parts(self, row: int, queries: Span, keys: Span) -> Iterator[Region]:
+        """`pairwise` as disjoint regions, in the order of the keys, for one segment's queries and keys.
+
+        A kind of mask of one's own overrides these two; everything else follows from them.
+
+        Args:
+            row: the row of the batch.
+            queries: positions of the segment's queries.
+            keys: positions of its keys.
+        """
         lo = 0 if self.causal else None
         hi = None if self.window is None else self.window - 1
         if self.window is not None and not self.causal:
             lo = 1 - self.window
-        for q, k in self._runs(row, queries, keys):
-            whole = Region(*q, *k, lo, hi)
-            prefix = 0 if self.prefix is None else self._prefixes[row if isinstance(self.prefix, tuple) else 0]
-            parts = [(Region(*q, *k), (k[0], prefix)), (whole, (max(prefix, k[0]), k[1]))]
-            for region, among in parts if prefix > k[0] else [(whole, k)]:
-                part = region.within(q, among)
-                if part is not None:
-                    yield part
+        prefix = 0 if self.prefix is None else self._prefixes[row if isinstance(self.prefix, tuple) else 0]
+        if prefix > keys[0]:
+            yield Region(*queries, keys[0], min(prefix, keys[1]))
+        if prefix < keys[1]:
+            yield Region(*queries, max(prefix, keys[0]), keys[1], lo, hi)
 
     def _runs(self, row: int, queries: Span, keys: Span) -> Iterator[tuple[Span, Span]]:
         """Runs of queries and the runs of keys they may see, chunks cut too."""

@@ -39,7 +39,7 @@ class FunctionKernel(WholeKernel):
                 f"the kernel {self.name} gives no log-sum-exps, by which a ring of {need.ring} adds up blocks; use "
                 f"kernel='auto', ring=1 with more ulysses, or a function that gives them (longspan.kernel_with_lse)"
             )
-        unable = [what for what in beyond_sdpa(need) if what == "prefix" or what.startswith("keys")]
+        unable = [what for what in beyond_sdpa(need) if what == "prefix" or what.startswith(("keys", "the mask"))]
         if unable:
             return f"the kernel {self.name} cannot be told of {' or '.join(unable)}; use kernel='auto'"
         needed = {"causal", "scale", *self._more(need.mask.segments or need.mask.chunk, need.mask, need.scores)}

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import Blocks, Need, WholeKernel, register
+from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.core.layout import Span
 from longspan.core.segments import Segments, chunk_segments
@@ -30,6 +31,7 @@ def beyond_sdpa(need: Need) -> list[str]:
     """What of mask and scores `sdpa` cannot do, by name."""
     mask, scores = need.mask, need.scores
     named = {
+        f"the mask {type(mask).__name__}": type(mask) is not Mask,  # a kind of one's own
         "softcap": scores.softcap is not None,
         "sinks": scores.sinks is not None,
         "alibi": scores.alibi is not None,
