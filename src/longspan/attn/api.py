@@ -80,28 +80,32 @@ class Options:
         m = self.kv_length
         if m is None:
             m = n if k.shape[1] == q.shape[1] else k.shape[1] * sp.size
+        if self.mask is not None:
+            self._check_mask(self.mask)
         start = self.q_start if self.mask is None else self.mask.q_start
         segments, kv_segments = _segments(q.shape[0], n, m, start, self.documents, self.kv_documents, self.cu_seqlens)
         if self.mask is not None:
-            return self._with_segments(segments, kv_segments), (n, m)
+            return self._with_segments(self.mask, segments, kv_segments), (n, m)
         prefix = _prefix(self.prefix)
         mask = Mask(self.causal, self.window, self.chunk, prefix, segments, kv_segments, self.q_start, self.mask_mod)
         return mask, (n, m)
 
-    def _with_segments(self, segments: Segments | None, kv_segments: Segments | None) -> Mask:
-        """The mask that was given as a value, with documents where they were given beside it."""
-        if not isinstance(self.mask, Mask):
-            raise LongspanError(f"mask={spell(self.mask)} is no longspan.Mask (nor a kind of it)")
+    def _check_mask(self, mask: Mask) -> None:
+        if not isinstance(mask, Mask):
+            raise LongspanError(f"mask={spell(mask)} is no longspan.Mask (nor a kind of it)")
         twice = [name for name in self.of_mask() if name in _OF_MASK]
         if twice:
             raise LongspanError(
                 f"`mask` says all of {', '.join(_OF_MASK)}, and {', '.join(twice)} was given too; say it in the mask"
             )
+
+    def _with_segments(self, mask: Mask, segments: Segments | None, kv_segments: Segments | None) -> Mask:
+        """The mask that was given as a value, with documents where they were given beside it."""
         if segments is None and kv_segments is None:
-            return self.mask
-        if self.mask.segments is not None:
+            return mask
+        if mask.segments is not None:
             raise LongspanError("documents are given twice: in the mask (segments), and beside it")
-        return dataclasses.replace(self.mask, segments=segments, kv_segments=kv_segments)
+        return dataclasses.replace(mask, segments=segments, kv_segments=kv_segments)
 
     def check_dropout(self) -> None:
         """Refuse what is not supported.

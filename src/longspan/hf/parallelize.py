@@ -170,6 +170,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
     config = getattr(model, "config", None)
     settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else {}
     facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in options.items()}
+    facts["kernel"] = getattr(options["kernel"], "name", facts["kernel"])
     facts |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
