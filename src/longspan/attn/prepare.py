@@ -198,6 +198,7 @@ def _blocks(
         k_spans,
         owners,
         shapes.device,
+        (mine.q_heads * shapes.q[3] + mine.kv_heads * (shapes.k[3] + shapes.v[3])) * shapes.dtype.itemsize,
     )
 
 

@@ -65,6 +65,7 @@ class Blocks:
         k_spans: positions of all keys, in the sequence's order; they reach into the padding.
         owners: for each of them the block that it belongs to, where it lies behind the block's earlier ones.
         device: of the tensors.
+        token_bytes: of q, k and v of one token.
     """
 
     mask: Mask
@@ -77,6 +78,7 @@ class Blocks:
     k_spans: tuple[Span, ...]
     owners: tuple[int, ...]
     device: torch.device
+    token_bytes: int = 0
 
     @property
     def count(self) -> int:

@@ -26,6 +26,10 @@ SHORT_WINDOW = 256
 """The longest window that "auto" gives to sdpa, whose mask of a window has twice the pairs that attend. Up to here that
 costs no more than the many small tiles of "tiled" (`benchmarks/mask_cost.py`)."""
 
+_FILLED = 1.25  # how much longer than its shortest segment a bucket may be, so that at most a fifth is filled in
+_MANY = 4  # calls that one bucket must save
+_GATHERED_BYTES = 1 << 15  # q, k and v of a segment, of the mean one: above, gathering costs more than a call saves
+
 
 def beyond_sdpa(need: Need) -> list[str]:
     """What of mask and scores `sdpa` cannot do, by name."""
@@ -75,7 +79,24 @@ class Cut:
         return cls(sizes, tuple(start in starts for start in borders[:-1]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
+class Bucket:
+    """Segments of about one length, which run in one call: n segments of L tokens.
+
+    Shorter ones are filled up with their last token. Under a causal mask no real query sees what is filled in.
+
+    Attributes:
+        at: places in `[B * S]`, int64 [n, L].
+        real: which of the n * L are real, int64; None for all.
+        to: where these lie in `[B * S]`, int64.
+    """
+
+    at: Tensor
+    real: Tensor | None
+    to: Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class SdpaCalls:
     """All calls of a batch.
 
@@ -83,11 +104,13 @@ class SdpaCalls:
         causal: whether each is causal.
         window: tokens of a causal window; None for none.
         cuts: for each row of the batch; one for all where they are cut alike; None for one call of everything.
+        buckets: instead of cuts, where there are many segments.
     """
 
     causal: bool
     window: int | None
     cuts: tuple[Cut, ...] | None
+    buckets: tuple[Bucket, ...] | None = None
 
 
 class SdpaKernel(WholeKernel):
@@ -111,17 +134,66 @@ class SdpaKernel(WholeKernel):
         segments, mask = segments_with_chunks(blocks), blocks.mask
         if segments is None:
             return SdpaCalls(mask.causal, mask.window, None)
+        buckets = None if mask.window is not None else in_buckets(segments, blocks)
+        if buckets is not None:
+            return SdpaCalls(mask.causal, None, None, buckets)
         rows = segments[:1] if len(set(segments)) == 1 else segments
         return SdpaCalls(mask.causal, mask.window, tuple(Cut.of(row, blocks.lengths[0]) for row in rows))
 
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
         """All calls; see `WholeKernel`."""
+        if prepared.buckets is not None:
+            return _bucketed(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
         if prepared.cuts is None:
             return _one(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
         if len(prepared.cuts) == 1:  # every row is cut alike: cut the batch as one
             return _row(q_BSHD, k_BSKD, v_BSKD, prepared.cuts[0], prepared, scores)
         rows = zip(q_BSHD.split(1), k_BSKD.split(1), v_BSKD.split(1), prepared.cuts, strict=True)
         return torch.cat([_row(q, k, v, cut, prepared, scores) for q, k, v, cut in rows])
+
+
+def in_buckets(segments: Segments, blocks: Blocks) -> tuple[Bucket, ...] | None:
+    """Many segments as a few calls; None where that saves too few of them to be worth gathering their tokens."""
+    S = blocks.lengths[0]
+    spans = [(b * S + start, b * S + stop) for b, row in enumerate(segments) for start, stop in row if start < stop]
+    runs = sorted((stop - start, start) for start, stop in spans)
+    if not runs or sum(size for size, _ in runs) * blocks.token_bytes > _GATHERED_BYTES * len(runs):
+        return None
+    filled = _FILLED if blocks.mask.causal else 1.0
+    groups: list[list[tuple[int, int]]] = []
+    for run in reversed(runs):  # the longest of a bucket first
+        if not groups or run[0] * filled < groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append(run)
+    calls = len(runs) if len(set(segments)) > 1 else len(segments[0])
+    if calls < _MANY * len(groups):
+        return None
+    return tuple(_bucket(group, blocks.device) for group in groups)
+
+
+def _bucket(group: list[tuple[int, int]], device: torch.device) -> Bucket:
+    sizes, starts = torch.tensor(group).unbind(1)
+    step = torch.arange(int(sizes[0]))
+    at = starts[:, None] + torch.minimum(step, sizes[:, None] - 1)
+    real = (step < sizes[:, None]).flatten()
+    places = None if bool(real.all()) else real.nonzero().flatten().to(device)
+    return Bucket(at.to(device), places, at.flatten()[real].to(device))
+
+
+def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
+    """Each bucket gathered, computed in one call, and put back; zeros between the segments (padding)."""
+    assert calls.buckets is not None
+    B, S, H = q_BSHD.shape[:3]
+    flat = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
+    outs = []
+    for bucket in calls.buckets:
+        q, k, v = (x.index_select(0, bucket.at.flatten()).unflatten(0, bucket.at.shape) for x in flat)
+        out = _one(q, k, v, calls, scores).flatten(0, 1)
+        outs.append(out if bucket.real is None else out.index_select(0, bucket.real))
+    whole = q_BSHD.new_zeros(B * S, H, v_BSKD.shape[3])
+    places = torch.cat([bucket.to for bucket in calls.buckets])
+    back: Tensor = whole.index_copy(0, places, torch.cat(outs)).unflatten(0, (B, S))
+    return back
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, cut: Cut, calls: SdpaCalls, scores: Scores) -> Tensor:
