@@ -30,14 +30,14 @@ from longspan.plan import (
 )
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
-from longspan.plan.compute import attended_pairs, layer_work
-from longspan.plan.curves import contexts, gpu_counts
+from longspan.plan.cost.compute import attended_pairs, layer_work
+from longspan.plan.cost.times import waiting
 from longspan.plan.hardware import OPS
-from longspan.plan.models import CONFIGS
-from longspan.plan.report import SCHEMA, command, plan_dict, to_dict
+from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.shapes import ModelShape, shape_from_config
 from longspan.plan.search import meshes, refusal
-from longspan.plan.shapes import ModelShape, shape_from_config
-from longspan.plan.times import waiting
+from longspan.plan.views.curves import contexts, gpu_counts
+from longspan.plan.views.report import SCHEMA, command, plan_dict, to_dict
 from longspan.train import TrainConfig
 
 A100 = CATALOGUE["a100-80gb"]

@@ -20,9 +20,9 @@ from longspan.attn.methods.ring import work_of_blocks
 from longspan.core.layout import Layout
 from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
-from longspan.plan.communication import layer_method
-from longspan.plan.ring import lap
-from longspan.plan.shapes import ModelShape, shape_from_config
+from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.ring import lap
+from longspan.plan.models.shapes import ModelShape, shape_from_config
 from tests.counting import count_sent
 
 CPU: Hardware = read_hardware("cpu")
@@ -263,9 +263,9 @@ def test_the_planner_has_the_sizes_of_the_code() -> None:
     """Buckets and tiles are written down twice, as the planner may not import what needs torch."""
     from longspan.hf.gradients import GradientSum
     from longspan.hf.loss import TILE_ELEMENTS
-    from longspan.plan.communication import GRADIENT_BUCKET
-    from longspan.plan.kept import Scale
-    from longspan.plan.memory import _tile
+    from longspan.plan.cost.communication import GRADIENT_BUCKET
+    from longspan.plan.cost.memory import _tile
+    from longspan.plan.cost.saved import Scale
 
     assert GradientSum.bucket_elements == GRADIENT_BUCKET
     tiles = [_tile(Scale(1, 2, 1, on_cpu=on_cpu, hidden_shards=1)) for on_cpu in (False, True)]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from longspan.plan import CATALOGUE, Collective, Job, Mesh, Plan, cost, read_model
-from longspan.plan.communication import shard_elements
+from longspan.plan.cost.communication import shard_elements
 from longspan.plan.methods import SHORT, compare
+from longspan.plan.models.shapes import shape_from_config
 from longspan.plan.search import refusal
-from longspan.plan.shapes import shape_from_config
 
 GB, MS, MB = 1e9, 1e-3, 1e6
 N, P = 1_000_000, 8

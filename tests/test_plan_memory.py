@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longspan.plan import Job, Mesh, cost, read_hardware
-from longspan.plan.kept import Scale, kept_per_token
-from longspan.plan.shapes import shape_from_config
+from longspan.plan.cost.saved import Scale, kept_per_token
+from longspan.plan.models.shapes import shape_from_config
 from tests.pool import RankPool
 
 SMALL = {

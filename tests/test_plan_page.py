@@ -20,11 +20,11 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.layout import Layout
 from longspan.plan import Job, Mesh, planned, read_hardware, read_model, search
-from longspan.plan.curves import BEST, contexts, gpu_counts, grid
-from longspan.plan.drawing import SIZE, draw
 from longspan.plan.job import Mode
-from longspan.plan.page import render
-from longspan.plan.report import to_dict
+from longspan.plan.views.curves import BEST, contexts, gpu_counts, grid
+from longspan.plan.views.drawing import SIZE, draw
+from longspan.plan.views.page import render
+from longspan.plan.views.report import to_dict
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
 NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'

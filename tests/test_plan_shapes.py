@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from longspan.core.errors import LongspanError
-from longspan.plan.models import CONFIGS
-from longspan.plan.shapes import FAMILIES, LayerShape, ModelShape, Parameter, read_model, shape_from_config
+from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.shapes import FAMILIES, LayerShape, ModelShape, Parameter, read_model, shape_from_config
 
 # Other than the sizes that `_random_config` draws for every model type. Each entry is one case.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -453,7 +453,7 @@ def test_defaults_of_a_layer() -> None:
 
 def test_the_standard_library_is_enough() -> None:
     code = (
-        "import sys, longspan.plan.models, longspan.plan.shapes as s; s.read_model('gpt-oss-20b').params; "
+        "import sys, longspan.plan as s; s.read_model('gpt-oss-20b').params; "
         "print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from longspan.core.errors import LongspanError
-from longspan.plan.communication import communication, micro_batches
+from longspan.plan.cost.communication import communication, micro_batches
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
+from longspan.plan.models.shapes import ModelShape
 from longspan.plan.search import Plan, cost, refusal
-from longspan.plan.shapes import ModelShape
 
 SHORT = 128
 """Tokens of the short prompt at which tensor parallelism may win: a start-up time is all that counts."""

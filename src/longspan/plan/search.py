@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from longspan.core.checked import LARGEST_COUNT, check_number, spell
 from longspan.core.errors import LongspanError
-from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
-from longspan.plan.compute import model_flops, optimizer_seconds
+from longspan.plan.cost.communication import Collective, communication, heads_of, impl_of, micro_batches
+from longspan.plan.cost.compute import model_flops, optimizer_seconds
+from longspan.plan.cost.memory import cache_bytes, memory
+from longspan.plan.cost.times import step_times
 from longspan.plan.job import AXES, RUNS, Job, Mesh, RingImpl
-from longspan.plan.memory import cache_bytes, memory
-from longspan.plan.times import step_times
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shapes import LayerShape, ModelShape
 
 GB = 1e9
 
@@ -35,7 +35,7 @@ class Plan:
         job: the job.
         mesh: the mesh.
         hardware: on what.
-        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.memory.ITEMS`).
+        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.cost.memory.ITEMS`).
         comm: every collective of a step.
         compute_seconds: of a step, communication and waiting left out.
         exposed_seconds: communication that nothing hides.

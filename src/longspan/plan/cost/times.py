@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import (
+from longspan.plan.cost.communication import (
     Sent,
     around_the_layers,
     lap_of,
@@ -13,13 +13,13 @@ from longspan.plan.communication import (
     micro_batches,
     passes,
 )
-from longspan.plan.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
+from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
 
 if TYPE_CHECKING:
+    from longspan.plan.cost.ring import Lap
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.ring import Lap
-    from longspan.plan.shapes import ModelShape
+    from longspan.plan.models.shapes import ModelShape
 
 
 def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import heads_of, lap_of, local_batch, local_tokens
-from longspan.plan.memory import cache_bytes, elements_at_rest
+from longspan.plan.cost.communication import heads_of, lap_of, local_batch, local_tokens
+from longspan.plan.cost.memory import cache_bytes, elements_at_rest
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shapes import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from longspan.core.checked import LARGEST_COUNT
-from longspan.plan.communication import heads_of
+from longspan.plan.cost.communication import heads_of
+from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh
-from longspan.plan.memory import ITEMS
+from longspan.plan.models.shapes import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, planned, refusal, search
-from longspan.plan.shapes import ModelShape
 
 BEST = 6
 """Plans kept of every point, beside the pure meshes and the recommended one."""

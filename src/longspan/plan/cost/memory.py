@@ -6,7 +6,7 @@ gradients of embeddings and head; the sum of gradients where weights are not sha
 from its items; the largest one is what must fit, and its items are what is reported. A forward alone has two: inside
 attention, and inside the MLP.
 
-What a layer keeps is in `kept.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
+What a layer saves is in `saved.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 
 Letters: L tokens of a rank (all its sequences at once), b bytes per element, d hidden size, f MLP size, V vocabulary.
 """
@@ -16,15 +16,15 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import GRADIENT_BUCKET, heads_of, local_batch, local_tokens, shard_elements
-from longspan.plan.kept import Kept, Scale, gone_per_token, kept_per_token, norm_bytes, ring_buffers
+from longspan.plan.cost.communication import GRADIENT_BUCKET, heads_of, local_batch, local_tokens, shard_elements
+from longspan.plan.cost.saved import Kept, Scale, gone_per_token, kept_per_token, norm_bytes, ring_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shapes import LayerShape, ModelShape
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",

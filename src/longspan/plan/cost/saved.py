@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import heads_of, impl_of, lap_of, local_batch, local_tokens
+from longspan.plan.cost.communication import heads_of, impl_of, lap_of, local_batch, local_tokens
 
 if TYPE_CHECKING:
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shapes import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Buffers:
     workspace: int = 0
 
     def items(self) -> dict[str, int]:
-        """Under the names of `longspan.plan.memory.ITEMS`."""
+        """Under the names of `longspan.plan.cost.memory.ITEMS`."""
         return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
 
 

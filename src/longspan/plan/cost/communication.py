@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from longspan.core.heads import HeadShard, split_heads
 from longspan.core.routes import choose_impl
+from longspan.plan.cost.ring import Lap, lap
 from longspan.plan.job import layout_of
-from longspan.plan.ring import Lap, lap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.shapes import LayerShape, ModelShape, Parameter
+    from longspan.plan.models.shapes import LayerShape, ModelShape, Parameter
 
 GRADIENT_BUCKET = 1 << 25
 """Elements of one all-reduce of `longspan.hf.gradients.GradientSum`."""

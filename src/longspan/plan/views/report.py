@@ -11,9 +11,9 @@ from typing import Any
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
-from longspan.plan.models import CONFIGS
+from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.shapes import ModelShape
 from longspan.plan.search import Plan, Search
-from longspan.plan.shapes import ModelShape
 
 SCHEMA = "longspan.plan/1"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from longspan.core.checked import LARGEST_COUNT, check_number, existing_path, read_text, spell
 from longspan.core.errors import LongspanError
-from longspan.plan.models import CONFIGS
+from longspan.plan.models.catalogue import CONFIGS
 
 _MOST_LAYERS = 1 << 14
 
