@@ -9,7 +9,8 @@ found.recommended.mesh, found.recommended.memory_bytes, found.recommended.comm
 from longspan.plan.cost.communication import Collective
 from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.models.shapes import LayerShape, ModelShape, read_model
+from longspan.plan.models.read import read_model
+from longspan.plan.models.shape import LayerShape, ModelShape
 from longspan.plan.search import Plan, Search, cost, longest_context, planned, search
 
 __all__ = [

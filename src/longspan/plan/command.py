@@ -12,7 +12,7 @@ from longspan.core.errors import LongspanError
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.methods import compare
-from longspan.plan.models.shapes import read_model
+from longspan.plan.models.read import read_model
 from longspan.plan.search import search
 from longspan.plan.views.report import to_dict
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from longspan.core.checked import LARGEST_COUNT
-from longspan.plan.cost.communication import heads_of
+from longspan.plan.cost.local import heads_of
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh
-from longspan.plan.models.shapes import ModelShape
+from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, planned, refusal, search
 
 BEST = 6
@@ -156,10 +156,10 @@ def _heads(model: ModelShape, meshes: set[tuple[int, ...]]) -> dict[str, Any]:
 
     A share is [first query head, end, first KV head, end], counted within what tensor parallelism leaves the rank.
     """
-    softmax = [layer for layer, _ in model.layer_kinds if layer.kind != "linear"]
-    if not softmax:
+    dealt_out = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.deals_heads]
+    if not dealt_out:
         return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}}
-    q, kv = softmax[0].q_heads, softmax[0].kv_heads
+    q, kv = dealt_out[0].q_heads, dealt_out[0].kv_heads
     shares = {}
     for tensor, ulysses in sorted({(mesh[AXES.index("tensor")], mesh[AXES.index("ulysses")]) for mesh in meshes}):
         dealt = heads_of(q, kv, tensor, ulysses)[:RANKS_SHOWN]

@@ -13,7 +13,7 @@ from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
 from longspan.plan.methods import SHORT, Method
-from longspan.plan.models.shapes import ModelShape
+from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
 from longspan.plan.views.report import command
 
