@@ -30,14 +30,14 @@ from longspan.plan import (
 )
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
-from longspan.plan.compute import attended_pairs, layer_work
-from longspan.plan.curves import contexts, gpu_counts
+from longspan.plan.cost.compute import layer_work
+from longspan.plan.cost.times import waiting
 from longspan.plan.hardware import OPS
-from longspan.plan.models import CONFIGS
-from longspan.plan.report import SCHEMA, command, plan_dict, to_dict
+from longspan.plan.layers import Causal, Chunk, Window
+from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
 from longspan.plan.search import meshes, refusal
-from longspan.plan.shapes import ModelShape, shape_from_config
-from longspan.plan.times import waiting
+from longspan.plan.views.curves import contexts, gpu_counts
+from longspan.plan.views.report import SCHEMA, command, plan_dict, to_dict
 from longspan.train import TrainConfig
 
 A100 = CATALOGUE["a100-80gb"]
@@ -164,9 +164,9 @@ def test_masks_count_their_pairs() -> None:
     for n, window in ((10, 3), (10, 10), (7, 1), (12, 5)):
         sliding = sum(1 for i in range(n) for j in range(n) if 0 <= i - j < window)
         chunked = sum(1 for i in range(n) for j in range(i + 1) if i // window == j // window)
-        assert attended_pairs(n, window, "sliding") == sliding
-        assert attended_pairs(n, window, "chunked") == chunked
-        assert attended_pairs(n, None, "full") == n * (n + 1) / 2
+        assert Window(window).pairs(n) == sliding
+        assert Chunk(window).pairs(n) == chunked
+        assert Causal().pairs(n) == n * (n + 1) / 2
 
 
 def test_a_window_costs_its_window() -> None:

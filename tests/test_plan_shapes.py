@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from longspan.core.errors import LongspanError
-from longspan.plan.models import CONFIGS
-from longspan.plan.shapes import FAMILIES, LayerShape, ModelShape, Parameter, read_model, shape_from_config
+from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window
+from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
 
 # Other than the sizes that `_random_config` draws for every model type. Each entry is one case.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -205,31 +205,32 @@ def test_active_parameters() -> None:
     dense, sparse = (layer for layer, _ in read_model("deepseek-v3").layer_kinds)
     assert dense.active_params == dense.params
     assert sparse.params - sparse.active_params == (256 - 8) * 3 * 7168 * 2048
-    assert (dense.ffn, dense.experts, sparse.ffn, sparse.experts) == (18432, 0, 0, 256)
-    assert (sparse.experts_per_token, sparse.expert_ffn, sparse.shared_ffn, sparse.gated) == (8, 2048, 2048, True)
+    assert dense.mlp == Dense(18432, gated=True)
+    assert sparse.mlp == Experts(2048, gated=True, experts=256, per_token=8, shared_ffn=2048)
 
 
 def test_matrices_are_what_is_not_a_norm_a_bias_or_a_sink() -> None:
     layer = read_model("gpt-oss-20b").layers[0]
     attention = 2880 * 64 * (64 + 8 + 8) + 64 * 64 * 2880
     assert layer.matmul_params_active == attention + 2880 * 32 + 4 * 3 * 2880 * 2880
-    assert layer.sinks
+    assert layer.mixer == Softmax(64, 8, 64, 64, Window(128), sinks=True)
 
 
 def test_latent_attention_caches_the_latent_vector() -> None:
     layer = read_model("deepseek-v3").layers[0]
-    assert (layer.q_heads, layer.kv_heads, layer.head_dim, layer.v_head_dim) == (128, 128, 192, 128)
-    assert layer.latent_dim == layer.kv_elements_per_token == 512 + 64
+    assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64)
+    assert layer.kv_elements_per_token == 512 + 64
 
 
 def test_linear_layers_have_a_state_and_no_cache() -> None:
     model = shape_from_config(_random_config("qwen3_next", 1), "small")
     linear, full = (layer for layer, _ in model.layer_kinds)
-    assert (linear.kind, linear.q_heads, linear.kv_heads, linear.head_dim) == ("linear", 6, 2, 128)
-    assert (linear.state_elements, linear.kv_elements_per_token) == (6 * 128 * 128, 0)
-    assert full.kv_elements_per_token == 2 * full.kv_heads * full.head_dim
+    assert (linear.kind, linear.mixer) == ("linear", Linear(6, 2, 128, 128))
+    assert isinstance(linear.mixer, Linear)
+    assert (linear.mixer.state_elements, linear.kv_elements_per_token) == (6 * 128 * 128, 0)
+    assert full.kv_elements_per_token == 2 * full.mixer.kv_heads * full.mixer.head_dim
     # The model's heads are those that softmax attention exchanges, not the 32 of the linear layers.
-    assert shape_from_config(_random_config("qwen3_next", 0), "small").q_heads == full.q_heads
+    assert shape_from_config(_random_config("qwen3_next", 0), "small").q_heads == full.mixer.q_heads
 
 
 def test_the_text_part_of_a_multimodal_config() -> None:
@@ -446,14 +447,9 @@ def test_model_types_that_are_not_supported(config: dict[str, Any], reason: str)
     assert message.endswith(f"Supported are {', '.join(sorted(FAMILIES))}")
 
 
-def test_defaults_of_a_layer() -> None:
-    layer = LayerShape("full", 4, 2, 8, 8, None, 16, True)
-    assert (layer.params, layer.kv_elements_per_token, layer.experts) == (0, 32, 0)
-
-
 def test_the_standard_library_is_enough() -> None:
     code = (
-        "import sys, longspan.plan.models, longspan.plan.shapes as s; s.read_model('gpt-oss-20b').params; "
+        "import sys, longspan.plan as s; s.read_model('gpt-oss-20b').params; "
         "print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core import regions
-from longspan.core.regions import Region, overlap, tiles
+from longspan.core.regions import Region, meeting, tiles
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 50)).map(lambda x: (x[0], x[0] + x[1]))
 drawn = st.builds(
@@ -84,5 +84,5 @@ def test_a_window_costs_its_width_not_the_sequence(monkeypatch: pytest.MonkeyPat
 def test_overlap_looks_at_every_pair_of_runs() -> None:
     causal = [Region(0, 40, 0, 40, 0)]
     zigzag = ((0, 5), (35, 40))
-    found = list(overlap(causal, zigzag, zigzag))
+    found = [part for _, _, part in meeting(causal, zigzag, zigzag)]
     assert sum(part.pairs for part in found) == 15 + 25 + 15

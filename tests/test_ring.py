@@ -185,7 +185,7 @@ def test_every_token_has_one_rank(n: int, ring: int, ulysses: int, zigzag: bool)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
     padded = [layout.padded_spans(n, rank) for rank in range(layout.size)]
     assert {sum(b - a for a, b in spans) for spans in padded} == {layout.local_length(n)}
-    assert layout.padded_length(n) - n < 2 * layout.size
+    assert layout.local_length(n) * layout.size - n < 2 * layout.size
 
 
 def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:

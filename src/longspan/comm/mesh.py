@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
-from longspan.core.layout import Layout
+from longspan.core.layout import choose_layout, layout_names
 from longspan.ranks.rendezvous import meet, read_job
 
 if TYPE_CHECKING:
@@ -116,13 +116,14 @@ class SequenceSharding:
     Args:
         mesh: from `init_mesh`, or any `DeviceMesh` that has the four axes.
         layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest ways under a sliding window; as
-            good for a bidirectional mask), or "auto": zigzag where there is a ring, else contiguous (a Ulysses
-            exchange restores the order of the tokens, so no other cut balances better).
+            good for a bidirectional mask), any other that is registered (`longspan.core.layouts`), or "auto": zigzag
+            where there is a ring, else contiguous (a Ulysses exchange restores the order of the tokens, so no other
+            cut balances better).
         kv_replication: whether one KV head may be sent to several ranks when there are more ranks than KV heads.
         ring_impl: how keys and values go round: "p2p" (neighbour to neighbour, the next block in flight while the
             current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
             for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
-            overlap; see `longspan.core.layout.choose_impl`.
+            overlap; see `longspan.core.routes.choose_impl`.
 
     Attributes:
         size: ranks of the sequence group.
@@ -150,7 +151,7 @@ class SequenceSharding:
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        check_choice("layout", layout, ("auto", "contiguous", "zigzag"))
+        check_choice("layout", layout, layout_names())
         check_choice("ring_impl", ring_impl, ("auto", "p2p", "allgather"))
         check_flag("kv_replication", kv_replication)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
@@ -162,8 +163,7 @@ class SequenceSharding:
         self.size: int = sizes["ring"] * sizes["ulysses"]
         self.data_size: int = sizes["data"]
         self.tensor_size: int = sizes["tensor"]
-        zigzag = self.ring_size > 1 and layout != "contiguous"
-        self.layout = Layout(self.ring_size, self.ulysses_size, "zigzag" if zigzag else "contiguous")
+        self.layout = choose_layout(layout, self.ring_size, self.ulysses_size)
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())

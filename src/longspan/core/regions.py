@@ -178,8 +178,3 @@ def meeting(
                 part = region.within(q_runs[m], k_runs[n])
                 if part is not None:
                     yield m, n, part
-
-
-def overlap(regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]) -> Iterator[Region]:
-    """What of `regions` lies among these runs of queries and keys (each disjoint and sorted)."""
-    return (part for _, _, part in meeting(regions, q_runs, k_runs))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,18 @@ class Routes:
         """Hops of the block that travels furthest."""
         return max(*self.right, *self.left)
 
-    def messages(self, rank: int) -> int:
-        """Blocks that `rank` sends on, its own included."""
-        return sum(self.sends_right(rank, hop) + self.sends_left(rank, hop) for hop in range(1, self.rounds + 1))
+    @cached_property
+    def sends(self) -> tuple[int, ...]:
+        """KV blocks that each rank sends on, its own included, by rank."""
+        left = ((j - hops + 1, hops) for j, hops in enumerate(self.left))
+        return _covered([*enumerate(self.right), *left], len(self.right))
+
+    @cached_property
+    def received(self) -> tuple[int, ...]:
+        """KV blocks of others that come to each rank, by rank."""
+        right = ((j + 1, hops) for j, hops in enumerate(self.right))
+        left = ((j - hops, hops) for j, hops in enumerate(self.left))
+        return _covered([*right, *left], len(self.right))
 
     def sends_right(self, rank: int, hop: int) -> bool:
         """Whether `rank` sends a block to rank + 1 as that block's hop number `hop`."""
@@ -69,6 +80,19 @@ def _shortest_way(block: int, ranks: Collection[int], size: int) -> tuple[int, i
     gaps = list(map(operator.sub, stops[1:], stops))
     widest = len(gaps) - 1 - gaps[::-1].index(max(gaps))
     return stops[widest], size - stops[widest + 1]
+
+
+def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
+    """How many of the runs (first rank, number of ranks), round a ring of `size`, each rank lies in."""
+    change = [0] * (size + 1)
+    for start, length in runs:
+        first, stop = start % size, start % size + length
+        change[first] += 1
+        change[min(stop, size)] -= 1
+        if stop > size:
+            change[0] += 1
+            change[stop - size] -= 1
+    return tuple(itertools.accumulate(change[:size]))
 
 
 SMALL = 1 << 20

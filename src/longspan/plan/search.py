@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from longspan.core.checked import LARGEST_COUNT, check_number, spell
 from longspan.core.errors import LongspanError
-from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
-from longspan.plan.compute import model_flops, optimizer_seconds
+from longspan.plan.cost.communication import Collective, communication
+from longspan.plan.cost.compute import model_flops, optimizer_seconds
+from longspan.plan.cost.local import micro_batches
+from longspan.plan.cost.memory import memory
+from longspan.plan.cost.times import step_times
 from longspan.plan.job import AXES, RUNS, Job, Mesh, RingImpl
-from longspan.plan.memory import cache_bytes, memory
-from longspan.plan.times import step_times
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shape import LayerShape, ModelShape
 
 GB = 1e9
 
@@ -35,7 +36,7 @@ class Plan:
         job: the job.
         mesh: the mesh.
         hardware: on what.
-        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.memory.ITEMS`).
+        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.cost.memory.ITEMS`).
         comm: every collective of a step.
         compute_seconds: of a step, communication and waiting left out.
         exposed_seconds: communication that nothing hides.
@@ -79,10 +80,7 @@ class Plan:
         """How keys and values go round: "p2p", "allgather", or "mixed" where layers differ; None without a ring."""
         if self.mesh.ring == 1 or self.job.mode == "decode":
             return None
-        softmax = [layer for layer, _ in self.model.layer_kinds if layer.kind != "linear"]
-        shares = [heads_of(layer.q_heads, layer.kv_heads, self.mesh.tensor, self.mesh.ulysses) for layer in softmax]
-        kinds = {(layer, share.kv_heads) for layer, dealt in zip(softmax, shares, strict=True) for share in dealt}
-        found = {impl_of(layer, self.job, self.mesh, kv_heads) for layer, kv_heads in kinds}
+        found = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
         return found.pop() if len(found) == 1 else "mixed" if found else None
 
     @property
@@ -200,9 +198,6 @@ MOST_GPUS = 1 << 14
 LONGEST_RING = 1 << 11
 """Ranks of a ring that is planned: each computes its share round by round, so a plan takes the square of them."""
 
-MOST_CHUNKS = 1 << 18
-"""Chunks of a context that are planned: each is a region of its own."""
-
 
 def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search:
     """Every mesh of `gpus` GPUs, ranked: what fits before what does not, then by the time of a step, then by memory.
@@ -267,39 +262,27 @@ def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
     for layer, _ in model.layer_kinds:
-        if layer.kind == "chunked" and layer.window and job.context > MOST_CHUNKS * layer.window:
-            return (
-                f"a context of {job.context} has more chunks of {layer.window} than the {MOST_CHUNKS} that are planned"
-            )
-        problem = _heads_refusal(layer, job, mesh)
+        problem = (
+            layer.mixer.length_refusal(job.context)
+            or _tensor_refusal(layer, mesh.tensor)
+            or layer.mixer.ulysses_refusal(job, mesh)
+        )
         if problem is not None:
             return problem
     return None
 
 
-def _heads_refusal(layer: LayerShape, job: Job, mesh: Mesh) -> str | None:
-    q, kv, t, u = layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses
+def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
+    q, kv, width = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn
     if q % t or (kv % t and t % kv):
         return f"tensor={t} does not divide the model's {q} query and {kv} KV heads; try tensor={math.gcd(q, t)}"
-    width = layer.ffn or layer.expert_ffn
     if width % t:
         return f"tensor={t} does not divide the MLP's intermediate size {width}; try tensor={math.gcd(width, t)}"
-    if layer.kind == "linear":
-        return None
-    if u > q // t:
-        held = f"tensor={t} leaves {q // t}" if t > 1 else f"the model has {q}"
-        ring = -(-u * mesh.ring * t // q)
-        return f"ulysses={u} needs at least {u} query heads, {held}; try ulysses={q // t}, ring={ring}"
-    if u > max(1, kv // t) and not job.kv_replication:
-        return (
-            f"ulysses={u} needs {u} KV heads or replication, the model has {max(1, kv // t)}; try "
-            f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
-        )
     return None
 
 
 def _notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
-    replicated = [(count, _replicated_bytes(layer, job, mesh)) for layer, count in model.layer_kinds]
+    replicated = [(count, layer.mixer.replicated_bytes(job, mesh)) for layer, count in model.layer_kinds]
     once = job.mode == "train" and job.activation_checkpointing  # then one layer's K and V exist at a time
     extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
     kv = max(1, model.kv_heads // mesh.tensor)
@@ -318,23 +301,13 @@ def _notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
     yield from _not_in_this_version(model, job, mesh)
 
 
-def _replicated_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
-    """K and V that a GPU holds beyond an even share, because a KV head lies on several ranks."""
-    kv, u = max(1, layer.kv_heads // mesh.tensor), mesh.ulysses
-    if layer.kind == "linear" or layer.latent_dim or u <= kv:
-        return 0.0
-    most = max(share.kv_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, u))
-    held = cache_bytes(layer, replace(job, mode="prefill", batch=mesh.data), mesh)
-    return held * (1 - kv / u / most)
-
-
 def _not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     said = [
         f"{axis}={getattr(mesh, axis)} is planned from its formulas: this version of longspan does not run it"
         for axis in AXES
         if getattr(mesh, axis) > 1 and axis not in RUNS
     ]
-    kinds = sorted({layer.kind for layer in model.layers} - {"full", "sliding", "chunked"})
+    kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":
         return said

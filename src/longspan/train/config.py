@@ -16,6 +16,7 @@ from longspan.core.checked import (
     path_of,
 )
 from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TrainConfig:
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
     data_degree: int = 1
     """Replicas that read different sequences; data x ring x ulysses ranks in all."""
-    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    layout: LayoutName = "auto"
     """How tokens lie over a ring. zigzag shares out a causal mask evenly, contiguous sends least under sliding windows
     alone. auto: zigzag."""
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"

@@ -8,6 +8,7 @@ from typing import Literal
 
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
 
 _MOST_TOKENS = 1 << 30
 
@@ -36,7 +37,7 @@ class VerifyConfig:
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
     data_degree: int = 1
     """Replicas that read different sequences; data x ring x ulysses ranks in all."""
-    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    layout: LayoutName = "auto"
     """How tokens lie over a ring. auto: zigzag."""
     ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
     """How keys and values go round a ring. p2p is what auto chooses in a long run; in a short test it would choose

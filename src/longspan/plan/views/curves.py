@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 from longspan.core.checked import LARGEST_COUNT
-from longspan.plan.communication import heads_of
+from longspan.core.layout import Span
+from longspan.plan.cost.local import heads_of
+from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import AXES, Job, Mesh
-from longspan.plan.memory import ITEMS
+from longspan.plan.job import AXES, Job, Mesh, layout_of
+from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, planned, refusal, search
-from longspan.plan.shapes import ModelShape
 
 BEST = 6
 """Plans kept of every point, beside the pure meshes and the recommended one."""
 
 RANKS_SHOWN = 16
 """Ranks whose heads are listed; a diagram of more has no room for them."""
+
+PARTS_SHOWN = 32
+"""Ranks of a sequence group whose tokens are told apart."""
 
 SHORTEST, LONGEST = 1 << 12, 1 << 24
 """Tokens of the shortest and longest context of every grid; a job outside them widens it."""
@@ -57,7 +61,7 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str
     Sizes in bytes, times in seconds (six digits). What repeats is written once: `items` names the numbers of a plan's
     `memory`; `collectives` and `notes` hold what the first number of a row of `comm`, and the numbers of `notes`, point
     to. A row of `comm` goes on with bytes per call, calls, and seconds of all calls. `lines` follows the meshes that
-    are best for the job itself along all contexts.
+    are best for the job itself along all contexts. `layouts` says who holds which tokens.
 
     Returns:
         A dict of plain data, with `points[i][j]` for `contexts[i]` on `gpus[j]`.
@@ -70,6 +74,7 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str
     for context in contexts(job):
         at_context = replace(job, context=context)
         points.append([_point(search(model, at_context, n, hardware), n, collectives, notes) for n in gpu_counts(gpus)])
+    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
     return {
         "model": model.name,
         "job": {**asdict(job), "gpus": gpus},
@@ -77,7 +82,8 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str
         "contexts": contexts(job),
         "gpus": gpu_counts(gpus),
         "items": dict(ITEMS),
-        "heads": _heads(model, {tuple(plan["mesh"]) for row in points for point in row for plan in point["plans"]}),
+        "heads": _heads(model, shown),
+        "layouts": held_tokens(job, shown),
         "collectives": [
             dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives.rows
         ],
@@ -151,17 +157,46 @@ def _six(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _heads(model: ModelShape, meshes: set[tuple[int, ...]]) -> dict[str, Any]:
-    """The heads of the first softmax layer, and who computes which: by "tensor,ulysses", for each Ulysses rank.
+def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
+    """The heads of the first layer whose heads are dealt, and who computes which: by "tensor,ulysses", for each Ulysses
+    rank. `mixed`: whether other layers keep all heads where their tokens are.
 
     A share is [first query head, end, first KV head, end], counted within what tensor parallelism leaves the rank.
     """
-    softmax = [layer for layer, _ in model.layer_kinds if layer.kind != "linear"]
-    if not softmax:
-        return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}}
-    q, kv = softmax[0].q_heads, softmax[0].kv_heads
+    dealt = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.deals_heads]
+    mixed = 0 < len(dealt) < len(model.layer_kinds)
+    if not dealt:
+        return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}, "mixed": mixed}
+    q, kv = dealt[0].q_heads, dealt[0].kv_heads
     shares = {}
-    for tensor, ulysses in sorted({(mesh[AXES.index("tensor")], mesh[AXES.index("ulysses")]) for mesh in meshes}):
-        dealt = heads_of(q, kv, tensor, ulysses)[:RANKS_SHOWN]
-        shares[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in dealt]
-    return {"q": q, "kv": kv, "shares": shares}
+    for tensor, ulysses in sorted({(mesh.tensor, mesh.ulysses) for mesh in meshes}):
+        of_ranks = heads_of(q, kv, tensor, ulysses)[:RANKS_SHOWN]
+        shares[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in of_ranks]
+    return {"q": q, "kv": kv, "shares": shares, "mixed": mixed}
+
+
+def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
+    """Who holds which tokens: by "ring,ulysses" the layout's name, and at every context the runs of the first ranks of
+    a sequence group (`parts`) and of the first blocks of the ring; flat, [start, stop, start, stop, ...].
+
+    All parts are listed of groups of up to `PARTS_SHOWN` ranks; a diagram of more has no room for them.
+    """
+    found: dict[str, Any] = {}
+    for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):
+        layout = layout_of(job, Mesh(ring=ring, ulysses=ulysses))
+        parts = layout.size if layout.size <= PARTS_SHOWN else min(layout.size, RANKS_SHOWN)
+        found[f"{ring},{ulysses}"] = {
+            "kind": layout.kind,
+            "contexts": [
+                {
+                    "parts": [_flat(layout.spans(context, rank)) for rank in range(parts)],
+                    "blocks": [_flat(layout.block_spans(context, rank)) for rank in range(min(ring, RANKS_SHOWN))],
+                }
+                for context in contexts(job)
+            ],
+        }
+    return found
+
+
+def _flat(spans: Iterable[Span]) -> list[int]:
+    return [place for span in spans for place in span]

@@ -6,7 +6,7 @@ gradients of embeddings and head; the sum of gradients where weights are not sha
 from its items; the largest one is what must fit, and its items are what is reported. A forward alone has two: inside
 attention, and inside the MLP.
 
-What a layer keeps is in `kept.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
+What a layer saves is in `saved.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 
 Letters: L tokens of a rank (all its sequences at once), b bytes per element, d hidden size, f MLP size, V vocabulary.
 """
@@ -16,15 +16,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import GRADIENT_BUCKET, heads_of, local_batch, local_tokens, shard_elements
-from longspan.plan.kept import Kept, Scale, gone_per_token, kept_per_token, norm_bytes, ring_buffers
+from longspan.core.buckets import GRADIENT_BUCKET, LOSS_TILE
+from longspan.plan.cost.local import local_batch, local_tokens
+from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, freed_per_token, norm_bytes, saved_per_token
+from longspan.plan.cost.weights import shard_elements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shape import ModelShape
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",
@@ -49,18 +51,6 @@ PREFILL_TILES = 16
 """Tiles of the MLP in prefill and decode where the job does not say: without a backward, tiles cost nothing."""
 
 
-def cache_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> int:
-    """One layer's KV cache on the GPU that holds most of it: its heads (ulysses), its tokens (ring)."""
-    batch = local_batch(job, mesh)
-    if layer.kind == "linear":
-        return batch * (layer.state_elements // mesh.tensor) * job.bytes_per_element
-    tokens = -(-min(job.context, layer.window or job.context) // mesh.ring)
-    if layer.latent_dim:  # one latent vector serves all heads, so heads cannot share it out
-        return batch * tokens * layer.latent_dim * job.bytes_per_element
-    heads = max(s.kv_heads for s in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
-    return batch * tokens * heads * (layer.head_dim + layer.v_head_dim) * job.bytes_per_element
-
-
 def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
     """Bytes of every item of `ITEMS` on the GPU that holds most, at the moment when they sum up to most."""
     scale = Scale(
@@ -76,7 +66,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[
         moments = _training(model, job, mesh, scale)
     else:
         moments = _forward(model, job, mesh, scale)
-        constant["kv_cache"] = sum(count * cache_bytes(layer, job, mesh) for layer, count in model.layer_kinds)
+        constant["kv_cache"] = sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
     most = max(moments, key=lambda items: sum(items.values()))
     constant["reserve"] = int(hardware.reserve_bytes)
     return {name: int(constant.get(name, 0) + most.get(name, 0)) for name in ITEMS}
@@ -115,9 +105,9 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
-    at_loss, last_layer, before_it, first_layer = _kept(model, job, mesh, s)
+    at_loss, last_layer, before_it, first_layer = _saved(model, job, mesh, s)
     # The last norm, and the head's input.
-    at_head = at_loss + Kept(hidden=tokens * (norm_bytes(s, s.d, autocast) + s.d * s.b))
+    at_head = at_loss + SavedActivations(hidden=tokens * (norm_bytes(s, s.d, autocast) + s.d * s.b))
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
     logits, tile = _logits(model, job, mesh, s)
@@ -169,40 +159,40 @@ def _in_a_backward(
     job: Job,
     mesh: Mesh,
     s: Scale,
-    backwards: list[tuple[Kept, dict[str, int]]],
+    backwards: list[tuple[SavedActivations, dict[str, int]]],
     hidden: int,
 ) -> Iterator[dict[str, int]]:
-    """The moments inside some layers' backwards, from what is kept there and what else there is: in the MLP, and in a
+    """The moments inside some layers' backwards, from what is saved there and what else there is: in the MLP, and in a
     ring's attention, when what comes behind it is gone. (An exchange's buffers are smaller than the MLP's.)
     """
     widest = 2 * _widest(model, mesh.tensor, s) * s.tokens // job.tiled_mlp
     autocast = _autocast(job, mesh)
-    of_layers = [gone_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
-    gone = min(of_layers, key=lambda kept: kept.total) * s.tokens
-    ring = ring_buffers(model, job, mesh, s, backward=True)
-    for kept, rest in backwards:
-        yield {**kept.items(), **rest, "mlp": widest, "hidden": 2 * hidden}
+    of_layers = [freed_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
+    freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
+    ring = _ring_buffers(model, job, mesh, s, backward=True)
+    for saved, rest in backwards:
+        yield {**saved.items(), **rest, "mlp": widest, "hidden": 2 * hidden}
         if mesh.ring > 1:
-            yield {**(kept + gone * -1).items(), **rest, **ring.items(), "hidden": 2 * hidden}
+            yield {**(saved + freed * -1).items(), **rest, **ring.items(), "hidden": 2 * hidden}
 
 
-def _kept(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[Kept, Kept, Kept, Kept]:
-    """What is kept at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
+def _saved(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedActivations]:
+    """What is saved at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
     autocast = _autocast(job, mesh)
-    layers = {layer: kept_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
-    largest = max(layers.values(), key=lambda kept: kept.total)
+    layers = {layer: saved_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
+    largest = max(layers.values(), key=lambda saved: saved.total)
     if not job.activation_checkpointing:
-        embedded = Kept(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
+        embedded = SavedActivations(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
         together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
         # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
-        smallest = min(layers.values(), key=lambda kept: kept.total)
+        smallest = min(layers.values(), key=lambda saved: saved.total)
         before = together + smallest * -1 if len(model.layers) > 1 else together
         return together, together, before, largest
     # Every layer's input, and all that one layer keeps while it is computed again.
     each = 0 if job.activation_offload else s.tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
-    inputs = Kept(hidden=each * len(model.layers))
-    before = Kept(hidden=each * max(1, len(model.layers) - 1))
-    return inputs, inputs + largest, before + largest, Kept(hidden=each) + largest
+    inputs = SavedActivations(hidden=each * len(model.layers))
+    before = SavedActivations(hidden=each * max(1, len(model.layers) - 1))
+    return inputs, inputs + largest, before + largest, SavedActivations(hidden=each) + largest
 
 
 def _logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int]:
@@ -219,13 +209,18 @@ def _autocast(job: Job, mesh: Mesh) -> bool:
 
 def _widest(model: ModelShape, tensor: int, s: Scale) -> int:
     """Bytes per token of the widest MLP intermediate."""
-    kinds = [layer for layer, _ in model.layer_kinds]
-    return s.b * max(k.ffn + k.shared_ffn + k.experts_per_token * k.expert_ffn for k in kinds) // tensor
+    return s.b * max(layer.mlp.width for layer, _ in model.layer_kinds) // tensor
 
 
 def _tile(s: Scale) -> int:
-    """Bytes of fp32 logits that the loss looks at together: `longspan.hf.loss.TILE_ELEMENTS`."""
-    return 4 << (20 if s.on_cpu else 24)
+    """Bytes of fp32 logits that the loss looks at together."""
+    return 4 * LOSS_TILE[s.on_cpu]
+
+
+def _ring_buffers(model: ModelShape, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
+    """What a ring holds while it computes, of the layer that needs most."""
+    each = [layer.mixer.ring_buffers(job, mesh, s, backward=backward) for layer, _ in model.layer_kinds]
+    return max(each, key=lambda buffers: buffers.total)
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,23 +249,14 @@ def _largest_shard(model: ModelShape, job: Job, mesh: Mesh) -> int:
 def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
     t, tokens = mesh.tensor, s.tokens
     gathered = _gathered(model, job, mesh, 2)
-    softmax = [layer for layer, _ in model.layer_kinds if layer.kind != "linear"]
-    qkv = out = packed = 0
-    for layer in softmax:
-        width = layer.q_heads * layer.head_dim + layer.kv_heads * (layer.head_dim + layer.v_head_dim)
-        shares = heads_of(layer.q_heads, layer.kv_heads, t, mesh.ulysses)
-        heads = max(
-            share.q_heads * layer.head_dim + share.kv_heads * (layer.head_dim + layer.v_head_dim) for share in shares
-        )
-        qkv = max(qkv, tokens * width * s.b // t)
-        packed = max(packed, tokens * mesh.ulysses * heads * s.b)
-        out = max(out, tokens * layer.q_heads * layer.v_head_dim * s.b // t)
+    each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
+    qkv, out, packed = (max(sizes) for sizes in zip(*each, strict=True))
     exchanged = mesh.ulysses > 1 and job.mode != "decode"
-    ring = ring_buffers(model, job, mesh, s, backward=False)
+    ring = _ring_buffers(model, job, mesh, s, backward=False)
     # Sending: what is sent and what arrives. Computing: what arrived and the output, or what a ring adds it up in.
     computing = max(out, ring.workspace)
     workspace = max(2 * packed, packed + computing) if exchanged else computing
-    gated = 3 if any(layer.gated for layer, _ in model.layer_kinds) else 2
+    matrices = max(layer.mlp.matrices for layer, _ in model.layer_kinds)
     tiles = job.tiled_mlp if job.tiled_mlp > 1 else PREFILL_TILES
     return [
         {
@@ -283,7 +269,7 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
         {
             "gathered_weights": gathered,
             "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
-            "mlp": tokens * _widest(model, t, s) * gated // tiles,
+            "mlp": tokens * _widest(model, t, s) * matrices // tiles,
             "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
         },
     ]

@@ -13,13 +13,13 @@ def render(report: dict[str, Any], grid: dict[str, Any]) -> str:
     """The page, as text.
 
     Args:
-        report: what `longspan.plan.report.to_dict` made of the job.
-        grid: what `longspan.plan.curves.grid` made of the same job.
+        report: what `longspan.plan.views.report.to_dict` made of the job.
+        grid: what `longspan.plan.views.curves.grid` made of the same job.
     """
     job, gpu = report["job"], report["hardware"]["name"]
     title = f"longspan plan: {report['model']['name']}, {job['context']:,} tokens, {job['gpus']} x {gpu}"
     filled = {"TITLE": html.escape(title), "DATA": _inside_script({"report": report, "grid": grid})}
-    template = files("longspan.plan").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("longspan.plan.views").joinpath("page.html").read_text(encoding="utf-8")
     # In one pass, so that a model called "{{DATA}}" stays a name.
     return re.sub(r"\{\{(TITLE|DATA)\}\}", lambda found: filled[found[1]], template)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import heads_of, lap_of, local_batch, local_tokens
-from longspan.plan.memory import cache_bytes, elements_at_rest
+from longspan.plan.cost.local import local_batch, local_tokens
+from longspan.plan.cost.memory import elements_at_rest
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.shapes import LayerShape, ModelShape
+    from longspan.plan.models.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,11 @@ class Work:
     attention: float
 
 
-def attended_pairs(tokens: int, window: int | None, kind: str) -> float:
-    """Pairs (query, key) of one causal sequence: all before and itself, the last `window`, or those of the chunk."""
-    n = float(tokens)
-    if window is None or window >= tokens:
-        return n * (n + 1) / 2
-    if kind == "chunked":
-        whole, rest = divmod(tokens, window)
-        return whole * window * (window + 1) / 2 + rest * (rest + 1) / 2
-    w = float(window)
-    return w * (w + 1) / 2 + (n - w) * w
-
-
 def layer_work(layer: LayerShape, job: Job, mesh: Mesh) -> Work:
     """Forward FLOPs of one layer on the GPU that has most, for one micro-batch."""
     batch, tokens = local_batch(job, mesh), local_tokens(job, mesh)
     matmul = 2.0 * batch * tokens * layer.matmul_params_active / mesh.tensor
-    if layer.kind == "linear":
-        # Chunked linear attention: the state is read and updated once per token.
-        return Work(matmul, 4.0 * batch * tokens * layer.state_elements / mesh.tensor)
-    heads = max(share.q_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
-    if job.mode == "decode":
-        pairs = float(min(job.context, layer.window or job.context)) / mesh.ring
-    elif mesh.ring > 1:  # zigzag gives every rank the same share of a causal mask, contiguous blocks do not
-        pairs = float(max(lap_of(layer, job, mesh).pairs))
-    else:
-        pairs = attended_pairs(job.context, layer.window, layer.kind)
-    return Work(matmul, 2.0 * batch * pairs * heads * (layer.head_dim + layer.v_head_dim))
+    return Work(matmul, layer.mixer.busiest_flops(job, mesh))
 
 
 def head_work(model: ModelShape, job: Job, mesh: Mesh) -> float:
@@ -69,15 +47,7 @@ def model_flops(model: ModelShape, job: Job) -> float:
     total = 2.0 * (tokens if job.mode == "train" else job.batch) * model.vocab * model.d_model * times
     for layer, count in model.layer_kinds:
         total += count * times * 2.0 * tokens * layer.matmul_params_active
-        if layer.kind == "linear":
-            total += count * times * 4.0 * tokens * layer.state_elements
-            continue
-        if job.mode == "decode":
-            pairs = float(min(job.context, layer.window or job.context))
-        else:
-            pairs = attended_pairs(job.context, layer.window, layer.kind)
-        each = 2.0 * layer.q_heads * (layer.head_dim + layer.v_head_dim)
-        total += count * times * job.batch * pairs * each
+        total += layer.mixer.flops(job, count * times)
     return total
 
 
@@ -117,7 +87,7 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
     if job.mode == "decode":
         reading = _decode_bytes(layer, job, mesh) / hardware.memory_bandwidth
         return LayerSeconds(max(matmul + forward, reading), 0.0)
-    merged, summed = _added_up(layer, job, mesh)
+    merged, summed = layer.mixer.added_up(job, mesh)
     forward, backward = forward + merged / hardware.memory_bandwidth, backward + summed / hardware.memory_bandwidth
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
@@ -127,29 +97,12 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
     return LayerSeconds(matmul + forward, 2.0 * matmul + backward + again + recomputed, forward, backward)
 
 
-def _added_up(layer: LayerShape, job: Job, mesh: Mesh) -> tuple[float, float]:
-    """Bytes that a ring moves through memory to add up the blocks' results, in a forward and in a backward.
-
-    For every block that is computed: a partial output (read, weighted, added to the sum in fp32: six passes); dQ, dK
-    and dV (read and added in fp32: three).
-    """
-    if mesh.ring == 1 or layer.kind == "linear":
-        return 0.0, 0.0
-    share = max(
-        heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses), key=lambda s: (s.q_heads, s.kv_heads)
-    )
-    blocks = 1 + max(lap_of(layer, job, mesh).visits)
-    tokens = blocks * local_batch(job, mesh) * local_tokens(job, mesh) * mesh.ulysses
-    out, dq = share.q_heads * layer.v_head_dim, share.q_heads * layer.head_dim
-    return 6.0 * 4 * tokens * out, 3.0 * 4 * tokens * (dq + share.kv_heads * (layer.head_dim + layer.v_head_dim))
-
-
 def _more(layer: LayerShape, job: Job, hardware: Hardware) -> float:
     """How much longer attention takes than its FLOPs say: whole blocks on the diagonal, and the softmax itself."""
     if job.mode == "decode":
         return 1.0
-    block = hardware.attention_block / min(job.context, layer.window or job.context)
-    width = 2 * hardware.attention_width / (layer.head_dim + layer.v_head_dim)
+    block = hardware.attention_block / layer.mixer.seen(job.context)
+    width = 2 * hardware.attention_width / (layer.mixer.head_dim + layer.mixer.v_head_dim)
     return (1.0 + block) * (1.0 + width)
 
 
@@ -160,10 +113,10 @@ def elementwise_bytes(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh
     rotary embeddings 9 elements per element of Q and K, a residual 3, SwiGLU 5, packing and unpacking 2 each.
     """
     b = job.bytes_per_element
-    q, kv = layer.q_heads * layer.head_dim, layer.kv_heads * (layer.head_dim + layer.v_head_dim)
-    width = layer.ffn + layer.shared_ffn + layer.experts_per_token * layer.expert_ffn
+    mixer = layer.mixer
+    q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
     packed = 2 * b * (2 * q + kv) if mesh.ulysses > 1 else 0
-    heads = 9 * b * (q + kv / 2) + packed + 5 * b * width
+    heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
     return 2 * 32 * model.d_model + 6 * b * model.d_model + heads / mesh.tensor
 
 
@@ -182,7 +135,7 @@ def _mlp_weights(layer: LayerShape) -> int:
 
 def _decode_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
     """What one decoded token reads: the layer's weights, and its part of the cache."""
-    return layer.active_params / mesh.tensor * job.bytes_per_element + cache_bytes(layer, job, mesh)
+    return layer.active_params / mesh.tensor * job.bytes_per_element + layer.mixer.cache_bytes(job, mesh)
 
 
 def loss_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:

@@ -11,9 +11,9 @@ from typing import Any
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
-from longspan.plan.models import CONFIGS
+from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
-from longspan.plan.shapes import ModelShape
 
 SCHEMA = "longspan.plan/1"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
@@ -50,7 +50,7 @@ def model_dict(model: ModelShape) -> dict[str, Any]:
         "d_model": model.d_model,
         "q_heads": model.q_heads,
         "kv_heads": model.kv_heads,
-        "head_dim": max(layer.head_dim for layer in model.layers),
+        "head_dim": max(layer.mixer.head_dim for layer, _ in model.layer_kinds),
         "vocab": model.vocab,
         "max_position": model.max_position,
         "layer_kinds": [{"kind": layer.kind, "window": layer.window, "count": n} for layer, n in model.layer_kinds],

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
-from longspan.plan.memory import ITEMS
 from longspan.plan.methods import SHORT, Method
-from longspan.plan.report import command
+from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
-from longspan.plan.shapes import ModelShape
+from longspan.plan.views.report import command
 
 GB = 1e9
 REASONS = 3

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.communication import (
-    Sent,
-    around_the_layers,
-    lap_of,
-    layer_method,
-    layer_weights,
-    micro_batches,
-    passes,
-)
-from longspan.plan.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
+from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
+from longspan.plan.cost.local import micro_batches, passes
+from longspan.plan.cost.weights import around_the_layers, layer_weights
 
 if TYPE_CHECKING:
+    from longspan.plan.cost.ring import RingSchedule
+    from longspan.plan.cost.sent import Sent
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.ring import Lap
-    from longspan.plan.shapes import ModelShape
+    from longspan.plan.models.shape import ModelShape
 
 
 def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
@@ -38,8 +33,9 @@ def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> t
         ring = [sent for sent in sents if sent.op == "p2p"]
         waits = [sent for sent in sents if sent.op != "p2p"]
         exposed += count * sum(_seconds(waits, mesh, hardware).values())
-        if ring:
-            exposed += count * _not_hidden(ring, computing, lap_of(layer, job, mesh), job, mesh, hardware)
+        schedule = layer.mixer.ring_schedule(job, mesh) if ring else None
+        if schedule is not None:
+            exposed += count * _not_hidden(ring, computing, schedule, job, mesh, hardware)
         # Weights of the next layer are gathered, gradients of the last one scattered, while this one computes.
         gather, *rest = weights or [0.0]
         exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
@@ -52,25 +48,27 @@ def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> t
     return micro * (compute + head), micro * (exposed + around + first_gather)
 
 
-def _not_hidden(ring: list[Sent], computing: LayerSeconds, lap: Lap, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+def _not_hidden(
+    ring: list[Sent], computing: LayerSeconds, schedule: RingSchedule, job: Job, mesh: Mesh, hardware: Hardware
+) -> float:
     """Seconds of a ring's messages that the attention beside them does not hide, in one layer's forwards and backwards.
 
     Args:
         ring: the two rows of `layer_method`: keys and values, gradients.
         computing: of the layer.
-        lap: its way round.
+        schedule: how its KV blocks go round.
         job: the job.
         mesh: the mesh.
         hardware: on what.
     """
-    rounds = lap.routes.rounds
+    rounds = schedule.routes.rounds
     if rounds == 0:
         return 0.0
     forwards, backwards = passes(job)
     kv, gradient = (sum(_seconds([sent], mesh, hardware).values()) / rounds for sent in ring)
     kv, gradient = kv / (forwards + backwards), gradient / max(1, backwards)
-    forward = waiting(kv, 0.0, computing.attention_forward, lap.own, rounds)
-    return forwards * forward + backwards * waiting(kv, gradient, computing.attention_backward, lap.own, rounds)
+    forward = waiting(kv, 0.0, computing.attention_forward, schedule.own, rounds)
+    return forwards * forward + backwards * waiting(kv, gradient, computing.attention_backward, schedule.own, rounds)
 
 
 def waiting(kv: float, gradient: float, attention: float, own: float, rounds: int) -> float:

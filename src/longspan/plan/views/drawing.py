@@ -15,7 +15,7 @@ SIZE = (1600, 800)
 """Pixels."""
 
 Line = dict[str, Any]
-"""One of `lines` of `longspan.plan.curves.grid`: a mesh along all contexts."""
+"""One of `lines` of `longspan.plan.views.curves.grid`: a mesh along all contexts."""
 
 # Okabe and Ito's palette (its yellow darkened for white paper), which colour-blind readers can tell apart; the markers
 # say the same once more.
@@ -36,7 +36,7 @@ def draw(grid: dict[str, Any], path: Path) -> None:
     Memory, time and context have logarithmic axes.
 
     Args:
-        grid: what `longspan.plan.curves.grid` made of the job; its `lines` are drawn.
+        grid: what `longspan.plan.views.curves.grid` made of the job; its `lines` are drawn.
         path: the file.
 
     Raises:

@@ -1,6 +1,6 @@
 """Built-in models: the keys of each published `config.json` that decide its shape. Standard library only.
 
-Read them with `longspan.plan.shapes.read_model`. Keys left out have the defaults of the config class in transformers 5.
+Read them with `longspan.plan.read_model`. Keys left out have the defaults of the config class in transformers 5.
 """
 
 from __future__ import annotations
