@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -59,3 +61,13 @@ def pool4(get_pool: Callable[[int], RankPool]) -> RankPool:
 @pytest.fixture(scope="session")
 def pool8(get_pool: Callable[[int], RankPool]) -> RankPool:
     return get_pool(8)
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """A store as the first rank of a job holds it."""
+    import torch.distributed as dist
+
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())

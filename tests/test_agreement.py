@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,15 +200,6 @@ def test_a_job_that_nobody_runs_is_refused_in_time(monkeypatch: pytest.MonkeyPat
     with pytest.raises(LongspanError, match=r"MASTER_ADDR=no.such.host.invalid is no address"):
         meet(1)
     assert time.monotonic() - start < 60
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    import torch.distributed as dist
-
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def _meet_in_threads(store: Any, ranks: list[int], world: int, timeout_s: float) -> dict[int, str]:

@@ -16,8 +16,8 @@ import longspan
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull
 from longspan.core.errors import LongspanError
+from tests.disk import largest_file
 from tests.pool import RankPool
-from tests.test_checkpoint_disk import largest_file
 
 
 def _config(**changes: Any) -> Any:

@@ -131,3 +131,10 @@ def test_public_names_are_functions_whatever_was_imported_before() -> None:
         )
         running.append(subprocess.Popen([sys.executable, "-c", code]))
     assert [process.wait(timeout=120) for process in running] == [0, 0]
+
+
+def test_what_tests_share_is_in_no_test_module() -> None:
+    """A helper that moves out of a test module is found, and a test module can be changed without looking at others."""
+    tests = (ROOT / "tests").rglob("*.py")
+    found = {p.name: re.findall(r"^\s*(?:from|import) tests\.(?:\w+\.)?test_\w+", p.read_text(), re.M) for p in tests}
+    assert len(found) > 50 and not {name: lines for name, lines in found.items() if lines}

@@ -20,18 +20,12 @@ from longspan.attn.kernels import tiled as tiles
 from longspan.attn.kernels.base import Finished, Need
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
+from tests.attention import CASES, HARD, check_all, compare, one_device, sharding
 from tests.counting import count_sent
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
-from tests.test_ring import CASES, HARD, _all_exact, compare
-from tests.test_ulysses import _sharding
 from tests.tolerance import MARGIN, excess
-
-
-def _one() -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
 def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
@@ -62,11 +56,11 @@ EXPLAINED = [
 def test_the_choice_is_explained(options: dict[str, Any], text: str) -> None:
     options = dict(options)
     n = options.pop("n", 8)
-    assert str(longspan.explain_kernel(*_qkv(n), _one(), **options)).startswith(text)
+    assert str(longspan.explain_kernel(*_qkv(n), one_device(), **options)).startswith(text)
 
 
 def _explained_in_a_ring() -> str:
-    sp = _sharding(1, dist.get_world_size())
+    sp = sharding(1, dist.get_world_size())
     with count_sent() as log:
         choice = longspan.explain_kernel(*_qkv(4), sp, kernel="sdpa")
     assert not log
@@ -84,7 +78,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     kernels.tell.cache_clear()
     with caplog.at_level(logging.INFO, logger="longspan"):
         for _ in range(3):
-            longspan.attention(*_qkv(), _one(), prefix=2)
+            longspan.attention(*_qkv(), one_device(), prefix=2)
     told = [record.message for record in caplog.records]
     assert told == [
         "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
@@ -112,7 +106,7 @@ def test_flex_forward_takes_every_mask(name: str) -> None:
     x = make(case)
     with torch.no_grad():
         out = longspan.attention(
-            x["q"], x["k"], x["v"], _one(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
+            x["q"], x["k"], x["v"], one_device(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
         )
     assert errors(case, {"out": out})["out"] <= MARGIN
 
@@ -145,7 +139,7 @@ def _differentiable_flex(compiled: bool) -> Any:
 
 
 def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", _differentiable_flex)
         patch.setattr(prepare, "choose_kernel", lambda *_: (flex.FLEX, kernels.Choice("flex", "for this test")))
@@ -158,7 +152,7 @@ def test_flex_in_a_ring_has_the_gradients_of_the_whole(pool4: RankPool, ring: in
     """Positions, weights of partial results and both gradients that reach a block are longspan's own."""
     names = FLEX if ring > 1 else [name for name in FLEX if "prefill" not in name]
     for found in pool4.run(_flex_ring, ring, names):
-        _all_exact(found)
+        check_all(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,7 +185,7 @@ def _stand_in_backward(*args: Any, **options: Any) -> Any:
 
 
 def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_flash_cuda", _stand_in)
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
@@ -207,7 +201,7 @@ def test_tiles_as_on_a_gpu(pool4: RankPool, ring: int) -> None:
     """torch's flash attention for GPUs is called as its signature says, and what it leaves is written out."""
     names = [name for name, case in CASES.items() if case.dtype == torch.float32 and not name.startswith("long")]
     for found in pool4.run(_as_on_a_gpu, ring, names):
-        _all_exact(found)
+        check_all(found)
 
 
 @pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 64), (2, 32)])
@@ -245,7 +239,7 @@ class _Table(torch.nn.Module):
 
 
 def _learnt(ring: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    sp = _sharding(dist.get_world_size() // ring, ring) if ring else _one()
+    sp = sharding(dist.get_world_size() // ring, ring) if ring else one_device()
     x, table = make(Case(n=13)), _Table().to(dtype)
     x = {name: t.to(dtype) for name, t in x.items()}
     q, k, v = (sp.shard(x[name]) for name in "qkv")
@@ -319,20 +313,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "text"), BAD)
 def test_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(LongspanError) as error:
-        longspan.attention(*_qkv(), _one(), **options)
+        longspan.attention(*_qkv(), one_device(), **options)
     assert re.search(text, str(error.value)), error.value
 
 
 def test_a_learnt_bias_needs_eager() -> None:
     q, k, v = _qkv()
     with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt; use kernel='eager'"):
-        longspan.attention(q.requires_grad_(), k, v, _one(), bias=_Table())
+        longspan.attention(q.requires_grad_(), k, v, one_device(), bias=_Table())
     with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt"):
-        longspan.attention(q, k, v, _one(), alibi=torch.ones(4, requires_grad=True))
+        longspan.attention(q, k, v, one_device(), alibi=torch.ones(4, requires_grad=True))
 
 
-def _refused_in_a_ring(options: dict[str, Any], sharding: dict[str, Any]) -> str:
-    sp = _sharding(sharding.pop("ulysses", 1), sharding.pop("ring", 1), **sharding)
+def _refused_in_a_ring(options: dict[str, Any], axes: dict[str, Any]) -> str:
+    sp = sharding(axes.pop("ulysses", 1), axes.pop("ring", 1), **axes)
     with count_sent() as log, pytest.raises(LongspanError) as error:
         longspan.attention(*_qkv(4), sp, **options)
     assert not log
@@ -352,9 +346,9 @@ RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "sharding", "text"), RING_BAD)
+@pytest.mark.parametrize(("options", "axes", "text"), RING_BAD)
 def test_refused_alike_on_all_ranks_of_a_ring(
-    pool4: RankPool, options: dict[str, Any], sharding: dict[str, Any], text: str
+    pool4: RankPool, options: dict[str, Any], axes: dict[str, Any], text: str
 ) -> None:
-    messages = pool4.run(_refused_in_a_ring, options, sharding)
+    messages = pool4.run(_refused_in_a_ring, options, axes)
     assert len(set(messages)) == 1 and text in messages[0]

@@ -14,21 +14,16 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.prepare import AttentionPlan
-from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
 from longspan.hf import registry
+from tests.attention import CASES, one_device, run
+from tests.attention import sharding as sharding_of
 from tests.models import batch, build, sharding
 from tests.oracle import errors, make, options, truth_of
 from tests.pool import RankPool
-from tests.test_ring import CASES
-from tests.test_ulysses import _sharding
 from tests.tolerance import MARGIN
-
-
-def _one() -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
 def _tensors(n: int = 24, grad: bool = True) -> list[Tensor]:
@@ -41,7 +36,7 @@ def _tensors(n: int = 24, grad: bool = True) -> list[Tensor]:
 
 def _by_plan(names: list[str], ring: int) -> dict[str, bool]:
     """Whether output and gradients through a plan, used twice, are to the bit those of a call without."""
-    sp = _sharding(dist.get_world_size() // ring, ring)
+    sp = sharding_of(dist.get_world_size() // ring, ring)
     out = {}
     for name in names:
         case = CASES[name]
@@ -87,7 +82,8 @@ def test_layers_of_one_kind_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     original = registry.prepare
     monkeypatch.setattr(registry, "prepare", counted)
     model = longspan.parallelize(
-        build("Gemma3Text", num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"]), _one()
+        build("Gemma3Text", num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+        one_device(),
     )
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -101,7 +97,7 @@ def test_layers_of_one_kind_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_plan_is_refused_for_other_tensors() -> None:
-    sp, (q, k, v) = _one(), _tensors()
+    sp, (q, k, v) = one_device(), _tensors()
     plan = longspan.prepare_attention(q, k, v, sp, window=5)
     wrong: list[tuple[list[Tensor], dict[str, Any], str]] = [
         (_tensors(23), {}, r"made for q \(2, 24, 4, 8\).* used with q \(2, 23, 4, 8\)"),
@@ -124,7 +120,7 @@ def test_a_plan_is_refused_for_other_tensors() -> None:
 
 def test_a_call_sees_what_has_changed() -> None:
     """attention() keeps the last plans; none is taken for another attention."""
-    sp, (q, k, v) = _one(), _tensors()
+    sp, (q, k, v) = one_device(), _tensors()
     reach = 3
 
     def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -169,7 +165,7 @@ def _streams(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 def _own_mask(ring: int, documents: bool) -> list[float]:
     """Differences from the same mask as a function, which every kernel asks element by element."""
-    sp = _sharding(dist.get_world_size() // ring, ring)
+    sp = sharding_of(dist.get_world_size() // ring, ring)
     whole = _tensors()
     told = {"documents": (torch.arange(24) // 10).expand(2, -1)} if documents else {}
     q, k, v = (sp.shard(x.detach()).requires_grad_() for x in whole)
@@ -188,7 +184,7 @@ def test_a_mask_of_ones_own(pool4: RankPool, ring: int, documents: bool) -> None
 
 
 def test_a_mask_is_given_once() -> None:
-    sp, (q, k, v) = _one(), _tensors()
+    sp, (q, k, v) = one_device(), _tensors()
     with pytest.raises(LongspanError, match="`mask` says all of .*, and window was given too"):
         longspan.attention(q, k, v, sp, mask=Streaming(window=5), window=3)
     with pytest.raises(LongspanError, match="mask='causal' is no longspan.Mask"):
@@ -217,9 +213,7 @@ def plain_tile(
 
 
 def _own_kernel(names: list[str], ring: int) -> dict[str, dict[str, float]]:
-    from tests.test_ulysses import run
-
-    sp = _sharding(dist.get_world_size() // ring, ring)
+    sp = sharding_of(dist.get_world_size() // ring, ring)
     return {name: errors(CASES[name], run(CASES[name], sp, plain_tile), truth_of(CASES[name])) for name in names}
 
 
@@ -232,7 +226,7 @@ def test_a_kernel_of_ones_own_that_gives_the_lse_serves_in_rings(pool4: RankPool
 
 
 def test_a_kernel_that_gives_something_else_is_refused() -> None:
-    sp, (q, k, v) = _one(), _tensors()
+    sp, (q, k, v) = one_device(), _tensors()
     bad = longspan.kernel_with_lse(lambda q, k, v, *, causal, scale, bias: q)  # type: ignore[arg-type, return-value]
     with pytest.raises(LongspanError, match=r"returned \['Tensor'\]; \(out, lse\) of .*2, 24, 4, 8.*2, 4, 24"):
         longspan.attention(q, k, v, sp, kernel=bad)

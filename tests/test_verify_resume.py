@@ -23,16 +23,16 @@ from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import open_resumed
 from longspan.verify.report import Report, as_dict, print_table
 from tests.pool import RankError, RankPool
-from tests.test_train import LLAMA, _train
+from tests.training import LLAMA, train, write_config
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 2 steps on one rank, with a checkpoint of each, and its export."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    write_config(folder)
     (folder / "text.txt").write_text("A text of some length, one line after the other.\n" * 100)
-    _train(TrainConfig(
+    train(TrainConfig(
         data=str(folder / "text.txt"), config=folder / "config.json", context=33, batch=2, steps=2, lr=1e-2,
         dtype="fp32", log_every=1, save_every=1, keep=0, out=folder / "run", shuffle=0,
     ))  # fmt: skip

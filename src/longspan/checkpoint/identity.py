@@ -78,7 +78,7 @@ def kept_model_config(checkpoint: Checkpoint) -> Any:
         raise LongspanError(
             f"checkpoint {checkpoint.path} keeps no model config, so `longspan train` did not write it; {own}"
         )
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     name = kept["model"]["model_type"]
     try:

@@ -5,24 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.mesh import find_group
-
-# torch 2.13 renames the two collectives and warns of the old names; older versions have only those.
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-
-def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """The backend's all-gather: every rank's `x` one after the other in `out`."""
-    getattr(dist, _GATHER)(out, x, group=group)
-
-
-def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """The backend's reduce-scatter: my part of the sum of every rank's `x` in `out`."""
-    getattr(dist, _SCATTER)(out, x, group=group)
+from longspan.compat.torch_api import find_group
+from longspan.compat.torch_api import gather_into as gather_into
+from longspan.compat.torch_api import scatter_into as scatter_into
 
 
 @torch.library.custom_op("longspan::all_gather", mutates_args=())

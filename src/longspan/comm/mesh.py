@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longspan.compat.torch_api import find_group as find_group
+from longspan.compat.torch_api import flatten_mesh
 from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, layout_names
@@ -187,14 +189,14 @@ class SequenceSharding:
             return self.ulysses_group
         if self.ulysses_size == 1:
             return self.ring_group
-        return mesh["ring", "ulysses"]._flatten("sequence").get_group()
+        return flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group()
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """The 1-D mesh of data x sequence, over which weights are sharded and gradients summed. None on one process."""
         if not isinstance(self.mesh, DeviceMesh):
             return None
-        return self.mesh["data", "ring", "ulysses"]._flatten("data_sequence")
+        return flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
@@ -233,10 +235,3 @@ def group_name(group: dist.ProcessGroup) -> str:
     """The name by which an operator finds its group again: operators take plain values only."""
     name: Any = group.group_name
     return str(name)
-
-
-def find_group(name: str) -> dist.ProcessGroup:
-    """The group that `group_name` named."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = resolve(name)
-    return group

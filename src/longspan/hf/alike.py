@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.compat.torch_api import not_compiled
 from longspan.core.differences import differences, listed, odd_ones
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import (
@@ -73,7 +74,7 @@ class BatchCheck:
         """Whether the host may wait for a GPU in this forward."""
         return self.left != 0 and self.forward < THOROUGH
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def compare(self, model: nn.Module, batch: Mapping[str, Any], router: bool, problem: Exception | None) -> None:
         """Raise on every rank alike if any refuses its batch, or if batches differ. Collective, in every forward due.
 
@@ -137,7 +138,7 @@ class BatchCheck:
 
     # --- what travels with the loss
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def to_carry(self) -> Tensor | None:
         """This rank's summand for the loss's all-reduce, fp64 []; None where this forward's batch is compared already.
 
@@ -147,7 +148,7 @@ class BatchCheck:
             return None
         return self.mine * (1 if self.sp.rank else 1 - self.sp.size)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def carried(self, total: Tensor) -> None:
         """Take the sum that came with a loss, without waiting for it."""
         if self.mine is None:

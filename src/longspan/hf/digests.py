@@ -9,10 +9,11 @@ about 2^-63. One pass over memory, on the tensor's own device, without a synchro
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -38,7 +39,7 @@ class Digester:
 
         Shape and dtype are not in it.
         """
-        words = _words(_local(x))
+        words = _words(local_part(x))
         rows = len(words) // ROW
         total = (words[rows * ROW :] * self.factors[: len(words) - rows * ROW]).sum()
         if rows:
@@ -72,7 +73,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     out: dict[str, int] = {}
     by_device: dict[torch.device, list[str]] = {}
     for name, x in tensors.items():
-        by_device.setdefault(_local(x).device, []).append(name)
+        by_device.setdefault(local_part(x).device, []).append(name)
     for device, names in by_device.items():
         digester = Digester(device)
         values = torch.stack([digester(tensors[name]) for name in names]).tolist()
@@ -85,11 +86,10 @@ def digest_of_text(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-def _local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the tensor."""
-    part: Any = getattr(x, "_local_tensor", x)
-    local: Tensor = part.detach()
-    return local
+@torch.no_grad()
+def local_part(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, or the tensor: its memory, outside of any graph."""
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
 def _words(x: Tensor) -> Tensor:

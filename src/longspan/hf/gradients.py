@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class GradientSum:
     def _before_accumulation(self, p: nn.Parameter) -> Any:
         def hook(grad: Tensor) -> None:
             if not self.fresh:
-                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+                when_backward_ends(self._finish)
             if p not in self.fresh:
                 self.fresh.add(p)
                 self._lay_aside(p)

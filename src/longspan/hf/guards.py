@@ -16,16 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
+from longspan.compat.torch_api import (
+    WRAPPED,
+    before_casting,
+    forbid_ddp,
+    is_replica,
+    not_compiled,
+    version_of,
+    wrapped_by_ddp,
+)
 from longspan.core.errors import LongspanError
-from longspan.hf.digests import digests_of
+from longspan.hf.digests import digests_of, local_part
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-
-# What torch.compile and activation checkpointing put into the names of parameters.
-_WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 _LOOKS = 3  # training forwards in which an optimizer of former weights is looked for
 
@@ -58,10 +63,9 @@ class Guard:
         Raises:
             LongspanError: for what has been done to the model since, with the way out.
         """
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and any(module is model for module in wrapper.module.modules()):
+        if wrapped_by_ddp(model):
             raise LongspanError(_NO_DDP)
-        if getattr(model, "_is_replica", False):
+        if is_replica(model):
             raise LongspanError(
                 "torch.nn.DataParallel copies a parallelized model and divides its batch again; start one process per "
                 "GPU (torchrun) and call the model that longspan.parallelize returned"
@@ -135,7 +139,7 @@ class RestCheck:
         self.hooks: list[Any] = []
         self.looks = _LOOKS
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def before_forward(self) -> None:
         """Compare, and note what has been written since.
 
@@ -170,8 +174,7 @@ class RestCheck:
 
 
 def _version(p: Tensor) -> int:
-    local: Any = getattr(p, "_local_tensor", p)
-    return int(local._version) + (int(p._version) if local is not p else 0)
+    return version_of(p) + (version_of(local_part(p)) if isinstance(p, DTensor) else 0)
 
 
 def forbid(model: nn.Module, inner: nn.Module) -> None:
@@ -182,13 +185,8 @@ def forbid(model: nn.Module, inner: nn.Module) -> None:
         inner: the transformers model in it.
     """
     for each in {id(model): model, id(inner): inner}.values():
-        # DistributedDataParallel reads this first of all; what it iterates over refuses.
-        each._ddp_params_and_buffers_to_ignore = _Refusal(_NO_DDP)  # type: ignore[assignment]
-
-    def apply(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        _refuse_cast(inner, fn)
-        applied: nn.Module = type(inner)._apply(inner, fn, recurse)
-        return applied
+        forbid_ddp(each, _Refusal(_NO_DDP))
+    before_casting(inner, lambda fn: _refuse_cast(inner, fn))
 
     def deepcopy(memo: Any) -> NoReturn:
         raise LongspanError(
@@ -196,7 +194,6 @@ def forbid(model: nn.Module, inner: nn.Module) -> None:
             "longspan.parallelize, or keep a state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict)"
         )
 
-    inner._apply = apply  # type: ignore[method-assign]
     inner.__deepcopy__ = deepcopy  # type: ignore[assignment]
 
 
@@ -237,7 +234,7 @@ def _names(model: nn.Module, trained: bool = False) -> frozenset[str]:
 
 
 def _plain(name: str) -> str:
-    for wrapper in _WRAPPED:
+    for wrapper in WRAPPED:
         name = name.replace(wrapper, "")
     return name
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.compat.torch_api import version_of
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
@@ -138,7 +139,7 @@ class Entrance:
         """Takes the place of the model's loss function. The entrance has shifted the labels already."""
         self.loss_due = False
         loss = self._mean(logits, labels, num_items_in_batch)
-        self.computed = loss, loss._version
+        self.computed = loss, version_of(loss)
         return loss
 
     def _mean(self, logits: Tensor, labels: Tensor, items: Any) -> Tensor:
@@ -154,7 +155,7 @@ class Entrance:
             return
         computed, version = self.computed
         found = output.get("loss") if isinstance(output, dict) else output[0]
-        if found is not computed or computed._version != version:
+        if found is not computed or version_of(computed) != version:
             raise LongspanError(
                 f"{self.name} adds a term of its own to the loss of its tokens; longspan knows how to sum "
                 f"the load-balancing loss of a mixture of experts over the ranks, and no other"

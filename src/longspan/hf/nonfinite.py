@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_values
+from longspan.hf.digests import local_part
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -124,7 +125,7 @@ def first_not_finite(model: nn.Module, sp: SequenceSharding) -> NonFinite | None
     """
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [name for name, x in weights.items() if not x.is_meta and x.is_floating_point()]
-    local = [_local(weights[name]) for name in names]
+    local = [local_part(weights[name]) for name in names]
     # A sum is not finite if any of its terms is not. (It may overflow although all are: then they are counted.)
     sums = torch.stack([_sum(x).to(sp.device) for x in local]) if local else torch.zeros(0)
     found = None
@@ -172,7 +173,7 @@ class _Watcher:
         """Note a tensor if it is the first that is not finite."""
         self.order += 1
         if self.found is None:
-            local = _local(x)
+            local = local_part(x)
             count = _count(local)
             if count:
                 self.found = _Found(self.order, kind, tensor, (count, local.numel()))
@@ -225,12 +226,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
-
-
-def _local(x: Tensor) -> Tensor:
-    part: Any = getattr(x, "_local_tensor", x)
-    local: Tensor = part.detach()
-    return local
 
 
 def _sum(x: Tensor) -> Tensor:

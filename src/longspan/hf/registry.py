@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, causal_mask_function
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
+from longspan.compat.transformers_api import mask_function as transformers_mask
+from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.segments import chunk_segments
 from longspan.hf.batch import SequenceInfo
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 NAME = "longspan"
+
+_CAUSAL, _BIDIRECTIONAL = (transformers_mask(kind) for kind in ("causal", "bidirectional"))
 
 # What transformers hands to every attention function and what says nothing about the attention itself.
 _NO_MEANING = {
@@ -91,7 +94,7 @@ class MaskRequest:
 
 def longspan_mask(
     *_: Any,
-    mask_function: Any = causal_mask_function,
+    mask_function: Any = _CAUSAL,
     local_size: int | None = None,
     device: torch.device | str = "cpu",
     **more: Any,
@@ -104,9 +107,9 @@ def longspan_mask(
     Raises:
         LongspanError: for a mask that is none of causal, bidirectional, a sliding window of either, or causal chunks.
     """
-    if mask_function is causal_mask_function:
+    if mask_function is _CAUSAL:
         return MaskRequest(causal=True)
-    if mask_function is bidirectional_mask_function:
+    if mask_function is _BIDIRECTIONAL:
         return MaskRequest(causal=False)
     requests = [MaskRequest(causal=True), MaskRequest(causal=False)]
     if local_size is not None:
@@ -143,15 +146,8 @@ def _around(size: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     return i, j
 
 
-def _inside(function: Any) -> Iterator[Any]:
-    """What a function closes over, functions in tuples of functions included."""
-    for cell in getattr(function, "__closure__", None) or ():
-        value = cell.cell_contents
-        yield from value if isinstance(value, tuple | list) else (value,)
-
-
 def _tensors_in(function: Any) -> Iterator[Tensor]:
-    for value in _inside(function):
+    for value in parts_of(function):
         if isinstance(value, Tensor):
             yield value
         elif callable(value):
@@ -161,7 +157,7 @@ def _tensors_in(function: Any) -> Iterator[Tensor]:
 def _spell(function: Any) -> str:
     """A mask function by name, with the functions that it is made of."""
     name = str(getattr(function, "__qualname__", repr(function))).split(".<locals>")[0]
-    parts = [_spell(value) for value in _inside(function) if callable(value) and not isinstance(value, Tensor)]
+    parts = [_spell(value) for value in parts_of(function) if callable(value) and not isinstance(value, Tensor)]
     return f"{name}({', '.join(parts)})" if parts else name
 
 
@@ -271,8 +267,7 @@ def _one_dtype(*xs: Tensor) -> list[Tensor]:
     return list(xs)
 
 
-AttentionInterface.register(NAME, longspan_attention)
-AttentionMaskInterface.register(NAME, longspan_mask)
+register_attention(NAME, longspan_attention, longspan_mask)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -286,11 +281,11 @@ def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel)
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, memo)
-    model.config._attn_implementation = NAME
+    set_attention(model.config, NAME)
     for module in model.modules():
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = NAME
+            set_attention(config, NAME)
     binding = ModelBinding()
     for path, layer in attention_layers(model).items():
         bound = LayerBinding(path, sp, kernel)

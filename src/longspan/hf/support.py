@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from longspan.attn.kernels.base import Need
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
+from longspan.compat.transformers_api import router_loss, uses_registry
 from longspan.core.errors import LongspanError
 from longspan.hf.loss import balance, balance_sums
 
@@ -97,11 +97,10 @@ def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
 def router_top_k(model: PreTrainedModel) -> int | None:
     """Experts per token of a mixture of experts whose auxiliary loss is `longspan.hf.loss.load_balancing_loss`.
 
-    transformers keeps one copy of that function per family, so the family's is called on a small example. None for a
+    The family's own copy of that function is called on a small example, and has to agree. None for a
     model without such a loss, or with another one.
     """
-    modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
-    theirs: Any = next((f for m in modules if (f := getattr(m, "load_balancing_loss_func", None)) is not None), None)
+    theirs = router_loss(model)
     top_k = getattr(model, "num_experts_per_tok", None)
     if theirs is None or not isinstance(top_k, int) or not hasattr(model, "router_aux_loss_coef"):
         return None
@@ -138,7 +137,7 @@ def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel)
     _check_modules(model, name)
     _check_config(model, name)
     layers = attention_layers(model)
-    if not layers or not getattr(model, "_supports_attention_backend", False):
+    if not layers or not uses_registry(model):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
     if model.loss_type not in (None, "ForCausalLM", "ForMaskedLM"):

@@ -197,10 +197,12 @@ def meet(timeout_s: float | None = None) -> Peers:
     """
     import torch.distributed as dist
 
+    from longspan.compat.torch_api import default_store
+
     timeout_s = timeout_s or default_timeout()
     if dist.is_initialized():
         rank, world, job = dist.get_rank(), dist.get_world_size(), None
-        store = dist.distributed_c10d._get_default_store() if world > 1 else None
+        store = default_store() if world > 1 else None
     else:
         job = read_job()
         rank, world = (job.rank, job.world_size) if job else (0, 1)

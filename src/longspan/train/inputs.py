@@ -130,6 +130,8 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from longspan.compat.transformers_api import checkpoint_activations
+
     torch.manual_seed(config.seed)
     # Sharding rewrites the config it is given; the export needs it as it was.
     own = copy.deepcopy(model_config)
@@ -147,10 +149,7 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
         name = config.model or config.config
         raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
     if config.grad_checkpointing:
-        # transformers 5.23 renames it and warns of the old name.
-        rename = hasattr(model, "activation_checkpointing_enable")
-        enable = model.activation_checkpointing_enable if rename else model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     return model.train()
 
 

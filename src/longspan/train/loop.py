@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.mesh import SequenceSharding, init_mesh
+from longspan.compat.torch_api import gather_into
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.data import StepBatch, deal, prefetch
@@ -225,7 +226,7 @@ class Trainer:
         signum, largest, smallest = said.tolist()
         if largest != -smallest:
             every = torch.zeros(self.sp.world_size, dtype=said.dtype, device=self.sp.device)
-            dist.all_gather_into_tensor(every, torch.tensor([crc], device=self.sp.device), group=self.group)
+            gather_into(every, torch.tensor([crc], device=self.sp.device), self.group)
             read = every.tolist()
             usual = statistics.mode(read)
             raise LongspanError(

@@ -117,6 +117,8 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging
 
+    from longspan.compat.transformers_api import has_no_sdpa
+
     logging.disable_progress_bar()  # every rank loads the model, and more than once
     architectures = getattr(model_config, "architectures", None) or ()
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
@@ -135,7 +137,7 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
         try:
             model = build("sdpa" if softcap is None else "eager")
         except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
+            if not has_no_sdpa(error):
                 raise
             model = build("eager")
     except Exception as error:
