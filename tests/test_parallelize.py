@@ -437,11 +437,12 @@ def _fsdp_structure() -> None:
 
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama", num_hidden_layers=3), sp)
-    layers = list(model.model.layers)
-    assert all(isinstance(module, FSDPModule) for module in (model, *layers))
-    states = [layer._get_fsdp_state() for layer in layers]
-    assert [s._states_to_forward_prefetch for s in states] == [[states[1]], [states[2]], []]
-    assert [s._states_to_backward_prefetch for s in states] == [[], [states[0]], [states[1]]]
+    layers, embedding, tail = list(model.model.layers), model.model.embed_tokens, [model.model.norm, model.lm_head]
+    assert all(isinstance(module, FSDPModule) for module in (model, *layers, embedding, *tail))
+    states = [module._get_fsdp_state() for module in (embedding, *layers, tail[0])]
+    assert states[-1] is tail[1]._get_fsdp_state()  # one group
+    assert [s._states_to_forward_prefetch for s in states] == [[s] for s in states[1:]] + [[]]
+    assert [s._states_to_backward_prefetch for s in states] == [[], []] + [[s] for s in states[1:-1]]
     for p in model.parameters():  # a quarter of every weight: sharded over data x sequence
         assert p.device_mesh.size() == 4 and p.to_local().numel() <= -(-p.shape[0] // 4) * p[0].numel()
     model(**rows_of(batch(), sp.data_rank, 2)).loss.backward()
@@ -451,6 +452,101 @@ def _fsdp_structure() -> None:
 
 def test_fsdp_shards_each_layer_and_prefetches_the_next(pool4: RankPool) -> None:
     pool4.run(_fsdp_structure)
+
+
+def _groups(model: Any) -> list[tuple[int, list[str]]]:
+    """FSDP's groups: the elements that each gathers at once, and the names of its parameters. Largest first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    # embed_out: what GPT-NeoX calls its head in older versions of transformers.
+    names = {id(p): name.replace("embed_out", "lm_head") for name, p in model.named_parameters()}
+    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+    held = [[p.sharded_param for p in state._fsdp_param_group.fsdp_params] for state in states.values()
+            if state._fsdp_param_group is not None]  # fmt: skip
+    return sorted(((sum(p.numel() for p in group), [names[id(p)] for p in group]) for group in held), reverse=True)
+
+
+OUTER: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
+    "llama": ("Llama", {}, [["lm_head.weight", "model.norm.weight"], ["model.embed_tokens.weight"]]),
+    "neox": ("GPTNeoX", {}, [["gpt_neox.embed_in.weight"],
+             ["gpt_neox.final_layer_norm.bias", "gpt_neox.final_layer_norm.weight", "lm_head.weight"]]),
+    "gpt2, untied": ("GPT2", {"tie_word_embeddings": False}, [["transformer.wpe.weight"], ["transformer.wte.weight"],
+                     ["lm_head.weight", "transformer.ln_f.bias", "transformer.ln_f.weight"]]),
+    "tied": ("Llama", {"tie_word_embeddings": True}, [["model.embed_tokens.weight", "model.norm.weight"]]),
+}  # fmt: skip
+
+
+def _outer_groups(family: str, changes: dict[str, Any], outer: list[list[str]]) -> None:
+    sp = sharding(data=2)
+    model = longspan.parallelize(build(family, vocab_size=640, num_hidden_layers=3, **changes), sp)
+    groups = _groups(model)
+    layers = [names for _, names in groups if any(".layers." in name or ".h." in name for name in names)]
+    assert len(layers) == 3
+    assert sorted(sorted(names) for _, names in groups if names not in layers) == sorted(outer)
+    # Nothing is gathered with the table but the norm: the largest group is one table, not embedding and head.
+    hidden, largest = 32, groups[0][0]
+    assert 640 * hidden <= largest <= 640 * hidden + 2 * hidden
+    whole = batch(vocab=640)
+    _compare(build(family, vocab_size=640, num_hidden_layers=3, **changes), model, whole, sp)
+    model.zero_grad()
+    _compare(build(family, vocab_size=640, num_hidden_layers=3, **changes), model, whole, sp)  # not the first time
+
+
+@pytest.mark.parametrize("case", OUTER)
+def test_embedding_and_head_are_groups_of_their_own(pool4: RankPool, case: str) -> None:
+    pool4.run(_outer_groups, *OUTER[case])
+
+
+def _adapted_head(whole_head: bool) -> None:
+    """Adapters on the embedding and the head, or a head that is trained whole: their backward may read weights."""
+    from peft import LoraConfig, get_peft_model
+
+    def wrapped() -> Any:
+        model = build("Llama")
+        torch.manual_seed(7)
+        targets = ["q_proj"] if whole_head else ["embed_tokens", "lm_head", "q_proj"]
+        saved = ["lm_head"] if whole_head else None
+        config = LoraConfig(r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False)
+        return get_peft_model(model, config).float()
+
+    sp = sharding(data=2)
+    model = longspan.parallelize(wrapped(), sp)
+    embedding, head = ([names for _, names in _groups(model) if any(part in name for name in names)]
+                       for part in ("embed_tokens", "lm_head"))  # fmt: skip
+    assert len(embedding) == len(head) == 1 and embedding != head
+    _compare(wrapped(), model, batch(), sp)
+
+
+@pytest.mark.parametrize("whole_head", [False, True])
+def test_peft_on_embedding_and_head(pool4: RankPool, whole_head: bool) -> None:
+    pool4.run(_adapted_head, whole_head)
+
+
+def _heads_that_share() -> None:
+    """A masked LM's head shares table and bias with other modules; a model without a head has no last group."""
+    import transformers
+
+    from longspan.hf.fsdp import outer_groups
+
+    assert outer_groups(build("Bert")) == (None, [])
+    untied = build("ModernBert", tie_word_embeddings=False)
+    embedding, tail = outer_groups(untied)
+    assert embedding is untied.get_input_embeddings() and tail == [untied.model.final_norm, untied.decoder]
+    headless = transformers.LlamaModel(build("Llama").config)
+    assert outer_groups(headless) == (headless.embed_tokens, [])
+    sp = sharding()
+    for changes in ({}, {"tie_word_embeddings": False}):
+        model = longspan.parallelize(build("ModernBert", **changes), sp)
+        _compare(build("ModernBert", **changes), model, batch(), sp)
+    plain, ids = copy.deepcopy(headless), batch()["input_ids"]
+    sharded = longspan.parallelize(headless, sp)
+    found = sp.gather(sharded(ids).last_hidden_state.detach(), length=21)
+    exact = copy.deepcopy(plain).double()(ids).last_hidden_state
+    assert excess_of_rows(found, plain(ids).last_hidden_state.detach(), exact.detach()) <= 1
+
+
+def test_masked_lms_and_models_without_a_head(pool2: RankPool) -> None:
+    pool2.run(_heads_that_share)
 
 
 def _bad_replica(fault: str) -> str:
