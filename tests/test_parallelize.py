@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -95,26 +96,53 @@ def test_rope_types_see_the_global_length(pool4: RankPool, kind: str) -> None:
     pool4.run(_family, "Llama", 1, True, ROPES[kind], batch())
 
 
-def _accumulated(fsdp: bool) -> None:
+def _accumulated(fsdp: bool, once: bool) -> None:
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
     reference = build("Llama")
     wide = widened(reference)
     batches = [batch(seed=s) for s in (1, 2, 3)]
     items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
-    total = 0.0
+    total, sums = 0.0, []
     for whole in batches:
         truth = Truth(*(run_of(m, {**whole, "num_items_in_batch": items}) for m in (reference, wide)))
-        out = model(**rows_of(whole, sp.data_rank, 2), num_items_in_batch=torch.tensor(items))
-        out.loss.backward()
+        with longspan.no_sync(model) if once and whole is not batches[-1] else contextlib.nullcontext():
+            out = model(**rows_of(whole, sp.data_rank, 2), num_items_in_batch=torch.tensor(items))
+            with count_sent() as sent:
+                out.loss.backward()
+        sums.append(sum(one.op == ("reduce_scatter" if fsdp else "all_reduce") for one in sent))
         total += float(out.loss.detach())
     assert total > 0
     check_gradients(gradients(model), truth)  # of the last: what has accumulated over all three
+    groups = len(_groups(model)) if fsdp else 2  # or which parameters have gradients, and one bucket of them
+    assert sums == ([0, 0, groups] if once else [groups] * 3)
+    assert groups == (4 if fsdp else 2)
+    # Summed gradients stay what they are, and the next step's are added to them alone.
+    before = gradients(model)
+    with longspan.no_sync(model):
+        model(**rows_of(batches[0], sp.data_rank, 2)).loss.backward()
+    if not fsdp:
+        assert all(torch.equal(grad, before[name]) for name, grad in gradients(model).items())
+    model(**rows_of(batches[1], sp.data_rank, 2)).loss.backward()
+    for whole in batches[:2]:
+        truth = Truth(*(run_of(m, whole) for m in (reference, wide)))
+    check_gradients(gradients(model), truth)
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("fsdp", [True, False])
-def test_gradient_accumulation(pool4: RankPool, fsdp: bool) -> None:
-    pool4.run(_accumulated, fsdp)
+def test_gradient_accumulation(pool4: RankPool, fsdp: bool, once: bool) -> None:
+    pool4.run(_accumulated, fsdp, once)
+
+
+def test_no_sync_is_for_parallelized_models() -> None:
+    model = build("Llama")
+    with pytest.raises(LongspanError, match="LlamaForCausalLM was not parallelized"), longspan.no_sync(model):
+        pass
+    longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
+    with longspan.no_sync(model):  # alone there is nothing to sum
+        model(**batch()).loss.backward()
+    assert model.lm_head.weight.grad is not None
 
 
 def _checkpointed(family: str, reentrant: bool, fsdp: bool) -> None:
@@ -426,6 +454,13 @@ def _unused_parameters() -> None:
     assert a.grad is not None and torch.equal(a.grad, torch.full((3,), 2.0 * sp.size))
     assert b.grad is not None and torch.equal(b.grad, torch.full((3,), 2.0))
     assert c.grad is None
+    d, e = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    summed = GradientSum([d, e], sp)
+    for waits in (True, True, False):  # what only an earlier backward of some ranks has touched is summed too
+        summed.waits = waits
+        (d if waits and dist.get_rank() == 0 else e).sum().backward()
+    assert d.grad is not None and torch.equal(d.grad, torch.full((3,), 2.0))
+    assert e.grad is not None and torch.equal(e.grad, torch.full((3,), 3.0 * sp.size - 2))
 
 
 def test_gradients_that_only_some_ranks_have(pool4: RankPool) -> None:

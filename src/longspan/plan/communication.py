@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longspan.core.accumulation import sums_once
 from longspan.core.heads import HeadShard, split_heads
 from longspan.core.routes import choose_impl
 from longspan.plan.job import layout_of
@@ -76,7 +77,7 @@ class Sent:
 def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[Collective, ...]:
     """Every collective of one step, in the order of the forward, equal ones counted together."""
     together: dict[tuple[str, str, str, int, bool], int] = {}
-    for sent in _step(model, job, mesh):
+    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware)):
         if sent.bytes and sent.calls and mesh.size(sent.axis) > 1:
             key = (sent.op, sent.axis, sent.what, sent.bytes, sent.method)
             together[key] = together.get(key, 0) + sent.calls
@@ -102,13 +103,27 @@ def _beside(op: str, what: str) -> str:
     return "computing" if what in ("weights of a layer", "gradients of a layer") else ""
 
 
-def _step(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[Sent]:
+def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]:
     micro = micro_batches(job, mesh)
+    summed = 1 if once else micro
     for layer, layers in model.layer_kinds:
         for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
-            yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * layers * micro, sent.method)
+            times = layers * (summed if _sums_gradients(sent) else micro)
+            yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
     for sent in around_the_layers(model, job, mesh):
-        yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * micro, sent.method)
+        times = summed if _sums_gradients(sent) else micro
+        yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
+
+
+def _sums_gradients(sent: Sent) -> bool:
+    return sent.axis == "fsdp" and (sent.op == "reduce_scatter" or "gradients" in sent.what)
+
+
+def sums_gradients_once(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
+    """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
+    whole = model.params // mesh.tensor * 4
+    sharded = job.weight_sharding and mesh.weights > 1
+    return micro_batches(job, mesh) > 1 and sums_once(sharded, whole, hardware.memory_bytes)
 
 
 def micro_batches(job: Job, mesh: Mesh) -> int:

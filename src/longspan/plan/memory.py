@@ -23,6 +23,7 @@ from longspan.plan.communication import (
     local_tokens,
     outer_groups,
     shard_elements,
+    sums_gradients_once,
 )
 from longspan.plan.kept import Kept, Scale, gone_per_token, kept_per_token, norm_bytes, ring_buffers
 
@@ -80,7 +81,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[
     )
     constant = _weights(model, job, mesh)
     if job.mode == "train":
-        moments = _training(model, job, mesh, scale)
+        moments = _training(model, job, mesh, scale, once=sums_gradients_once(model, job, mesh, hardware))
     else:
         moments = _forward(model, job, mesh, scale)
         constant["kv_cache"] = sum(count * cache_bytes(layer, job, mesh) for layer, count in model.layer_kinds)
@@ -130,7 +131,7 @@ def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int, heads: int =
 # Training.
 
 
-def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> list[dict[str, int]]:
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
@@ -140,7 +141,8 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
     logits, tile = _logits(model, job, mesh, s)
-    earlier = shard * 4 if job.batch > mesh.data else 0  # gradients of earlier micro-batches
+    # Gradients of earlier micro-batches: whole ones until they are summed.
+    earlier = (model.params // t if once else shard) * 4 if job.batch > mesh.data else 0
     casts = _cast_weights(model, mesh) if autocast else 0
     # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
     flat = (8 if s.on_cpu else 4) if sharded else 0
