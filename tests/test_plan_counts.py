@@ -197,12 +197,27 @@ def test_a_training_step_sends_what_is_planned(mesh: Mesh, config: dict[str, Any
     assert measured == planned
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("once", [True, False])
+def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) -> None:
+    """Once, after the last of three micro-batches; after each where whole gradients take too much of the memory."""
+    mesh, options = Mesh(data=2, ulysses=2), {"dtype": "fp32", "weight_sharding": sharded}
+    hardware = CPU if once else dataclasses.replace(CPU, memory_bytes=1e5)
+    model = shape_from_config(LLAMA, "test")
+    plan = cost(model, Job(context=37, batch=3 * mesh.data, **options), mesh, hardware)  # type: ignore[arg-type]
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.comm:
+        planned[(c.op, c.bytes_per_gpu)] += c.count
+    waits = 2 if once or not sharded else 0
+    assert max((step_sent(rank, mesh, LLAMA, 37, options, 3, waits) for rank in (0, 1)), key=total) == planned
+
+
 def total(log: Counter[tuple[str, int]]) -> int:
     return sum(size * count for (_, size), count in log.items())
 
 
 def step_sent(
-    rank: int, mesh: Mesh, config: dict[str, Any], n: int, options: dict[str, Any]
+    rank: int, mesh: Mesh, config: dict[str, Any], n: int, options: dict[str, Any], micro: int = 1, waits: int = 0
 ) -> Counter[tuple[str, int]]:
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -219,7 +234,9 @@ def step_sent(
         model.train()
         tokens = torch.zeros(1, n, dtype=torch.long)
         with count_sent() as sent:
-            model(input_ids=tokens, labels=tokens).loss.backward()
+            for i in range(micro):
+                with longspan.no_sync(model) if i < waits else contextlib.nullcontext():
+                    model(input_ids=tokens, labels=tokens).loss.backward()
     return Counter((one.op, one.bytes) for one in sent)
 
 

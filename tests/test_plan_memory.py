@@ -38,6 +38,9 @@ CASES = [
     (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "activation_checkpointing": True}),
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
+    # Embedding and head are most of it, and groups of their own.
+    ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
+    ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
 ]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import init_mesh as init_mesh
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.hf.batch import shard_batch as shard_batch
+    from longspan.hf.gradients import no_sync as no_sync
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
     from longspan.hf.parallelize import parallelize as parallelize
@@ -36,6 +37,7 @@ _HOME = {
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",
     "init_mesh": "longspan.comm.mesh",
+    "no_sync": "longspan.hf.gradients",
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",
 }

@@ -10,7 +10,6 @@ All-to-Alls around each attention; at the end the loss is the exact mean of the 
 
 from __future__ import annotations
 
-import itertools
 import json
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from longspan.attn.kernels.choice import AnyKernel
@@ -27,12 +26,13 @@ from longspan.core.heads import split_heads
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
 from longspan.hf.alike import BatchCheck
 from longspan.hf.digests import digests_of, weights_of
+from longspan.hf.fsdp import apply_fsdp
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import Entrance
 from longspan.hf.registry import bind_layers
 from longspan.hf.savers import refuse_savers
-from longspan.hf.support import check_model, decoder_layers, transformers_model
+from longspan.hf.support import check_model, transformers_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +65,9 @@ def parallelize(
             be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
         sp: how the sequence lies over the ranks.
         fsdp: shard weights, gradients and optimizer state by FSDP2: one group per decoder layer, gathered one layer
-            ahead in forward and backward, released after forward. False: every rank holds all weights, and gradients
-            are summed over all ranks at the end of each backward.
+            ahead in forward and backward, released after forward; embedding, and final norm and head, are groups of
+            their own unless they are tied (`longspan.hf.fsdp`). False: every rank holds all weights, and gradients are
+            summed over all ranks at the end of each backward.
         mp_policy: FSDP's mixed precision; by default everything stays in the parameters' dtype.
         kernel: the local attention, by name or any callable; see `longspan.attention`.
         weights: "same": the ranks must hold the same weights, which a digest of each parameter and buffer shows.
@@ -123,7 +124,7 @@ def parallelize(
         forbid(model, inner)
         if fsdp:
             entrance.guard.remember(inner)
-            _apply_fsdp(inner, sp, mp_policy)
+            apply_fsdp(inner, sp, mp_policy)
             refuse_savers(model, inner)
         else:
             entrance.gradients = GradientSum(inner.parameters(), sp)
@@ -228,20 +229,3 @@ def _draws(module: nn.Module) -> bool:
     """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
     numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
-
-
-def _apply_fsdp(model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None) -> None:
-    """`fully_shard` each decoder layer and the rest. Gradients are summed: the loss is divided by all tokens."""
-    policy = mp_policy or MixedPrecisionPolicy()
-    layers = decoder_layers(model)
-    for layer in layers:
-        fully_shard(layer, mesh=sp.fsdp_mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(model, mesh=sp.fsdp_mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no pre-multiplied one
-    for layer, following in itertools.pairwise(layers):
-        assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])

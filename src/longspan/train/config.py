@@ -68,6 +68,11 @@ class TrainConfig:
     micro_batch: int = 1
     """Sequences that go through the model at once, per replica; the rest of --batch is accumulated."""
 
+    reduce: Literal["auto", "last", "each"] = "auto"
+    """When the gradients of accumulated micro-batches are summed over the ranks. each: after each of them. last: once,
+    after the last; with --fsdp every rank then holds the gradients of the whole model in fp32. auto: last, but with
+    --fsdp only where these take at most an eighth of the memory."""
+
     steps: int = 1000
     """Optimizer steps."""
     lr: float = 3e-4

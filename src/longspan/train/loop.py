@@ -22,10 +22,12 @@ from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.compat.torch_api import gather_into
+from longspan.core.accumulation import sums_once
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.data import StepBatch, deal, prefetch
 from longspan.hf.batch import shard_batch
+from longspan.hf.gradients import no_sync
 from longspan.hf.nonfinite import watch
 from longspan.hf.parallelize import parallelize
 from longspan.ranks import agreement
@@ -40,6 +42,7 @@ from longspan.train.metrics import (
     Display,
     Quiet,
     StepMetrics,
+    device_memory,
     model_flops,
     peak_flops,
     peak_memory_gib,
@@ -110,6 +113,7 @@ class Trainer:
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
         self.health = Health(config)
+        self.sums_once = self._sums_once()
 
     def _at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
         """Tell the other ranks where this one is."""
@@ -296,18 +300,32 @@ class Trainer:
         rank = self.sp.data_rank * self.sp.size + self.sp.rank
         torch.manual_seed(step_seed(self.config.seed, self.step, rank))
         loss = torch.zeros((), device=self.sp.device)
-        for micro in batch.micro_batches:
+        last = len(batch.micro_batches) - 1
+        for i, micro in enumerate(batch.micro_batches):
             self._at("forward and backward", self.step + 1)
             inputs = {
                 k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in shard_batch(micro, self.sp).items()
             }
-            with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
-                # Only the loss is kept: the output would hold the logits all through the backward.
-                part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
-            part.backward()
+            with no_sync(self.model) if self.sums_once and i < last else contextlib.nullcontext():
+                with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
+                    # Only the loss is kept: the output would hold the logits all through the backward.
+                    part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+                part.backward()
             # Each is a sum over its own tokens of this replica and the others, over the labels of the whole step.
             loss += part.detach()
         return loss
+
+    def _sums_once(self) -> bool:
+        """Whether gradients are summed over the ranks after the last micro-batch alone; alike on all ranks."""
+        config, sp = self.config, self.sp
+        if config.reduce != "auto" or self.group is None:
+            return config.reduce != "each"
+        whole = sum(p.numel() for p in self.model.parameters() if p.requires_grad) * 4
+        once = torch.tensor(
+            sums_once(config.fsdp, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32
+        )
+        dist.all_reduce(once, dist.ReduceOp.MIN, group=self.group)
+        return bool(once)
 
     def _report(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
         sp, tokens = self.sp, self.config.sequences * self.config.context

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from longspan.plan.cost.local import local_batch, local_tokens, micro_batches, passes
 from longspan.plan.cost.sent import Sent
-from longspan.plan.cost.weights import around_the_layers, layer_weights
+from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Collective:
 def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[Collective, ...]:
     """Every collective of one step, in the order of the forward, equal ones counted together."""
     together: dict[tuple[str, str, str, int, bool], int] = {}
-    for sent in _step(model, job, mesh):
+    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware)):
         if sent.bytes and sent.calls and mesh.size(sent.axis) > 1:
             key = (sent.op, sent.axis, sent.what, sent.bytes, sent.method)
             together[key] = together.get(key, 0) + sent.calls
@@ -83,13 +83,20 @@ def _beside(op: str, what: str) -> str:
     return "computing" if what in ("weights of a layer", "gradients of a layer") else ""
 
 
-def _step(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[Sent]:
+def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]:
     micro = micro_batches(job, mesh)
+    summed = 1 if once else micro
     for layer, layers in model.layer_kinds:
         for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
-            yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * layers * micro, sent.method)
+            times = layers * (summed if _sums_gradients(sent) else micro)
+            yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
     for sent in around_the_layers(model, job, mesh):
-        yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * micro, sent.method)
+        times = summed if _sums_gradients(sent) else micro
+        yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
+
+
+def _sums_gradients(sent: Sent) -> bool:
+    return sent.axis == "fsdp" and (sent.op == "reduce_scatter" or "gradients" in sent.what)
 
 
 def layer_method(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from longspan.core.buckets import GRADIENT_BUCKET, LOSS_TILE
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, freed_per_token, norm_bytes, saved_per_token
-from longspan.plan.cost.weights import shard_elements
+from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ ITEMS = {
     "weights": "weights at rest: this GPU's shard",
     "optimizer": "optimizer state",
     "gradients": "gradients at rest, and of the layers under way",
-    "gathered_weights": "weights gathered to compute with: embeddings and head, a layer, and the next one prefetched",
+    "gathered_weights": "weights gathered to compute with: a layer, and the next one prefetched; embedding, head",
     "activations_hidden": "kept for the backward: layers' inputs, what norms and products take in",
     "activations_attention": "kept for the backward: Q, K, V, outputs, log-sum-exps",
     "activations_mlp": "kept for the backward: intermediates of the MLPs",
@@ -63,7 +63,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[
     )
     constant = _weights(model, job, mesh)
     if job.mode == "train":
-        moments = _training(model, job, mesh, scale)
+        moments = _training(model, job, mesh, scale, once=sums_gradients_once(model, job, mesh, hardware))
     else:
         moments = _forward(model, job, mesh, scale)
         constant["kv_cache"] = sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
@@ -89,19 +89,31 @@ def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
     return layers + shard_elements(model.root, ranks, mesh.tensor)
 
 
-def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int) -> int:
-    """Bytes of gathered weights: the root's, and of so many of the largest layers. None where nothing is sharded."""
+def _outer(model: ModelShape) -> tuple[int, int]:
+    """Elements outside the layers: what FSDP keeps gathered all through a step (all of them, where embedding and head
+    are tied), and the head's own group. The embedding's is gathered in its forward alone.
+    """
+    sizes = {what: sum(p.numel for p in parameters) for what, parameters in outer_groups(model)}
+    head = sizes.get("final norm and head", 0)
+    return model.root_params - sizes.get("the embedding", 0) - head, head
+
+
+def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int, heads: int = 0) -> int:
+    """Bytes of gathered weights: what stays gathered, and of so many of the largest layers and of the head's group.
+    None where nothing is sharded.
+    """
     if _ranks(job, mesh) == 1:
         return 0
     largest = max(layer.params for layer, _ in model.layer_kinds)
-    return (model.root_params + layers * largest) // mesh.tensor * job.bytes_per_element
+    kept, head = _outer(model)
+    return (kept + heads * head + layers * largest) // mesh.tensor * job.bytes_per_element
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training.
 
 
-def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> list[dict[str, int]]:
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
@@ -111,16 +123,24 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
     logits, tile = _logits(model, job, mesh, s)
-    earlier = shard * 4 if job.batch > mesh.data else 0  # gradients of earlier micro-batches
+    # Gradients of earlier micro-batches: whole ones until they are summed.
+    earlier = (model.params // t if once else shard) * 4 if job.batch > mesh.data else 0
     casts = _cast_weights(model, mesh) if autocast else 0
     # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
     flat = (8 if s.on_cpu else 4) if sharded else 0
     hidden = tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
-    one_gathered, two_gathered = (_gathered(model, job, mesh, layers) + casts for layers in (1, 2))
-    under_way = (head + largest) * s.b  # gradients in the compute dtype, of the head and a layer
+    # A head of its own: gathered beside the last layer (twice, until its copy is taken), scattered before that one's
+    # backward, in which what was sent of it is still held. A tied one stays to the end.
+    own_head = _outer(model)[1] // t * sharded
+    at_loss_gathered = casts + (_gathered(model, job, mesh, 0, heads=2) if own_head else _gathered(model, job, mesh, 1))
+    at_head_gathered = casts + _gathered(model, job, mesh, 1, heads=1)
+    two_gathered = casts + _gathered(model, job, mesh, 2)
+    sent_head = own_head * 4 + (0 if earlier else own_head * 4 // _ranks(job, mesh))
+    # Gradients in the compute dtype, of a layer and of a head that stays.
+    under_way = (largest + (0 if own_head else head)) * s.b
     scattered = 0 if earlier else largest * 4 // _ranks(job, mesh)
     backwards = [
-        (last_layer, {"gradients": earlier + under_way, "gathered_weights": two_gathered}),
+        (last_layer, {"gradients": earlier + under_way + sent_head, "gathered_weights": two_gathered}),
         # The layer before it: what the last one kept is gone, its gradients are on their way.
         (before_it, {"gradients": earlier + under_way + largest * flat + scattered, "gathered_weights": two_gathered}),
         (
@@ -132,19 +152,25 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[st
         ),
     ]
     moments = [
-        {**at_head.items(), "logits": 2 * logits + tile, "gradients": earlier, "gathered_weights": one_gathered},
+        {**at_head.items(), "logits": 2 * logits + tile, "gradients": earlier, "gathered_weights": at_loss_gathered},
         {
             **at_head.items(),
             "logits": logits,
             "hidden": hidden,
             "gradients": earlier + head * (s.b if sharded else 4),
-            "gathered_weights": one_gathered,
+            "gathered_weights": at_head_gathered,
         },
         *_in_a_backward(model, job, mesh, s, backwards, hidden),
-        # Embeddings and head come last, all at once, while the first layer's may still be on their way.
-        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t + largest) * flat},
+        # Embeddings (a tied head among them) come last, while the first layer's may still be on their way.
+        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t - own_head + largest) * flat},
         {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
     ]
+    if own_head:  # on its way, the last layer being gathered
+        flat_head = own_head * max(flat, 4 + s.b)
+        gathered = _gathered(model, job, mesh, 1)
+        moments.append(
+            {**at_loss.items(), "hidden": hidden, "gradients": earlier + flat_head, "gathered_weights": gathered}
+        )
     if model.tied:  # the table's two gradients, and their sum
         in_layers = shard - shard_elements(model.root, _ranks(job, mesh), t)
         summing = {"gradients": in_layers * 4 + 3 * head * s.b + largest * flat}
@@ -248,7 +274,7 @@ def _largest_shard(model: ModelShape, job: Job, mesh: Mesh) -> int:
 
 def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
     t, tokens = mesh.tensor, s.tokens
-    gathered = _gathered(model, job, mesh, 2)
+    gathered, at_head = _gathered(model, job, mesh, 2), _gathered(model, job, mesh, 0, heads=2)
     each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
     qkv, out, packed = (max(sizes) for sizes in zip(*each, strict=True))
     exchanged = mesh.ulysses > 1 and job.mode != "decode"
@@ -270,6 +296,11 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
             "gathered_weights": gathered,
             "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
             "mlp": tokens * _widest(model, t, s) * matrices // tiles,
+            "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
+        },
+        {
+            "gathered_weights": at_head,
+            "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
             "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
         },
     ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from longspan.core.accumulation import sums_once
 from longspan.core.buckets import gradient_buckets
+from longspan.plan.cost.local import micro_batches
 from longspan.plan.cost.sent import Sent
 
 if TYPE_CHECKING:
+    from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
     from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
 
@@ -35,10 +38,32 @@ def layer_weights(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
     return sent
 
 
+@functools.lru_cache(maxsize=64)
+def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], ...]:
+    """FSDP's groups outside the layers, as `longspan.hf.fsdp` makes them: all one where embedding and head are tied,
+    else the embedding, learnt positions if there are any, final norm and head.
+    """
+    if model.tied:
+        return (("embeddings and head", model.root),)
+    embedding, *rest = model.root
+    positions = tuple(p for p in rest if len(p.shape) > 1 and p is not rest[-1])
+    head = tuple(p for p in rest if p not in positions)
+    groups = (("the embedding", (embedding,)), ("positions", positions), ("final norm and head", head))
+    return tuple((what, parameters) for what, parameters in groups if parameters)
+
+
+def sums_gradients_once(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
+    """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
+    whole = model.params // mesh.tensor * 4
+    sharded = job.weight_sharding and mesh.weights > 1
+    return micro_batches(job, mesh) > 1 and sums_once(sharded, whole, hardware.memory_bytes)
+
+
 def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     """Embeddings, head, loss; without FSDP the sum of all gradients.
 
-    FSDP keeps embeddings and head gathered from their forward to their backward.
+    FSDP gathers each of their groups once a step: an embedding's backward needs no weights, a head's comes right after
+    its forward.
     """
     f = mesh.weights
     if f == 1:
@@ -46,13 +71,11 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     # Five int64: what a batch is, compared by the hosts of all ranks before anything else.
     sent = [Sent("all_gather", "fsdp", "batches compared", 5 * 8 * (f - 1), method=False)]
     if job.weight_sharding:
-        root = shard_elements(model.root, f, mesh.tensor)
-        gathered = root * (f - 1) * job.bytes_per_element
-        sent.append(Sent("all_gather", "fsdp", "weights of embeddings and head", gathered, method=False))
-        if job.mode == "train":
-            sent.append(
-                Sent("reduce_scatter", "fsdp", "gradients of embeddings and head", root * (f - 1) * 4, method=False)
-            )
+        for what, parameters in outer_groups(model):
+            shard = shard_elements(parameters, f, mesh.tensor) * (f - 1)
+            sent.append(Sent("all_gather", "fsdp", f"weights of {what}", shard * job.bytes_per_element, method=False))
+            if job.mode == "train":
+                sent.append(Sent("reduce_scatter", "fsdp", f"gradients of {what}", shard * 4, method=False))
     if job.mode == "train":
         # Three fp64 numbers: the sum of the tokens' losses, their count, and the digests of batches on a GPU.
         sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 24 * (f - 1) // f, method=False))
