@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -103,12 +104,16 @@ def _to_meta(x: Any) -> Any:
 class _Counts(TorchDispatchMode):
     """The operators' side: what needs data that is not there is counted, and answered with zeros."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, log: list[str]) -> None:
         super().__init__()
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return _flex(func, *args)
         packet = func.overloadpacket
         name = packet.__name__
         there = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
@@ -143,6 +148,16 @@ class _Counts(TorchDispatchMode):
         if source.device.type == "cpu" and target.type == "meta" and source.dim() + source.numel() > 1 and not later:
             self.log.append("a copy from the host")
         return func(*args, **kwargs)
+
+
+def _flex(func: HigherOrderOperator, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """FlexAttention, whose kernel is compiled and does not wait: the shapes of what it gives."""
+    if func.name() == "flex_attention":
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return q.new_empty(*q.shape[:3], v.shape[3]), lse, lse.clone()
+    assert func.name() == "flex_attention_backward", func
+    captured = rest[-2]
+    return *(torch.empty_like(x) for x in (q, k, v)), tuple(None for _ in captured)
 
 
 def _zeros(x: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -145,6 +146,37 @@ def test_a_ring(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "long window", "documents", "sinks"])
 def test_usp(name: str) -> None:
     assert _in_a_world(2, 2, (8, 2), **MASKS[name]) == [[]] * 4
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """FlexAttention without a compiler, which has no GPU here to compile for: its kernel itself is left out."""
+    from torch.nn.attention import flex_attention as flex
+
+    build = flex.create_block_mask
+    plain = {"create_block_mask": lambda *args, _compile=False, **kw: build(*args, **kw)}
+    with mock.patch("torch.compile", lambda f, **kw: f), mock.patch.multiple(flex, **plain):
+        yield
+
+
+FLEX = "the mask's ids and prefixes are made tensors from Python numbers, and a BlockMask is built, in every layer"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be compiled for a real GPU")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.usefixtures("uncompiled")
+class TestFlex:
+    @pytest.mark.xfail(strict=False, reason=FLEX)
+    @pytest.mark.parametrize("name", ["long window", "documents", "prefix", "softcap", "a mask function"])
+    def test_one_device(self, name: str) -> None:
+        with mock.patch("torch.cuda.current_device", lambda: 0):
+            sp = one_gpu()
+        assert _waits(sp, kernel="flex", **MASKS[name]) == []
+
+    @pytest.mark.xfail(strict=False, reason=FLEX)
+    @pytest.mark.parametrize("name", ["documents", "a mask function"])
+    def test_a_ring(self, name: str) -> None:
+        assert _in_a_world(2, 1, (8, 2), kernel="flex", **MASKS[name]) == [[]] * 2
 
 
 @pytest.mark.xfail(strict=False, reason=UNEVEN)
