@@ -16,6 +16,10 @@ LLAMA: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8,
     "num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 1 << 22,
 }  # fmt: skip
+LONG = {**LLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 2}
+LONG |= {"vocab_size": 8192}
+"""Small enough that two million tokens are computed in half a minute."""
+
 TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2}
 TINY |= {"vocab_size": 256}
 
@@ -54,16 +58,16 @@ def memory(setup: Setup) -> Iterator[Row]:
     from longspan.plan.shapes import shape_from_config
 
     capacity = torch.cuda.get_device_properties(0).total_memory
-    for local in (32768, 65536, 131072, 262144):
-        for axes in ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4}):
+    for axes in ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4}):
+        for local in (32768, 65536, 131072, 262144):
             context = 8 * local
             what = f"{local:,} tokens a rank, {' x '.join(f'{axis} {size}' for axis, size in axes.items())}"
             job = Job(context=context, dtype="bf16", activation_checkpointing=True, ring_impl="p2p")
-            shape = shape_from_config({"model_type": "llama", **LLAMA}, "benchmark")
+            shape = shape_from_config({"model_type": "llama", **LONG}, "benchmark")
             plan = cost(shape, job, Mesh(**axes), read_hardware("h100"))
             planned = plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)
             # Per rank and layer 4 D H S^2 / 2 / 8 in the forward, once more recomputed, 2.5 times in the backward.
-            seconds = 4.5 * LLAMA["num_hidden_layers"] * 4 * LLAMA["hidden_size"] * context**2 / 2 / 8 / 2e14
+            seconds = 4.5 * LONG["num_hidden_layers"] * 4 * LONG["hidden_size"] * context**2 / 2 / 8 / 3e14
             if planned > 0.9 * capacity:
                 yield Row(what, f"{planned / 2**30:.1f} GiB planned", f"{SKIPPED}: more than the device has")
             elif not setup.time_left(seconds + 5):
@@ -78,7 +82,7 @@ def memory(setup: Setup) -> Iterator[Row]:
 def _memory_of(setup: Setup, what: str, axes: dict[str, int], context: int, planned: float) -> Row:
     with fake_world(0, 8):
         sp = longspan.SequenceSharding(longspan.init_mesh(**axes), ring_impl="p2p")
-        trainer = Trainer(setup, LLAMA, sp, fsdp=True)
+        trainer = Trainer(setup, LONG, sp, fsdp=True)
         trainer.model.gradient_checkpointing_enable()
         trainer.step(1024)  # the optimizer's state is there
         gc.collect()
