@@ -4,12 +4,14 @@
 #   TORCH_INDEX=URL       a package index to take torch from, such as PyTorch's own index of CPU builds
 #   PYTEST_ARGS="-k pool" passed on to pytest
 #   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
+#   GPU_ARGS="--quick"    passed on to the report of `make gpu`
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -31,7 +33,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 
-.PHONY: help demo test check fast lint bench oldest cpus chaos clean
+.PHONY: help demo test check fast lint bench gpu oldest cpus chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -75,6 +77,10 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/agreement_cost.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/models_verified.py
+
+# It installs nothing: on a machine with a GPU torch is there, and in the version that its driver wants.
+gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and a report, under 8 minutes
+	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
 oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows (but torch, which is the pinned one)
 	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.installed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
@@ -27,21 +25,13 @@ from longspan.plan.layers import Causal, Chunk, Reach, Window
 from longspan.plan.layers.reach import CAUSAL
 from longspan.plan.models import ModelShape, shape_from_config
 from tests.counting import count_sent
+from tests.fakes import fake_world
 
 CPU: Hardware = read_hardware("cpu")
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "max_position_embeddings": 4096,
 }  # fmt: skip
-
-
-@contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 Shape = tuple[int, int, int, int]
