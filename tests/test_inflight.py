@@ -12,11 +12,10 @@ import torch.distributed as dist
 
 import longspan
 from longspan.comm.p2p import P2PMessage, post
+from tests.attention import CASES, run
 from tests.inflight import InFlight, watched
 from tests.oracle import Case
 from tests.pool import RankPool
-from tests.test_ring import CASES
-from tests.test_ulysses import run
 
 NAMES = [name for name in CASES if not name.startswith("long")]
 
