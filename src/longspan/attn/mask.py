@@ -95,10 +95,6 @@ class Mask:
             out = dataclasses.replace(out, chunk=None)
         return out
 
-    def without_mod(self) -> Mask:
-        """What is known of it without calling a function."""
-        return self if self.mod is None else dataclasses.replace(self, mod=None)
-
     def regions(self, row: int, queries: int, keys: int) -> tuple[Region, ...]:
         """The mask of one row of the batch, `mod` left out, in the order of the keys.
 

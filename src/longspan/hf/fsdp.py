@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from longspan.compat.torch_api import sum_gradients
 from longspan.hf.support import decoder_layers
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ def apply_fsdp(model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPre
     fully_shard(model, mesh=sp.fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no pre-multiplied one
+            sum_gradients(module)
     _prefetch([*([] if embedding is None else [embedding]), *layers, *tail[:1]], backward=[*layers, *tail[:1]])
 
 

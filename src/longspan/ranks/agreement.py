@@ -11,7 +11,7 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from longspan.core.differences import differences, listed, spell_ranks
@@ -169,15 +169,3 @@ def model_facts(model_config: Any) -> dict[str, Any]:
     """A Hugging Face config, key by key; not where it was read from."""
     values = model_config.to_dict()
     return {f"model config's {key}": value for key, value in sorted(values.items()) if key != "_name_or_path"}
-
-
-def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    """A Hugging Face tokenizer: its class and a checksum of all it consists of."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content: Callable[[], str] = backend.to_str if backend is not None else lambda: json.dumps(_vocabulary(tokenizer))
-    special = json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)
-    return {"tokenizer's content": f"{type(tokenizer).__name__} #{zlib.crc32((content() + special).encode()):08x}"}
-
-
-def _vocabulary(tokenizer: Any) -> list[tuple[str, int]]:
-    return sorted(tokenizer.get_vocab().items())
