@@ -10,6 +10,7 @@ Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_di
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -172,6 +173,14 @@ class SoftmaxAccumulator:
         self.lse[mine] = highest + total.log()
         total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
         self.out[mine].mul_((before / total)[..., None]).add_(out * (now / total)[..., None])
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Within this, autocast is off: what is summed in fp32 would be cast to half precision before it is multiplied."""
+    kind = device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,10 @@ class FlexKernel(BlockKernel):
         for block, parts in enumerate(blocks.parts):
             i, j = blocks.positions(block)
             ids = mask.ids(blocks.batch, i, j)
-            out.append(FlexBlock(mask, blocks.batch, i, j, blocks.ends, ids, prefixes) if parts else None)
+            made = FlexBlock(mask, blocks.batch, i, j, blocks.ends, ids, prefixes) if parts else None
+            if made is not None:
+                made.block_mask((blocks.first_head, blocks.first_head + blocks.heads))
+            out.append(made)
         return out
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attn.kernels.base import Blocks
+from longspan.attn.kernels.base import Blocks, without_autocast
 from longspan.attn.score import Scores
 from longspan.comm.p2p import ring_shift
 
@@ -41,7 +41,7 @@ class ReferenceRing:
         if q_BSHD.shape[2] == 0:
             return scores.nothing(q_BSHD, v_BTKD)
         q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             return self._attend(q, k, v, scores).transpose(1, 2)
 
     def _attend(self, q_BHSD: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Finished, SoftmaxAccumulator
+from longspan.attn.kernels.base import BlockKernel, Finished, SoftmaxAccumulator, without_autocast
 from longspan.attn.score import Scores
 from longspan.comm.gather import gather_into, scatter_into
 from longspan.comm.p2p import P2PMessage, post
@@ -92,7 +92,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
         mine = _KVBlock(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
         seen = SoftmaxAccumulator(q, v.shape[3])
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             for _, here in _steps(mine, ring):
                 for visitor in here:
                     _attend(seen, q, visitor, ring, scores)
@@ -114,7 +114,7 @@ class _RingAttention(torch.autograd.Function):
         dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
         reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
         heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             for step, here in _steps(mine, ring):
                 for visitor in here:
                     own = visitor.owner == ring.rank
