@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -282,7 +282,8 @@ def _plan(
     mask, lengths = options.mask_of(q, k, sp)
     shapes = Shapes.of(q, k, v, scores)
     # A function may have changed, though it is the same object; and a compiler must not look into the store.
-    if mask.mod is not None or scores.bias is not None or torch.compiler.is_compiling():
+    unknown = mask.mod is not None or scores.bias is not None or not isinstance(kernel, Hashable)
+    if unknown or torch.compiler.is_compiling():
         return prepare(shapes, sp, mask, scores, lengths, kernel)
     kept: OrderedDict[Any, AttentionPlan] = sp.__dict__.setdefault("_plans", OrderedDict())
     key = (shapes, mask, scores.kind, lengths, kernel)
