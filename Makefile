@@ -5,6 +5,7 @@
 #   PYTEST_ARGS="-k pool" passed on to pytest
 #   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
 #   GPU_ARGS="--quick"    passed on to the report of `make gpu`
+#   SEED=7                the seed of `make fuzz`, instead of a new one
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,6 +13,7 @@ TORCH_INDEX ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 GPU_ARGS ?=
+SEED ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -33,7 +35,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 
-.PHONY: help demo test check fast lint bench gpu oldest cpus chaos clean
+.PHONY: help demo test check fast lint bench gpu oldest cpus fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -91,6 +93,11 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    echo "ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads"; \
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
+
+fuzz: $(STAMP)  ## the tests that draw their inputs, with a new seed, which is printed; `make fuzz SEED=7` draws the same again
+	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); echo "make fuzz SEED=$$seed"; \
+	    $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) || \
+	    { echo "the same again: make fuzz SEED=$$seed"; exit 1; }
 
 chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, by a seed, and what became of them (about 20 minutes)
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)

@@ -16,14 +16,14 @@ from tests.pool import RankPool
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# No deadline (a collective's time depends on the machine), and the same examples in every run.
-settings.register_profile(
-    "ci",
+# No deadline (a collective's time depends on the machine), and the same examples in every run; with `make fuzz` others.
+_ANYWHERE = settings(
     deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+settings.register_profile("ci", _ANYWHERE, derandomize=True)
+settings.register_profile("fuzz", _ANYWHERE, print_blob=True)
 settings.load_profile("ci")
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import longspan
 from longspan import exchange
 from longspan.comm import all_to_all
 from longspan.core.errors import LongspanError
@@ -137,7 +136,3 @@ def _bad_input() -> None:
 
 def test_bad_input(pool2: RankPool) -> None:
     pool2.run(_bad_input)
-
-
-def test_public_names() -> None:
-    assert longspan.exchange is exchange
