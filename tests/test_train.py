@@ -123,6 +123,24 @@ def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, 
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
 
 
+def _train_deterministically(config: TrainConfig) -> bool:
+    try:
+        _train(config)
+        return torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+def test_deterministic_kernels_change_nothing_on_a_cpu(config: TrainConfig, pool2: RankPool) -> None:
+    config = dataclasses.replace(config, steps=2, ulysses=2, save_every=0, export="never")
+    _on(pool2, config)
+    again = dataclasses.replace(config, out=config.out / "again", deterministic=True)
+    assert pool2.run(_train_deterministically, again, timeout=240) == [True, True]
+    assert _losses(again.out) == _losses(config.out)
+
+
 @pytest.mark.parametrize("fsdp", [True, False])
 def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) -> None:
     short = dataclasses.replace(config, steps=3, save_every=0)

@@ -68,7 +68,8 @@ def init_mesh(
         tensor: size of the tensor-parallel group.
         device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
         timeout: seconds within which every rank must have come (by default 60, with GPUs 300), and, if given, after
-            which a collective of the process group made here gives up (else torch's default).
+            which a collective of the process group made here, or of the mesh's, gives up (else torch's default: 10
+            minutes with GPUs, otherwise 30).
 
     Returns:
         A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; without any process group and with
@@ -101,7 +102,22 @@ def init_mesh(
             return OneDeviceMesh(device_type)
         default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
         meet(timeout).init_process_group(device_type, timeout or default_s)
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    for group in mesh.get_all_groups():
+        _give_up_like_the_job(group, device_type)
+    return mesh
+
+
+def _give_up_like_the_job(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """Let a group made from the default one have its time-out: torch gives each new group its own default (10 minutes
+    for NCCL), whatever the job's was set to. Groups of a kind that has no time-out are left alone.
+    """
+    try:
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+        dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
+        pass
+    return group
 
 
 def _device_type() -> str:
@@ -189,14 +205,16 @@ class SequenceSharding:
             return self.ulysses_group
         if self.ulysses_size == 1:
             return self.ring_group
-        return flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group()
+        return _give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """The 1-D mesh of data x sequence, over which weights are sharded and gradients summed. None on one process."""
         if not isinstance(self.mesh, DeviceMesh):
             return None
-        return flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
+        flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
+        _give_up_like_the_job(flat.get_group(), self.mesh.device_type)
+        return flat
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:

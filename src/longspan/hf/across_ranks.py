@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -173,8 +174,12 @@ class ReplicaCheck:
         )
 
 
-def host_group(sp: SequenceSharding) -> dist.ProcessGroup:
+def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.ProcessGroup:
     """A group of all ranks of data x sequence over which hosts speak without waiting for their GPUs. Collective.
+
+    Args:
+        sp: the sharding.
+        timeout_s: seconds after which a wait on a group that is made for this gives up; by default torch's.
 
     Raises:
         LongspanError: if gloo cannot make one beside NCCL.
@@ -184,7 +189,12 @@ def host_group(sp: SequenceSharding) -> dist.ProcessGroup:
     if sp.device.type == "cpu":
         return group
     try:
-        made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
     except RuntimeError as error:
         raise LongspanError(
             f"the ranks' hosts cannot speak to one another over gloo ({describe(error)}), which compares their "

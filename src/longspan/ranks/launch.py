@@ -1,6 +1,6 @@
-"""Start one process per rank on this machine, or join the job that torchrun has started.
+"""Start one process per rank on this machine, or join the job that torchrun or srun has started.
 
-Alone, the ranks are processes that `longspan.ranks.supervisor` starts and ends. Under torchrun, which starts the
+Alone, the ranks are processes that `longspan.ranks.supervisor` starts and ends. Under torchrun or srun, which start the
 ranks of several machines, the job runs in this very process. Either way a job runs inside `joined`: the ranks have met,
 and a heartbeat names the one that is lost.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.core.errors import LongspanError
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
 from longspan.ranks.rendezvous import VARIABLES, meet, read_job
+from longspan.ranks.slurm import adopt_step
 from longspan.ranks.supervisor import GRACE_S, LOST_CODE, SUPERVISED, RankFailed, Stopped, supervise, threads_per_rank
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class StopRequest:
 
 
 def under_torchrun() -> bool:
-    """Whether this process is already a rank of a job: torchrun's rendezvous is in its environment."""
+    """Whether this process is already a rank of a job: its environment says where the ranks meet, or it is srun's."""
+    adopt_step()
     return all(name in os.environ for name in VARIABLES)
 
 
@@ -132,13 +134,13 @@ def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
         world, here = job.world_size, job.ranks_here
         if world != needed:
             raise LongspanError(
-                f"torchrun started {world} processes, but {mesh} needs {needed}; start {needed}, or choose degrees "
-                f"whose product is {world}"
+                f"{job.started_by} started {world} processes, but {mesh} needs {needed}; start {needed}, or choose "
+                f"degrees whose product is {world}"
             )
         if nproc is not None and here and nproc != here:
             raise LongspanError(
-                f"--nproc {nproc} does not match the {here} processes that torchrun started on this machine; "
-                "leave --nproc out under torchrun"
+                f"--nproc {nproc} does not match the {here} processes that {job.started_by} started on this machine; "
+                f"leave --nproc out under {job.started_by}"
             )
     elif nproc is not None and nproc != needed:
         raise LongspanError(

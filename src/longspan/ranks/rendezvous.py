@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
+from longspan.ranks.slurm import adopt_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +32,8 @@ CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
 #: Seconds until a collective of the whole job gives up. Not what finds a rank that is gone (the heartbeat does):
 #: while a large model is exported, the other ranks wait for hours.
 GROUP_TIMEOUT_S = 24 * 3600
+#: Seconds until a wait of one host for another gives up where there are GPUs: one writes a model, say.
+HOST_TIMEOUT_S = 2 * 3600
 #: Under this key of the store a rank leaves why the job ends, for the process that holds the store.
 LAST_WORD = "longspan/last-word"
 
@@ -39,7 +42,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """A job as torchrun's variables describe it to one of its ranks. `ranks_here` is 0 where they do not say."""
+    """A job as torchrun's variables, or Slurm's, describe it to one of its ranks.
+
+    `ranks_here` is 0 where they do not say.
+    """
 
     rank: int
     world_size: int
@@ -53,6 +59,11 @@ class Job:
         """Whether all ranks are known to run here."""
         return self.ranks_here == self.world_size
 
+    @property
+    def started_by(self) -> str:
+        """What started the ranks."""
+        return "srun" if "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ else "torchrun"
+
     def __str__(self) -> str:
         return f"RANK={self.rank}, WORLD_SIZE={self.world_size}, MASTER_ADDR={self.address} and MASTER_PORT={self.port}"
 
@@ -60,9 +71,12 @@ class Job:
 def read_job() -> Job | None:
     """The job that the environment describes, or None if it describes none.
 
+    Of a step that `srun` has started, torchrun's variables are set first (`longspan.ranks.slurm`).
+
     Raises:
         LongspanError: if it describes one in part, or one that cannot be, naming the variable.
     """
+    adopt_step()
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     missing = [name for name in VARIABLES if not os.environ.get(name)]
@@ -158,7 +172,19 @@ class Peers:
         return self._rounds
 
     def init_process_group(self, device_type: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        """Make torch's default process group of these ranks, unless there is one."""
+        """Make torch's default process group of these ranks, unless there is one.
+
+        With GPUs it serves both devices, NCCL those on a GPU and gloo those on the host: what hosts say to one another,
+        or wait for, then needs no GPU, and aborts no NCCL communicator. Bound to its device, NCCL connects at once, and
+        the groups of a mesh are split from that.
+
+        Args:
+            device_type: "cpu" or "cuda".
+            timeout_s: seconds until a collective gives up.
+
+        Raises:
+            LongspanError: if the machine has fewer GPUs than ranks.
+        """
         import torch
         import torch.distributed as dist
 
@@ -168,15 +194,43 @@ class Peers:
         assert job is not None
         if job.on_one_machine:
             use_loopback()
+        device = None
         if device_type == "cuda":
-            torch.cuda.set_device(job.local_rank)
+            device = torch.device("cuda", device_index(job, torch.cuda.device_count()))
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo",
+            "gloo" if device is None else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"{self._session}/groups", self._store),  # type: ignore[attr-defined]
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device,
         )
+        if device is not None:  # what a host does for the others to wait for may take longer than a collective should
+            group: Any = dist.distributed_c10d._get_default_group()
+            host = group._get_backend(torch.device("cpu"))
+            host._set_default_timeout(timedelta(seconds=max(timeout_s, HOST_TIMEOUT_S)))
+
+
+def device_index(job: Job, gpus: int) -> int:
+    """Which of the GPUs that this process sees is its own: the one with its place among the ranks of the machine, or
+    the only one, where the launcher has bound each rank to its own (`srun --gpus-per-task 1`).
+
+    Raises:
+        LongspanError: if there are several, but not so many.
+    """
+    if gpus == 1:
+        return 0
+    if job.local_rank >= gpus:
+        raise LongspanError(
+            f"rank {job.rank} is number {job.local_rank + 1} on its machine, where it sees {gpus} GPUs; start at most "
+            f"{gpus} ranks there ({_per_machine(job)}), or show each rank one GPU of its own"
+        )
+    return job.local_rank
+
+
+def _per_machine(job: Job) -> str:
+    return "srun --ntasks-per-node" if job.started_by == "srun" else "torchrun --nproc-per-node"
 
 
 def use_loopback() -> None:

@@ -95,6 +95,9 @@ class TrainConfig:
     """Recompute each layer in the backward pass instead of keeping its activations."""
     kernel: Literal["auto", "sdpa", "tiled", "block", "flash_attn", "flex", "eager"] = "auto"
     """Local attention kernel."""
+    deterministic: bool = False
+    """Take kernels alone that give the same bits every time (torch.use_deterministic_algorithms): on GPUs needed, and
+    slower, for a run that is resumed to the bit. On a CPU all are, and nothing changes."""
     seed: int = 0
     """Seed of random weights, of the order of the data and of dropout."""
 

@@ -26,6 +26,7 @@ from longspan.core.accumulation import sums_once
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.data import StepBatch, deal, prefetch
+from longspan.hf.across_ranks import host_group
 from longspan.hf.batch import shard_batch
 from longspan.hf.gradients import no_sync
 from longspan.hf.nonfinite import watch
@@ -33,7 +34,7 @@ from longspan.hf.parallelize import parallelize
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
-from longspan.ranks.rendezvous import Peers, meet
+from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
 from longspan.train.inputs import Inputs, build_model, find_resume, open_here
@@ -65,12 +66,16 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, heart: Heartbeat | None = None) -> None:
         self.config, self._heart = config, heart
+        if config.deterministic:
+            be_deterministic()
         self._at("start", long=True)
         self.inputs = self._agreed_inputs(meet(config.timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
+            # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.
+            self.hosts = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)
             self.outputs = Outputs(config)
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
         try:
@@ -225,12 +230,12 @@ class Trainer:
         if self.group is None:
             return signum
         crc = zlib.crc32(f"{self.step} {batch.checksum} {batch.label_tokens} {len(batch.micro_batches)}".encode())
-        said = torch.tensor([signum, crc, -crc], device=self.sp.device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
+        said = torch.tensor([signum, crc, -crc])
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.hosts)
         signum, largest, smallest = said.tolist()
         if largest != -smallest:
-            every = torch.zeros(self.sp.world_size, dtype=said.dtype, device=self.sp.device)
-            gather_into(every, torch.tensor([crc], device=self.sp.device), self.group)
+            every = torch.zeros(self.sp.world_size, dtype=said.dtype)
+            gather_into(every, torch.tensor([crc]), self.hosts)
             read = every.tolist()
             usual = statistics.mode(read)
             raise LongspanError(
@@ -353,6 +358,19 @@ class Trainer:
             peak_memory_gib=memory,
             mfu=flops / (mean_s * peak * sp.world_size) if flops and peak else None,
         )
+
+
+def be_deterministic() -> None:
+    """Have torch take kernels alone that give the same bits every time, or raise where it has none.
+
+    Of this process, before any CUDA call: cuBLAS reads its variable when it starts. Attention's backward then adds up
+    dQ in a fixed order too.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    options: Any = torch.utils.deterministic
+    options.fill_uninitialized_memory = False  # nothing reads what it has not written
+    torch.backends.cudnn.benchmark = False
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
