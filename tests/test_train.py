@@ -125,7 +125,7 @@ def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, 
 
 def _train_deterministically(config: TrainConfig) -> bool:
     try:
-        _train(config)
+        train(config)
         return torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
@@ -138,7 +138,7 @@ def test_deterministic_kernels_change_nothing_on_a_cpu(config: TrainConfig, pool
     _on(pool2, config)
     again = dataclasses.replace(config, out=config.out / "again", deterministic=True)
     assert pool2.run(_train_deterministically, again, timeout=240) == [True, True]
-    assert _losses(again.out) == _losses(config.out)
+    assert losses_of(again.out) == losses_of(config.out)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])

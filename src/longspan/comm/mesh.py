@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.compat.torch_api import find_group as find_group
-from longspan.compat.torch_api import flatten_mesh
+from longspan.compat.torch_api import flatten_mesh, give_up_like_the_job
 from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, layout_names
@@ -104,20 +104,8 @@ def init_mesh(
         meet(timeout).init_process_group(device_type, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
-        _give_up_like_the_job(group, device_type)
+        give_up_like_the_job(group, device_type)
     return mesh
-
-
-def _give_up_like_the_job(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Let a group made from the default one have its time-out: torch gives each new group its own default (10 minutes
-    for NCCL), whatever the job's was set to. Groups of a kind that has no time-out are left alone.
-    """
-    try:
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-        dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
-        pass
-    return group
 
 
 def _device_type() -> str:
@@ -205,7 +193,7 @@ class SequenceSharding:
             return self.ulysses_group
         if self.ulysses_size == 1:
             return self.ring_group
-        return _give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
+        return give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -213,7 +201,7 @@ class SequenceSharding:
         if not isinstance(self.mesh, DeviceMesh):
             return None
         flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
-        _give_up_like_the_job(flat.get_group(), self.mesh.device_type)
+        give_up_like_the_job(flat.get_group(), self.mesh.device_type)
         return flat
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -105,6 +106,33 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
         )
     flat: DeviceMesh = flatten(axis)
     return flat
+
+
+def give_up_like_the_job(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """Let a group made from the default one have its time-out: torch gives each new group its own default (10 minutes
+    for NCCL), whatever the job's was set to. Groups of a kind that has no time-out are left alone.
+
+    Versions: torch 2.11 to 2.13. Public way: none for groups that a DeviceMesh makes. When gone: such groups give up
+    after torch's own default.
+    """
+    try:
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+        dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
+        pass
+    return group
+
+
+def give_hosts_time(timeout: timedelta) -> None:
+    """Let the default group's messages between hosts wait so long, beside those between its GPUs.
+
+    Versions: torch 2.11 to 2.13. Public way: none for one of two backends of a group. When gone: they give up as early.
+    """
+    try:
+        group: Any = dist.distributed_c10d._get_default_group()
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+    except (AttributeError, RuntimeError):
+        pass
 
 
 # --- autograd and tensors

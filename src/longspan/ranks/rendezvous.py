@@ -188,6 +188,8 @@ class Peers:
         import torch
         import torch.distributed as dist
 
+        from longspan.compat.torch_api import give_hosts_time
+
         if self.alone or dist.is_initialized():
             return
         job = self.job
@@ -207,9 +209,7 @@ class Peers:
             device_id=device,
         )
         if device is not None:  # what a host does for the others to wait for may take longer than a collective should
-            group: Any = dist.distributed_c10d._get_default_group()
-            host = group._get_backend(torch.device("cpu"))
-            host._set_default_timeout(timedelta(seconds=max(timeout_s, HOST_TIMEOUT_S)))
+            give_hosts_time(timedelta(seconds=max(timeout_s, HOST_TIMEOUT_S)))
 
 
 def device_index(job: Job, gpus: int) -> int:

@@ -235,6 +235,7 @@ class Trainer:
         signum, largest, smallest = said.tolist()
         if largest != -smallest:
             every = torch.zeros(self.sp.world_size, dtype=said.dtype)
+            assert self.hosts is not None
             gather_into(every, torch.tensor([crc]), self.hosts)
             read = every.tolist()
             usual = statistics.mode(read)
