@@ -24,9 +24,6 @@ from longspan.core.errors import LongspanError
 ROOT = Path(__file__).parents[1]
 SOURCES = Path(longspan.__file__).parent
 
-#: Folders and files that still have names of their own, until they are moved.
-NOT_YET = ("attn/", "hf/parallelize.py")
-
 #: Public, but not in every version that longspan runs on, or of a library's inside all the same.
 VERSION_BOUND = {
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
@@ -84,10 +81,7 @@ def test_no_other_module_uses_a_private_name_of_torch_or_transformers() -> None:
         name = path.relative_to(SOURCES).as_posix()
         if not name.startswith("compat/"):
             used[name] = private_names(path.read_text())
-    excused = {name for name in used if name.startswith(NOT_YET)}
-    assert {name: names for name, names in used.items() if names and name not in excused} == {}
-    idle = [entry for entry in NOT_YET if not any(used[name] for name in excused if name.startswith(entry))]
-    assert not idle, f"{idle} have none any more: take them from NOT_YET"
+    assert {name: names for name, names in used.items() if names} == {}
 
 
 @pytest.mark.parametrize(

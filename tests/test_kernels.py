@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import types
 from typing import Any
 
 import pytest
@@ -115,12 +114,11 @@ def _differentiable_flex(compiled: bool) -> Any:
     """Stands in for FlexAttention, which has no backward on a CPU: the same functions called, the formula inside."""
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool,
-        return_aux: Any,
-    ) -> Any:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
+    ) -> Any:
         B, H, Q, D = q.shape
         group = H // k.shape[1]
-        assert enable_gqa == (group > 1) and return_aux.lse
+        assert enable_gqa == (group > 1)
         b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
         i, j = torch.arange(Q)[:, None], torch.arange(k.shape[2])
         x = q @ k.repeat_interleave(group, 1).transpose(2, 3) * (D**-0.5 if scale is None else scale)
@@ -133,7 +131,7 @@ def _differentiable_flex(compiled: bool) -> Any:
         seen = total > 0
         safe = torch.where(seen, total, 1)
         lse = torch.where(seen, safe.log() + highest[..., 0], -torch.inf)
-        return weights @ v.repeat_interleave(group, 1) / safe[..., None], types.SimpleNamespace(lse=lse)
+        return weights @ v.repeat_interleave(group, 1) / safe[..., None], lse
 
     return run
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from longspan.compat.torch_attention import tree_leaves
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span

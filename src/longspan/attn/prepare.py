@@ -103,7 +103,7 @@ class AttentionPlan:
                 "require gradients, outside of torch.no_grad"
             )
         if scores.kind != self.kind:
-            pairs = zip(ScoreKind._fields, self.kind, scores.kind, strict=True)
+            pairs = zip(("softcap", "sinks", "alibi", "bias"), self.kind, scores.kind, strict=True)
             unlike = [name for name, made_with, given in pairs if made_with != given]
             raise LongspanError(f"the plan was made with another {' and '.join(unlike)}; make one with these options")
         scores.check(q.shape[2])

@@ -78,6 +78,18 @@ def flex() -> Any:
     return flex_attention
 
 
+def flex_attention(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention's output and log-sum-exp. Versions and public way: as `flex`."""
+    module = flex()
+    out, aux = module.flex_attention(*args, return_aux=module.AuxRequest(lse=True), **options)
+    return out, aux.lse
+
+
+def flex_block_mask(*args: Any, **options: Any) -> Any:
+    """FlexAttention's `create_block_mask`. Versions and public way: as `flex`."""
+    return flex().create_block_mask(*args, **options)
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """What stands at the ends of nested lists, tuples and dicts.
 

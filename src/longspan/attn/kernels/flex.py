@@ -20,6 +20,7 @@ from torch import Tensor
 from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
+from longspan.compat.torch_attention import flex_attention, flex_block_mask
 from longspan.core.layout import Span
 
 
@@ -63,8 +64,6 @@ class FlexBlock:
 
     def block_mask(self, heads: Span) -> Any:
         """FlexAttention's BlockMask for these query heads of the whole model (all of them, unless a function asks)."""
-        from torch.nn.attention.flex_attention import create_block_mask
-
         by_head = self.mask.mod is not None
         key = heads if by_head else (0, 0)
         if key not in self.made:
@@ -73,7 +72,7 @@ class FlexBlock:
             count = heads[1] - heads[0] if by_head else None
             sizes = len(self.i), len(self.j)
             allowed = self.allowed(heads[0])
-            self.made[key] = create_block_mask(allowed, rows, count, *sizes, device=self.i.device, _compile=on_gpu)
+            self.made[key] = flex_block_mask(allowed, rows, count, *sizes, device=self.i.device, _compile=on_gpu)
         return self.made[key]
 
 
@@ -110,10 +109,8 @@ class FlexKernel(BlockKernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores) -> tuple[Tensor, Tensor]:
         """One call; see `BlockKernel`."""
-        from torch.nn.attention.flex_attention import AuxRequest
-
         heads = q.shape[1]
-        out, aux = _flex_attention(q.device.type != "cpu")(
+        return _flex_attention(q.device.type != "cpu")(  # type: ignore[no-any-return]
             q,
             k,
             v,
@@ -121,9 +118,7 @@ class FlexKernel(BlockKernel):
             block_mask=block.block_mask((scores.first_head, scores.first_head + heads)),
             scale=scores.scale,
             enable_gqa=k.shape[1] != heads,
-            return_aux=AuxRequest(lse=True),
         )
-        return out, aux.lse
 
     def backward(
         self, done: Finished, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores
@@ -174,8 +169,6 @@ def _score_function(scores: Scores, block: FlexBlock) -> Any:
 
 @functools.cache
 def _flex_attention(compiled: bool) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 

@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +21,12 @@ from torch import Tensor
 from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import ScoreKind, Scores
+from longspan.compat.torch_attention import flash_cpu as _flash_cpu
+from longspan.compat.torch_attention import flash_cpu_backward as _flash_cpu_backward
+from longspan.compat.torch_attention import flash_cuda as _flash_cuda
+from longspan.compat.torch_attention import flash_cuda_backward as _flash_cuda_backward
 from longspan.core.layout import Span
 from longspan.core.regions import Region, Tile, TileKind, tiles
-
-_flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_flash_cuda: Any = torch.ops.aten._scaled_dot_product_flash_attention
-_flash_cuda_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 @dataclass(frozen=True, slots=True)

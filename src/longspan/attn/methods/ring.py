@@ -24,6 +24,7 @@ from longspan.attn.kernels.base import BlockKernel, Finished, SoftmaxAccumulator
 from longspan.attn.score import Scores
 from longspan.comm.gather import gather_into, scatter_into
 from longspan.comm.p2p import P2PMessage, post
+from longspan.compat.torch_api import not_compiled
 from longspan.core.layout import Span
 from longspan.core.routes import Routes
 
@@ -75,7 +76,7 @@ class Ring:
         return out.transpose(1, 2)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
     # A compiler may not look inside: it would give zero gradients for buffers that a collective fills.
     out: Tensor = _RingAttention.apply(q, k, v, sinks, ring, scores)  # type: ignore[no-untyped-call]
