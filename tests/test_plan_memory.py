@@ -64,7 +64,8 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     """Bytes of this rank's weights and optimizer state, and the rise above them in a step.
 
     The lowest of three: what a rank needs is the same in each, but gloo's threads, when they get the processor late,
-    hold what was sent for longer than they need it, and that only adds.
+    hold what was sent for longer than they need it, and that only adds. With one thread: each further one has buffers
+    of its own in torch's attention for CPUs, 1 MiB, which is nothing to a real model and a tenth of these.
     """
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -92,6 +93,8 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
         optimizer.step()
         optimizer.zero_grad()
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     step()
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
     at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
@@ -102,6 +105,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
         trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
         recorded.export_chrome_trace(str(trace))
         peaks.append(peak(json.loads(trace.read_text())["traceEvents"]))
+    torch.set_num_threads(threads)
     return at_rest + min(peaks)
 
 
