@@ -34,8 +34,9 @@ from longspan.plan.cost.compute import layer_work
 from longspan.plan.cost.times import waiting
 from longspan.plan.hardware import OPS
 from longspan.plan.layers import Causal, Chunk, Window
+from longspan.plan.limits import refusal
 from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
-from longspan.plan.search import meshes, refusal
+from longspan.plan.search import meshes
 from longspan.plan.views.curves import contexts, gpu_counts
 from longspan.plan.views.report import SCHEMA, command, plan_dict, to_dict
 from longspan.train import TrainConfig

@@ -12,9 +12,9 @@ import pytest
 
 from longspan.plan import CATALOGUE, Collective, Job, Mesh, Plan, cost, read_model
 from longspan.plan.cost.weights import shard_elements
+from longspan.plan.limits import refusal
 from longspan.plan.methods import SHORT, compare
 from longspan.plan.models import shape_from_config
-from longspan.plan.search import refusal
 
 GB, MS, MB = 1e9, 1e-3, 1e6
 N, P = 1_000_000, 8

@@ -11,8 +11,9 @@ from longspan.plan.cost.local import micro_batches
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.linear import Linear
+from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import Plan, cost, refusal
+from longspan.plan.search import Plan, cost
 
 SHORT = 128
 """Tokens of the short prompt at which tensor parallelism may win: a start-up time is all that counts."""

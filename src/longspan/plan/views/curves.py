@@ -12,8 +12,9 @@ from longspan.plan.cost.local import heads_of
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
+from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import MOST_GPUS, Plan, Search, planned, refusal, search
+from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
 
 BEST = 6
 """Plans kept of every point, beside the pure meshes and the recommended one."""
