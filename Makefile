@@ -84,7 +84,7 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and a report, under 8 minutes
 	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
-oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows (but torch, which is the pinned one)
+oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows, of torch too
 	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.installed
 	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
 
@@ -109,7 +109,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) $(CONSTRAINTS) --editable ".[train,dev]"
 	@touch $@
 

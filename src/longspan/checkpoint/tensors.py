@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from longspan.checkpoint.folder import FileRecord
-from longspan.compat.torch_checkpoint import Place, write_through
+from longspan.compat.torch_checkpoint import Place, keep_places, write_through
 from longspan.core.errors import LongspanError
 
 INDEX = "index.json"
@@ -129,6 +130,11 @@ class SummingWriter(FileSystemWriter):
         super().__init__(path)
         self.files = SummedFiles()
         write_through(self, self.files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As torch's, and `metadata` says where everything is."""
+        super().finish(metadata, results)
+        keep_places(metadata, results)
 
 
 # --- the index
