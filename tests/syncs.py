@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -37,11 +38,28 @@ def one_gpu() -> longspan.SequenceSharding:
     return longspan.SequenceSharding(OneDeviceMesh("cuda"))
 
 
+class Seen(list[str]):
+    """What has waited, by name.
+
+    Attributes:
+        largest: bytes of the largest tensor that was made on the device.
+    """
+
+    largest: int = 0
+
+
 @contextlib.contextmanager
-def on_gpu() -> Iterator[list[str]]:
+def on_gpu() -> Iterator[Seen]:
     """Within this, device "cuda" exists; the list fills with what has waited for it."""
-    log: list[str] = []
+    log = Seen()
+    pretends, backward = _Pretends(log), BackwardCFunction.apply
+
+    def in_backward(self: Any, *grads: Any) -> Any:
+        with pretends:  # the engine of autograd enters no function modes
+            return backward(self, *grads)
+
     patches = [
+        mock.patch.object(BackwardCFunction, "apply", in_backward),
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch.cuda.get_device_capability", lambda *a: (9, 0)),
         mock.patch("torch.cuda.synchronize", lambda *a: log.append("torch.cuda.synchronize")),
@@ -50,14 +68,14 @@ def on_gpu() -> Iterator[list[str]]:
         for patch in patches:
             stack.enter_context(patch)
         stack.enter_context(_Counts(log))
-        stack.enter_context(_Pretends(log))
+        stack.enter_context(pretends)
         yield log
 
 
 class _Pretends(TorchFunctionMode):
     """Python's side: "cuda" becomes "meta" on the way in, and "meta" is called "cuda" on the way out."""
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: Seen) -> None:
         super().__init__()
         self.log = log
 
@@ -106,12 +124,18 @@ class _Counts(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, log: list[str]) -> None:
+    def __init__(self, log: Seen) -> None:
         super().__init__()
         self.log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        out = self._run(func, args, kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.is_meta:
+                self.log.largest = max(self.log.largest, x.untyped_storage().nbytes())
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(func, HigherOrderOperator):
             return _flex(func, *args)
         packet = func.overloadpacket
