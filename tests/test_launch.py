@@ -173,13 +173,12 @@ def test_a_rank_that_falls_out_is_named_with_its_place(how: str, message: str) -
 
 def _start(folder: Path, grace_s: float) -> tuple[subprocess.Popen[str], list[int]]:
     """A launcher of two ranks that wait, one of them stopped; and their process ids."""
-    code = "from longspan.ranks import launch\nfrom tests import test_launch\n"
-    code += "if __name__ == '__main__':\n    launch.launch("
-    code += f"test_launch._be_watched, {str(folder)!r}, nproc=2, grace_s={grace_s})\n"
+    code = "from longspan.ranks import launch\nfrom tests import test_launch\nif __name__ == '__main__':\n"
+    code += f"    launch.launch(test_launch._be_watched, {str(folder)!r}, nproc=2, grace_s={grace_s})\n"
     script = folder / "launcher.py"
     script.write_text(code)
     (folder / "tmp").mkdir()
-    source, root = Path(launch.__file__).parents[1], Path(__file__).parents[1]
+    source, root = Path(launch.__file__).parents[2], Path(__file__).parents[1]
     environment = {
         **os.environ,
         "PYTHONPATH": f"{source}:{root}",

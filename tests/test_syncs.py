@@ -215,7 +215,6 @@ def test_heads_in_uneven_groups(ring: int, ulysses: int) -> None:
 # What no flash attention takes: fp32, and heads that are wide, or no multiple of 8.
 
 LONG = 8192
-TILE = "a tile of queries x keys of any size is materialized where no flash attention takes it"
 ODD = [(torch.float32, 64), (torch.float32, 100), (torch.float32, 512), (torch.bfloat16, 100), (torch.bfloat16, 512)]
 
 
@@ -230,15 +229,13 @@ def test_flash_attention_makes_nothing_large(dtype: torch.dtype, dim: int) -> No
         assert seen.largest <= _most(dtype, dim, LONG // 2)
 
 
-@pytest.mark.xfail(strict=False, reason=TILE)
 @pytest.mark.parametrize(("dtype", "dim"), ODD)
 def test_tiles_are_bounded(dtype: torch.dtype, dim: int) -> None:
     with mock.patch("torch.cuda.current_device", lambda: 0):
         sp = one_gpu()
-    assert _waits(sp, n=LONG, dim=dim, dtype=dtype, kernel="block").largest <= _most(dtype, dim, LONG)
+    assert _waits(sp, n=LONG, dim=dim, dtype=dtype, kernel="tiled").largest <= _most(dtype, dim, LONG)
 
 
-@pytest.mark.xfail(strict=False, reason=TILE)
 @pytest.mark.parametrize(("dtype", "dim"), ODD)
 def test_tiles_are_bounded_in_a_ring(dtype: torch.dtype, dim: int) -> None:
     for seen in _in_a_world(2, 1, (8, 2), n=LONG, dim=dim, dtype=dtype):

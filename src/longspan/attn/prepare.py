@@ -199,6 +199,8 @@ def _blocks(
         owners,
         shapes.device,
         (mine.q_heads * shapes.q[3] + mine.kv_heads * (shapes.k[3] + shapes.v[3])) * shapes.dtype.itemsize,
+        shapes.dtype,
+        (shapes.q[3], shapes.v[3]),
     )
 
 

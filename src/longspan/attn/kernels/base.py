@@ -67,6 +67,8 @@ class Blocks:
         owners: for each of them the block that it belongs to, where it lies behind the block's earlier ones.
         device: of the tensors.
         token_bytes: of q, k and v of one token.
+        dtype: of the tensors.
+        head_dims: of q and k, and of v.
     """
 
     mask: Mask
@@ -80,6 +82,8 @@ class Blocks:
     owners: tuple[int, ...]
     device: torch.device
     token_bytes: int = 0
+    dtype: torch.dtype = torch.float32
+    head_dims: tuple[int, int] = (64, 64)
 
     @property
     def count(self) -> int:

@@ -62,6 +62,17 @@ def must_materialize(mask: Mask, kind: ScoreKind) -> bool:
     return mask.mod is not None or kind.softcap is not None or kind.has_bias
 
 
+def takes_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
+    """Whether torch's flash attention takes tiles of these tensors, of any size; if not, their scores are materialized.
+
+    For CPUs: everything. For GPUs: half precision, and heads of at most 256 that divide by 8.
+    """
+    if device.type == "cpu":
+        return True
+    dim = max(head_dims)
+    return dtype in (torch.float16, torch.bfloat16) and dim <= 256 and dim % 8 == 0
+
+
 class TiledKernel(BlockKernel):
     """Every mask and score, by tiles; a subclass may compute a tile in another way."""
 
@@ -77,13 +88,17 @@ class TiledKernel(BlockKernel):
             return "tiles of 256 x 1024 as matrix products, because of the softcap"
         if need.device.type == "cpu":
             return "tiles through torch's flash attention for CPU, in fp32"
+        if not takes_flash(need.device, need.dtype, need.head_dims):
+            what = f"{str(need.dtype).removeprefix('torch.')} with head_dim {max(need.head_dims)}"
+            return f"tiles of 256 x 1024 as matrix products: torch's flash attention for GPUs does not take {what}"
         if need.mask.mod is not None or need.scores.has_bias:
             return "tiles of 256 x 1024 as matrix products, because mask or bias must be materialized"
         return "tiles through torch's flash attention, those with a mask as matrix products"
 
     def prepare(self, blocks: Blocks) -> Sequence[TiledBlock | None]:
         """The tiles of each block."""
-        materialized = must_materialize(blocks.mask, blocks.kind)
+        flash = takes_flash(blocks.device, blocks.dtype, blocks.head_dims)
+        materialized = must_materialize(blocks.mask, blocks.kind) or not flash
         out: list[TiledBlock | None] = []
         for parts in blocks.parts:
             calls = [
@@ -263,9 +278,8 @@ def _flash_of(q: Tensor, v: Tensor, how: How) -> str | None:
         return None
     if q.device.type == "cpu":
         return "cpu"
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    dim = max(q.shape[3], v.shape[3])
-    return "cuda" if q.is_cuda and half and how.bias is None and dim <= 256 and dim % 8 == 0 else None
+    takes = takes_flash(q.device, q.dtype, (q.shape[3], v.shape[3]))
+    return "cuda" if q.is_cuda and takes and how.bias is None else None
 
 
 def _one_dim(*xs: Tensor) -> list[Tensor]:
