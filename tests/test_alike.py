@@ -165,7 +165,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 def _with_the_loss(family: str, cut: bool) -> tuple[list[str], int]:
     sp = sharding(data=2)
     model = longspan.parallelize(build(family), sp)
-    assert model.longspan_entrance.batches is not None
+    assert model.longspan_hooks.batches is not None
     outputs: list[Tensor] = []
     with _as_on_a_gpu():
         for step in range(8):

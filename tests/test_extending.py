@@ -11,6 +11,7 @@ import torch
 from markdown_it import MarkdownIt
 
 import longspan
+from longspan.attn.kernels.base import REGISTRY
 from longspan.core import layouts
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, choose_layout
@@ -41,9 +42,9 @@ def run_section(title: str) -> dict[str, Any]:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """Leaves no example behind."""
-    families, placements = dict(FAMILIES), dict(layouts.LAYOUTS)
+    families, placements, kernels = dict(FAMILIES), dict(layouts.LAYOUTS), dict(REGISTRY)
     yield
-    for registry, before in ((FAMILIES, families), (layouts.LAYOUTS, placements)):
+    for registry, before in ((FAMILIES, families), (layouts.LAYOUTS, placements), (REGISTRY, kernels)):
         registry.clear()  # type: ignore[attr-defined]
         registry.update(before)  # type: ignore[attr-defined]
 
@@ -167,3 +168,45 @@ def _striped_attention(ring: int, n: int) -> float:
 @pytest.mark.parametrize("ring", [2, 4])
 def test_attention_is_exact_under_the_striped_layout(get_pool: Callable[[int], RankPool], ring: int) -> None:
     assert max(get_pool(4).run(_striped_attention, ring, 500)) < 1e-12
+
+
+def _with_examples(ring: int) -> dict[str, list[float]]:
+    """Of each example in a ring, the differences of output and gradients from what longspan has itself."""
+    streaming = run_section("A mask: sink tokens and a window")["Streaming"](window=9, first=3)
+    mine = run_section("A kernel that serves in rings")["mine"]
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 40, heads, 8, generator=draw) for heads in (4, 2, 2)]
+
+    def both(ours: dict[str, Any], plain: dict[str, Any]) -> list[float]:
+        results = []
+        for options in (ours, plain):
+            q, k, v = (sp.shard(x).requires_grad_() for x in whole)
+            out = longspan.attention(q, k, v, sp, length=40, **options)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
+        return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+
+    documents = (torch.arange(40) // 15).expand(2, -1)
+    return {
+        "mask": both({"mask": streaming}, {"mask_mod": lambda b, h, i, j: (i - j < 9) | (j < 3)}),
+        "kernel": both({"kernel": mine, "documents": documents}, {"documents": documents}),
+        "registered": both({"kernel": "counted", "window": 7}, {"window": 7}),
+    }
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("ring", [2, 4])
+def test_the_mask_and_the_kernels_serve_in_rings(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_with_examples, ring):
+        for name, differences in found.items():
+            assert max(differences) < 1e-5, (name, differences)
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_registered_kernel_is_taken_by_its_name() -> None:
+    counted = run_section("A kernel that serves in rings")["Counted"]
+    made = run_section("A mask: sink tokens and a window")
+    q, k, v, sp = (made[name] for name in ("q", "k", "v", "sp"))
+    longspan.attention(q, k, v, sp, kernel="counted")
+    kernel: Any = REGISTRY["counted"]
+    assert isinstance(kernel, counted) and kernel.tiles == 1  # a causal mask on one device is one triangle

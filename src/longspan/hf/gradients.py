@@ -42,9 +42,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         LongspanError: if it has not been parallelized.
     """
     inner: Any = transformers_model(model)
-    if not hasattr(inner, "longspan_entrance"):
+    if not hasattr(inner, "longspan_hooks"):
         raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
-    sums: GradientSum | None = inner.longspan_entrance.gradients
+    sums: GradientSum | None = inner.longspan_hooks.gradients
     if isinstance(inner, FSDPModule):
         inner.set_requires_gradient_sync(False)
     elif sums is not None:

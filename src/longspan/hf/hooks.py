@@ -1,4 +1,4 @@
-"""The entrance of a parallelized model: where a full batch becomes this rank's, and what is refused there.
+"""Hooks around the forward of a parallelized model: a full batch becomes this rank's, or is refused.
 
 At every forward all ranks compare their batches and hear of one another's errors before anyone raises (`alike.py`),
 because a rank that raises alone leaves the others waiting in the next collective.
@@ -49,7 +49,7 @@ class _Owed:
     as_tuple: bool = False
 
 
-class Entrance:
+class ForwardHooks:
     """The hooks around a model's forward.
 
     A causal LM calls its loss function, whose place `loss` takes. Where that is not so (a masked LM computes its own
@@ -136,7 +136,7 @@ class Entrance:
     def loss(
         self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, num_items_in_batch: Any = None, **_: Any
     ) -> Tensor:
-        """Takes the place of the model's loss function. The entrance has shifted the labels already."""
+        """Takes the place of the model's loss function. The hook before the forward has shifted the labels."""
         self.loss_due = False
         loss = self._mean(logits, labels, num_items_in_batch)
         self.computed = loss, version_of(loss)

@@ -143,10 +143,10 @@ def sharding_of(model: nn.Module) -> SequenceSharding:
     Raises:
         LongspanError: if it was not.
     """
-    entrance = next((m.longspan_entrance for m in model.modules() if hasattr(m, "longspan_entrance")), None)
-    if entrance is None:
+    hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
+    if hooks is None:
         raise LongspanError(f"{type(model).__name__} is not parallelized; pass it through longspan.parallelize first")
-    sp: SequenceSharding = entrance.sp  # type: ignore[union-attr, assignment]
+    sp: SequenceSharding = hooks.sp  # type: ignore[union-attr, assignment]
     return sp
 
 

@@ -4,7 +4,7 @@
     out = model(**batch)            # the same full batch on every rank of a sequence group
     out.loss.backward()             # gradients of the mean over the global batch
 
-Nothing of the training loop changes. At the entrance the batch is cut; inside, tokens stay where they are, but for two
+Nothing of the training loop changes. Before the forward the batch is cut; inside, tokens stay where they are, but for two
 All-to-Alls around each attention; at the end the loss is the exact mean of the whole batch.
 """
 
@@ -29,7 +29,7 @@ from longspan.hf.digests import digests_of, weights_of
 from longspan.hf.fsdp import apply_fsdp
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
-from longspan.hf.hooks import Entrance
+from longspan.hf.hooks import ForwardHooks
 from longspan.hf.registry import bind_layers
 from longspan.hf.savers import refuse_savers
 from longspan.hf.support import check_model, transformers_model
@@ -117,19 +117,19 @@ def parallelize(
         broadcast_weights(inner, sp)
     _warn_of_idle_ranks(inner, sp)
     _warn_of_dropout(inner)
-    entrance = _enter_by(inner, sp, kernel)
+    hooks = _set_hooks(inner, sp, kernel)
     if sp.world_size > 1:
-        entrance.guard = Guard(inner, sp, mp_policy)
-        entrance.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
+        hooks.guard = Guard(inner, sp, mp_policy)
+        hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
         forbid(model, inner)
         if fsdp:
-            entrance.guard.remember(inner)
+            hooks.guard.remember(inner)
             apply_fsdp(inner, sp, mp_policy)
             refuse_savers(model, inner)
         else:
-            entrance.gradients = GradientSum(inner.parameters(), sp)
+            hooks.gradients = GradientSum(inner.parameters(), sp)
     if check_at_rest:
-        entrance.rest = RestCheck(inner)
+        hooks.rest = RestCheck(inner)
     return model
 
 
@@ -137,7 +137,7 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
     """The transformers model inside, or what speaks against sharding it."""
     inner = transformers_model(model)
     name = type(inner).__name__
-    if hasattr(inner, "longspan_entrance"):
+    if hasattr(inner, "longspan_hooks"):
         raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
     if sp.tensor_size > 1:
         raise LongspanError(f"`tensor={sp.tensor_size}`: tensor parallelism is not in this version; use `tensor=1`")
@@ -188,14 +188,14 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
     return facts
 
 
-def _enter_by(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> Entrance:
+def _set_hooks(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ForwardHooks:
     """Bind the layers and set the hooks."""
-    entrance = Entrance(model, sp, bind_layers(model, sp, kernel))
-    model.longspan_entrance = entrance
-    model.register_forward_pre_hook(entrance.enter, with_kwargs=True)
-    model.register_forward_hook(entrance.leave)
-    model.loss_function = entrance.loss
-    return entrance
+    hooks = ForwardHooks(model, sp, bind_layers(model, sp, kernel))
+    model.longspan_hooks = entrance
+    model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+    model.register_forward_hook(hooks.leave)
+    model.loss_function = hooks.loss
+    return hooks
 
 
 def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:

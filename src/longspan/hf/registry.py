@@ -102,7 +102,7 @@ def longspan_mask(
     """The registry's mask builder: no tensor, only what the model wants.
 
     A mask function is opaque, so it is compared with what longspan would do, on tokens around the borders of windows
-    and chunks. Padding and documents do not show here: the entrance keeps them back.
+    and chunks. Padding and documents do not show here: the hook before the forward keeps them back.
 
     Raises:
         LongspanError: for a mask that is none of causal, bidirectional, a sliding window of either, or causal chunks.
