@@ -4,8 +4,8 @@
     out = model(**batch)            # the same full batch on every rank of a sequence group
     out.loss.backward()             # gradients of the mean over the global batch
 
-Nothing of the training loop changes. Before the forward the batch is cut; inside, tokens stay where they are, but for two
-All-to-Alls around each attention; at the end the loss is the exact mean of the whole batch.
+Nothing of the training loop changes. Before the forward the batch is cut; inside, tokens stay where they are, but for
+two All-to-Alls around each attention; at the end the loss is the exact mean of the whole batch.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
 def _set_hooks(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ForwardHooks:
     """Bind the layers and set the hooks."""
     hooks = ForwardHooks(model, sp, bind_layers(model, sp, kernel))
-    model.longspan_hooks = entrance
+    model.longspan_hooks = hooks
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)
     model.loss_function = hooks.loss
