@@ -96,6 +96,19 @@ def test_sums_are_totals(model: ModelShape, job: Job, mesh: Mesh) -> None:
     assert 0 < plan.mfu < 1
 
 
+@pytest.mark.parametrize(("hardware", "weight_sharding"), [(A100, False), (A100, True), (read_hardware("cpu"), False)])
+def test_gradients_that_are_summed_once_are_charged_once(weight_sharding: bool, hardware: Hardware) -> None:
+    model = read_model("qwen3-0.6b")
+    one, four = (
+        cost(model, Job(context=2048, batch=batch, weight_sharding=weight_sharding), Mesh(ulysses=2), hardware)
+        for batch in (1, 4)
+    )
+    assert four.exposed_seconds <= four.comm_seconds * (1 + 1e-9)
+    sums = [sum(c.seconds for c in plan.comm if "gradients" in c.what) for plan in (one, four)]
+    assert sums[0] > 0 and sums[1] == pytest.approx(sums[0])
+    assert four.exposed_seconds < 4 * one.exposed_seconds - 2.9 * sums[0] * (not hardware.overlaps)
+
+
 @settings(max_examples=300, deadline=None)
 @given(SHAPES, JOBS, MESHES)
 def test_axes_of_one_send_nothing(model: ModelShape, job: Job, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from longspan.plan.cost.local import local_batch, local_tokens, micro_batches, passes
 from longspan.plan.cost.sent import Sent
-from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients_once
+from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,15 +88,11 @@ def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]
     summed = 1 if once else micro
     for layer, layers in model.layer_kinds:
         for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
-            times = layers * (summed if _sums_gradients(sent) else micro)
+            times = layers * (summed if sums_gradients(sent) else micro)
             yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
     for sent in around_the_layers(model, job, mesh):
-        times = summed if _sums_gradients(sent) else micro
+        times = summed if sums_gradients(sent) else micro
         yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
-
-
-def _sums_gradients(sent: Sent) -> bool:
-    return sent.axis == "fsdp" and (sent.op == "reduce_scatter" or "gradients" in sent.what)
 
 
 def layer_method(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:

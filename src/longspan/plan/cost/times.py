@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from longspan.plan.cost.communication import layer_method
 from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
 from longspan.plan.cost.local import micro_batches, passes
-from longspan.plan.cost.weights import around_the_layers, layer_weights
+from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
     from longspan.plan.cost.ring import RingSchedule
@@ -19,13 +19,29 @@ if TYPE_CHECKING:
 
 def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
     """Seconds of computing, and of communication that nothing hides, in one step (the optimizer left out)."""
-    compute = exposed = 0.0
-    first_gather = 0.0
+    compute = sum(
+        count * (seconds.forward + seconds.backward)
+        for layer, count in model.layer_kinds
+        for seconds in (layer_seconds(model, layer, job, mesh, hardware),)
+    )
+    head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
+    head += loss_seconds(model, job, mesh, hardware)
+    micro = micro_batches(job, mesh)
+    summed = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
+    exposed = summed * _exposed(model, job, mesh, hardware, sums=True)
+    if micro > summed:
+        exposed += (micro - summed) * _exposed(model, job, mesh, hardware, sums=False)
+    return micro * (compute + head), exposed
+
+
+def _exposed(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, sums: bool) -> float:
+    """Seconds of communication that nothing hides in one micro-batch; `sums`: whether gradients are summed after it."""
+    exposed = first_gather = 0.0
     for layer, count in model.layer_kinds:
         computing = layer_seconds(model, layer, job, mesh, hardware)
-        compute += count * (computing.forward + computing.backward)
         sents = layer_method(model, layer, job, mesh)
-        weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in layer_weights(layer, job, mesh)]
+        sharded = [sent for sent in layer_weights(layer, job, mesh) if sums or not sums_gradients(sent)]
+        weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in sharded]
         if not hardware.overlaps:
             exposed += count * (sum(_seconds(sents, mesh, hardware).values()) + sum(weights))
             continue
@@ -41,11 +57,8 @@ def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> t
         exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
         # Before the first layer there is nothing to hide its gather.
         first_gather = max(first_gather, min(gather, computing.forward))
-    head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
-    head += loss_seconds(model, job, mesh, hardware)
-    around = sum(_seconds(around_the_layers(model, job, mesh), mesh, hardware).values())
-    micro = micro_batches(job, mesh)
-    return micro * (compute + head), micro * (exposed + around + first_gather)
+    around = [sent for sent in around_the_layers(model, job, mesh) if sums or not sums_gradients(sent)]
+    return exposed + first_gather + sum(_seconds(around, mesh, hardware).values())
 
 
 def _not_hidden(

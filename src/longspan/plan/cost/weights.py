@@ -52,6 +52,11 @@ def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], 
     return tuple((what, parameters) for what, parameters in groups if parameters)
 
 
+def sums_gradients(sent: Sent) -> bool:
+    """Whether a collective belongs to the sum of the gradients over the ranks."""
+    return sent.axis == "fsdp" and (sent.op == "reduce_scatter" or "gradients" in sent.what)
+
+
 def sums_gradients_once(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
     """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
     whole = model.params // mesh.tensor * 4
