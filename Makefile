@@ -4,12 +4,16 @@
 #   TORCH_INDEX=URL       a package index to take torch from, such as PyTorch's own index of CPU builds
 #   PYTEST_ARGS="-k pool" passed on to pytest
 #   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
+#   GPU_ARGS="--quick"    passed on to the report of `make gpu`
+#   SEED=7                the seed of `make fuzz`, instead of a new one
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
+GPU_ARGS ?=
+SEED ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -31,7 +35,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 
-.PHONY: help demo test check fast lint bench oldest cpus chaos clean
+.PHONY: help demo test check fast lint bench gpu oldest cpus fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -76,7 +80,11 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/models_verified.py
 
-oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows (but torch, which is the pinned one)
+# It installs nothing: on a machine with a GPU torch is there, and in the version that its driver wants.
+gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and a report, under 8 minutes
+	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
+
+oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows, of torch too
 	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.installed
 	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
 
@@ -85,6 +93,11 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    echo "ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads"; \
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
+
+fuzz: $(STAMP)  ## the tests that draw their inputs, with a new seed, which is printed; `make fuzz SEED=7` draws the same again
+	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); echo "make fuzz SEED=$$seed"; \
+	    $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) || \
+	    { echo "the same again: make fuzz SEED=$$seed"; exit 1; }
 
 chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, by a seed, and what became of them (about 20 minutes)
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
@@ -96,7 +109,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) $(CONSTRAINTS) --editable ".[train,dev]"
 	@touch $@
 

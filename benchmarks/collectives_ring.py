@@ -20,7 +20,7 @@ import slow_link
 import torch
 import torch.distributed as dist
 
-from longspan.collectives import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from longspan.comm.plain import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 SENT = Path(f"/sys/class/net/{slow_link.INTERFACE}/statistics/tx_bytes")
 

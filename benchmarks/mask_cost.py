@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan.attention import Mask
-from longspan.attention.ring import work_of_blocks
-from longspan.layout import Layout
-from longspan.rows import cu_seqlens_rows
+from longspan.attn.mask import Mask
+from longspan.attn.prepare import work_of_blocks
+from longspan.attn.segments import cu_seqlens_segments
+from longspan.core.layout import Layout
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -51,10 +51,10 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
 def pairs(n: int, options: dict[str, Any]) -> int:
     """Pairs of query and key that attend, for masks that are known by name."""
     named = {k: v for k, v in options.items() if k not in ("cu_seqlens", "mask_mod")}
-    rows = cu_seqlens_rows(options["cu_seqlens"], n) if "cu_seqlens" in options else None
+    rows = cu_seqlens_segments(options["cu_seqlens"], n) if "cu_seqlens" in options else None
     if "mask_mod" in options:
         named["window"] = 1024
-    return work_of_blocks(Layout(), (n, n), Mask(rows=rows, **named), 1)[0][0]
+    return work_of_blocks(Layout(), (n, n), Mask(segments=rows, **named), 1)[0][0]
 
 
 def step(n: int, kernel: str, options: dict[str, Any]) -> Callable[[], None]:
@@ -78,11 +78,11 @@ def main() -> None:
     env = common.environment(["torch"])
     n = args.tokens
     rows = []
-    for kernel in ("sdpa", "block"):
+    for kernel in ("sdpa", "tiled"):
         runs = {
             name: step(n, kernel, options)
             for name, options in masks(n).items()
-            if kernel == "block" or not {"prefix", "mask_mod"} & options.keys()
+            if kernel == "tiled" or not {"prefix", "mask_mod"} & options.keys()
         }
         seconds, _ = common.alternate(dict(runs), args.repeats)
         whole = pairs(n, {})

@@ -17,6 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import longspan
+from longspan.comm.mesh import OneDeviceMesh
+
+_ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,10 +46,7 @@ def local_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """longspan's own way of calling that SDPA on one device, for whoever wants it as a local kernel."""
-    from longspan.attention.local import Scores, local_attention
-    from longspan.attention.mask import Mask
-
-    return local_attention(q, k, v, Mask(causal=True), Scores())
+    return longspan.attention(q, k, v, _ONE_DEVICE, kernel="sdpa")
 
 
 def distributed_attention(

@@ -16,7 +16,8 @@ import time
 import common
 
 from longspan.plan import Job, cost, read_hardware, read_model
-from longspan.plan.search import meshes, refusal
+from longspan.plan.limits import refusal
+from longspan.plan.search import meshes
 
 MODELS = ("llama-2-70b", "llama-3.1-8b", "qwen3-235b-a22b", "gemma-3-27b", "deepseek-v3")
 CONTEXTS = (8192, 131072, 1 << 20)

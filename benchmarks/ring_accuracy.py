@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.mesh import OneDeviceMesh
+from longspan.comm.mesh import OneDeviceMesh
 
 MESHES = [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)]
 

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.attention import Mask
-from longspan.attention.ring import work_of_blocks
-from longspan.layout import Layout
+from longspan.attn.mask import Mask
+from longspan.attn.prepare import work_of_blocks
+from longspan.core.layout import Layout
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,14 +16,14 @@ from tests.pool import RankPool
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-# No deadline (a collective's time depends on the machine), and the same examples in every run.
-settings.register_profile(
-    "ci",
+# No deadline (a collective's time depends on the machine), and the same examples in every run; with `make fuzz` others.
+_ANYWHERE = settings(
     deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+settings.register_profile("ci", _ANYWHERE, derandomize=True)
+settings.register_profile("fuzz", _ANYWHERE, print_blob=True)
 settings.load_profile("ci")
 
 
@@ -59,3 +61,13 @@ def pool4(get_pool: Callable[[int], RankPool]) -> RankPool:
 @pytest.fixture(scope="session")
 def pool8(get_pool: Callable[[int], RankPool]) -> RankPool:
     return get_pool(8)
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """A store as the first rank of a job holds it."""
+    import torch.distributed as dist
+
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())

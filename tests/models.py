@@ -4,6 +4,7 @@ makes of both."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import statistics
 from collections.abc import Callable
@@ -242,3 +243,25 @@ def gradient_excess(found: dict[str, Tensor], truth: Truth) -> dict[str, float]:
     noise = sorted(float((single[name] - x).norm() / x.norm()) for name, x in exact.items() if bool(x.any()))
     usual = noise[int(0.9 * (len(noise) - 1))]  # not the largest: where terms cancel, it is no measure
     return {name: excess(found[name], single[name], grad, rms, usual) for name, grad in exact.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every family on every mesh.
+
+# data x ring, what is left of the ranks is ulysses; and whether weights are sharded.
+SHARDED = [(1, 1, True), (2, 1, True), (1, 2, True), (1, 4, True), (2, 2, True)]
+ON_4_RANKS = [*SHARDED, (2, 1, False)]
+
+
+def inputs_of(family: str) -> dict[str, Any]:
+    """`batch`, with what else a family takes."""
+    whole: dict[str, Any] = batch()
+    if family == "Bert":
+        whole["token_type_ids"] = (torch.arange(21) > 9).long().expand(4, -1).contiguous()
+    return whole
+
+
+@functools.cache
+def truth_about(family: str, changes: tuple[tuple[str, Any], ...] = (), inputs: Any = inputs_of, *args: Any) -> Truth:
+    """`truth_of` a family, computed once, by the process that runs the tests, and sent to the ranks."""
+    return truth_of(build(family, **dict(changes)), inputs(family, *args))

@@ -69,7 +69,7 @@ PRELOAD = (
     "transformers",
     "transformers.models.auto.modeling_auto",
     *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES.split()),
-    "longspan.parallelize",
+    "longspan.hf.parallelize",
     "longspan.train.loop",
     "longspan.verify.job",
 )

@@ -2,8 +2,8 @@
 
 python -m tests.rounding
 
-Prints the largest error of attention in units (limit `MARGIN`), over all cases of `test_ring.py`, three seeds, fp32 and
-fp64 and every kernel, on one device; then, for every family of models on the meshes of `test_models.py`, the error of
+Prints the largest error of attention in units (limit `MARGIN`), over all cases of `tests/attention.py`, 3 seeds, fp32
+and fp64 and every kernel, on one device; then, for every family of models on the meshes of `ON_4_RANKS`, the error of
 each gradient beside one device's (limit `FACTOR`, and a floor) and the part of its limit that it uses (limit 1). Set
 ATEN_CPU_CAPABILITY and OMP_NUM_THREADS for other kernels than this CPU's.
 """
@@ -17,26 +17,34 @@ import warnings
 import torch
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
-from tests.models import FAMILIES, Truth, build, gradient_excess, gradients, rows_of, sharding
+from longspan.core.errors import LongspanError
+from tests.attention import CASES, one_device, run
+from tests.models import (
+    FAMILIES,
+    ON_4_RANKS,
+    Truth,
+    build,
+    gradient_excess,
+    gradients,
+    inputs_of,
+    rows_of,
+    sharding,
+    truth_about,
+)
 from tests.oracle import errors
 from tests.pool import RankPool
-from tests.test_models import ON_4_RANKS, _inputs, _truth
-from tests.test_ring import CASES
-from tests.test_ulysses import run
 from tests.tolerance import FEW
 
 
 def attention() -> tuple[float, str]:
     """The largest error of any output or gradient in units, and where."""
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = one_device()
     worst = (0.0, "")
     for dtype in (torch.float32, torch.float64):
         for name, plain in CASES.items():
             for seed in range(3):
                 case = dataclasses.replace(plain, dtype=dtype, seed=seed)
-                for kernel in ("auto", "eager", "block"):
+                for kernel in ("auto", "eager", "tiled"):
                     try:
                         found = errors(case, run(case, sp, kernel))
                     except LongspanError:
@@ -48,7 +56,7 @@ def attention() -> tuple[float, str]:
 
 def of_model(family: str, truth: Truth) -> list[tuple[float, float, str]]:
     """On each rank: of every gradient its error beside one device's, the part of its limit, and what it is."""
-    whole, rows = _inputs(family), []
+    whole, rows = inputs_of(family), []
     for data, ring, fsdp in ON_4_RANKS:
         sp = sharding(data, ring)
         with warnings.catch_warnings():
@@ -74,7 +82,7 @@ def main() -> None:
     print("attention: largest error {:.2f} units ({})".format(*attention()), flush=True)
     pool, rows = RankPool(4), []
     for family in FAMILIES:
-        rows += pool.run(of_model, family, _truth(family), timeout=240)[0]
+        rows += pool.run(of_model, family, truth_about(family), timeout=240)[0]
     pool.close()
     beside, used = sorted(rows, reverse=True), sorted((row[1], row[2]) for row in rows)
     print(f"models: {len(rows)} gradients; error beside one device's, of those of {FEW} numbers and more:")

@@ -10,16 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longspan import agreement, rendezvous
-from longspan.agreement import compare
-from longspan.errors import LongspanError
-from longspan.rendezvous import VARIABLES, Peers, meet, read_job
+from longspan.core.errors import LongspanError
+from longspan.ranks import agreement, rendezvous
+from longspan.ranks.agreement import compare
+from longspan.ranks.rendezvous import VARIABLES, Peers, meet, read_job
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -201,15 +200,6 @@ def test_a_job_that_nobody_runs_is_refused_in_time(monkeypatch: pytest.MonkeyPat
     with pytest.raises(LongspanError, match=r"MASTER_ADDR=no.such.host.invalid is no address"):
         meet(1)
     assert time.monotonic() - start < 60
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    import torch.distributed as dist
-
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def _meet_in_threads(store: Any, ranks: list[int], world: int, timeout_s: float) -> dict[int, str]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan import alike
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
+from longspan.hf import alike
 from tests.counting import count_sent
 from tests.models import batch, build, rows_of, sharding
 from tests.pool import RankError, RankPool
@@ -58,7 +58,7 @@ SAID = {
     "rows": ("`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [1, "),
     "dtype": ("`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int32 [2, "),
     "mask": ("`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "of other values"),
-    "documents": ("`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "rows=(((0, 5), (5, 21)), "),
+    "documents": ("`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
     "items": ("`num_items_in_batch` is 7 on rank 3, missing on rank 2",) * 2,
     "bad": ("(alike in shape, of other values)", "(alike in shape, of other values)"),
     "type": ("`position_ids` is 'none' on rank 3, missing on rank 2", ""),
@@ -165,7 +165,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 def _with_the_loss(family: str, cut: bool) -> tuple[list[str], int]:
     sp = sharding(data=2)
     model = longspan.parallelize(build(family), sp)
-    assert model.longspan_entrance.batches is not None
+    assert model.longspan_hooks.batches is not None
     outputs: list[Tensor] = []
     with _as_on_a_gpu():
         for step in range(8):

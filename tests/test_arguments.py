@@ -12,7 +12,7 @@ import torch
 
 import longspan
 from longspan import exchange, plan
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.chaos.api import fake_ranks
 
 Q, K = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan.batch import IGNORE, SequenceInfo, real_tokens, shard_batch
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
-from longspan.rows import chunk_rows
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
+from longspan.core.segments import chunk_segments
+from longspan.hf.batch import IGNORE, SequenceInfo, real_tokens, shard_batch
 from tests.models import sharding
 from tests.pool import RankPool
 
@@ -48,30 +48,30 @@ def _info(batch: dict[str, Any], shift: bool = True) -> SequenceInfo:
 )
 def test_every_way_to_mark_documents(marks: dict[str, Any]) -> None:
     info = _info(marks)
-    assert info.rows == (ROW,) and info.starts is None
+    assert info.segments == (ROW,) and info.starts is None
 
 
 def test_what_marks_nothing() -> None:
     for marks in ({"document_ids": _tokens()}, {"cu_seq_lens_q": torch.tensor([0, 7])}, {"seq_idx": None}):
-        assert _info(marks).rows is None
+        assert _info(marks).segments is None
 
 
 def test_padding_between_documents() -> None:
     mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0]])
     rows = (((0, 2), (3, 4), (4, 6)),)
-    assert _info({"document_ids": IDS, "attention_mask": mask}).rows == rows
-    assert _info({"document_ids": IDS.masked_fill(mask == 0, -1)}).rows == rows
+    assert _info({"document_ids": IDS, "attention_mask": mask}).segments == rows
+    assert _info({"document_ids": IDS.masked_fill(mask == 0, -1)}).segments == rows
     # Positions of padding say nothing.
     positions = torch.tensor([[0, 1, 1, 0, 0, 1, 1]])
-    assert _info({"document_ids": IDS, "attention_mask": mask, "position_ids": positions}).rows == rows
+    assert _info({"document_ids": IDS, "attention_mask": mask, "position_ids": positions}).segments == rows
 
 
 def test_documents_that_begin_at_another_position() -> None:
     info = _info({"position_ids": RESTART + 2})
-    assert info.rows == (ROW,) and info.starts == ((2, 2, 2),) and info.max_position == 4
-    assert chunk_rows(info.rows, 3, info.starts) == (((0, 1), (1, 3), (3, 4), (4, 5), (5, 7)),)
-    assert chunk_rows((ROW,), 2) == (((0, 2), (2, 3), (3, 4), (4, 6), (6, 7)),)
-    assert chunk_rows((((2, 9),), ()), 3) == (((2, 5), (5, 8), (8, 9)), ())
+    assert info.segments == (ROW,) and info.starts == ((2, 2, 2),) and info.max_position == 4
+    assert chunk_segments(info.segments, 3, info.starts) == (((0, 1), (1, 3), (3, 4), (4, 5), (5, 7)),)
+    assert chunk_segments((ROW,), 2) == (((0, 2), (2, 3), (3, 4), (4, 6), (6, 7)),)
+    assert chunk_segments((((2, 9),), ()), 3) == (((2, 5), (5, 8), (8, 9)), ())
 
 
 def test_labels_of_a_masked_lm_are_not_shifted() -> None:
@@ -126,7 +126,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_length_q": 2}, "`max_length_q` is the length of the longest document; give cu_seq_lens_q with it"),
     (
         {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": torch.tensor([0, 2, 7])},
-        "`cu_seq_lens_q` and `cu_seq_lens_k` mark different documents: 3 of 3, 1, 3 tokens in row 0, and 2 of 2, 5",
+        "`cu_seq_lens_q` and `cu_seq_lens_k` .*: 3 of 3, 1, 3 tokens in row 0, and 2 of 2, 5",
     ),
     ({"document_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 7])}, "mark different documents: 3 .*, and 1 of 7 tokens"),
     ({"document_ids": IDS[:, :6]}, r"`document_ids` has the shape \(1, 6\), the batch has 1 rows of 7 tokens"),
@@ -146,11 +146,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"document_ids": torch.tensor([[0, 0, 0, -1, 1, 1, 1]]), "labels": _tokens()},
-        r"loss on 1 tokens of padding \(tokens 3 to 3\); set the labels there and of the first token behind it to -100",
+        r"1 tokens of padding \(tokens 3 to 3\); set .* and of the first token behind it to -100",
     ),
     (
         {"document_ids": torch.tensor([[0, 0, 0, 0, 0, -1, -1]]), "labels": _tokens()},
-        r"ask for a loss on 1 tokens of right-hand padding \(tokens 5 to 6\); set the labels there to -100",
+        r"1 tokens of right-hand padding \(tokens 5 to 6\); set the labels .* to -100",
     ),
 ]  # fmt: skip
 
@@ -165,7 +165,7 @@ def test_labels_on_padding_of_a_masked_lm() -> None:
     """Its logits there are zero attention, on either side; a causal LM's last padding predicts the first token."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     labels = torch.where(mask == 1, 5, IGNORE)
-    assert _info({"attention_mask": mask, "labels": labels}).rows == _info({"attention_mask": mask}, False).rows
+    assert _info({"attention_mask": mask, "labels": labels}).segments == _info({"attention_mask": mask}, False).segments
     _info({"attention_mask": mask, "labels": labels}, shift=False)
     with pytest.raises(LongspanError, match=r"1 tokens of padding \(tokens 0 to 1\); set the labels there to -100"):
         _info({"attention_mask": mask, "labels": labels.index_fill(1, torch.tensor([1]), 5)}, shift=False)
@@ -182,4 +182,4 @@ def _collated() -> dict[str, Any]:
 def test_the_batch_of_transformers_packing_collator() -> None:
     batch = _collated()
     assert {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"} <= batch.keys()
-    assert _info(batch).rows == (ROW,)
+    assert _info(batch).segments == (ROW,)

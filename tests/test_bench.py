@@ -18,12 +18,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan import cli, launch
+from longspan import cli
 from longspan.bench import BenchConfig, run, worker
 from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops, overhead
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.report import Measurement, as_toml, print_table
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+from tests.counting import count_sent
 from tests.pool import THREADS, RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -108,15 +110,47 @@ def test_a_residual_says_how_bad_the_fit_is() -> None:
     assert found.residual == pytest.approx((errors[1] + errors[2]) / 2) and found.residual > 0.1
 
 
-def test_bytes_that_a_rank_sends() -> None:
-    sent = {op: bytes_sent(op, 1000, 4) for op in [*sorted(FOUR), "p2p"]}
-    assert sent == {"all_gather": 750, "all_reduce": 1500, "all_to_all": 750, "reduce_scatter": 750, "p2p": 1000}
+def _sent_when_measured() -> dict[str, tuple[int, float]]:
+    """Of every collective that is measured, the bytes that this rank hands to torch, and what they are taken for."""
+    import torch
+    import torch.distributed as dist
+
+    from longspan.bench.links import COLLECTIVES
+
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    x, y = torch.zeros(2, 24 * ranks)
+    sent = {}
+    for name, collective in COLLECTIVES.items():
+        with count_sent() as log:
+            collective(x, y, len(x), group)
+        sent[name] = sum(entry.bytes for entry in log), bytes_sent(name, x.nbytes, ranks)
+        assert {entry.op for entry in log} == {name}
+    return sent
 
 
-def test_flops_of_attention() -> None:
-    # 3 queries see 1 + 2 + 3 keys, which counts as half of 9; two matmuls of 2 FLOPs per head, pair and element.
-    assert causal_attention_flops(tokens=3, heads=2, head_dim=5) == 2 * 2 * 5 * 2 * 4.5
-    assert FORWARD_AND_BACKWARD == 3.5
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_sends_the_bytes_that_its_times_are_fitted_to(get_pool: Any, world: int) -> None:
+    for sent in get_pool(world).run(_sent_when_measured):
+        assert set(sent) == {*FOUR, "p2p"}
+        assert {name: both for name, both in sent.items() if both[0] != both[1]} == {}
+
+
+def test_flops_of_attention_are_those_that_torch_counts() -> None:
+    """Half of them, since torch counts pairs that a causal mask leaves out."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from longspan.compat.torch_attention import flash_cuda, flash_cuda_backward
+
+    tokens, heads, head_dim = 24, 3, 8
+    q, k, v = torch.empty(3, 1, heads, tokens, head_dim, device="meta", dtype=torch.bfloat16)
+    with FlopCounterMode(display=False) as forward:
+        out, lse, ends_q, ends_k, *_, seed, offset, _ = flash_cuda(q, k, v, 0.0, True)
+    with FlopCounterMode(display=False) as backward:
+        flash_cuda_backward(out, q, k, v, out, lse, ends_q, ends_k, tokens, tokens, 0.0, True, seed, offset)
+    counted = forward.get_total_flops(), backward.get_total_flops()
+    assert causal_attention_flops(tokens, heads, head_dim) == counted[0] / 2
+    assert FORWARD_AND_BACKWARD * counted[0] == sum(counted)
 
 
 # --- what is measured on which axis
@@ -126,7 +160,7 @@ def _links(config: BenchConfig) -> dict[str, dict[str, Fit]]:
     import torch
 
     from longspan.bench.links import measure_links
-    from longspan.mesh import init_mesh
+    from longspan.comm.mesh import init_mesh
 
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type="cpu")
     return measure_links(config, mesh, torch.device("cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import longspan
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.chaos import api, inputs
 from tests.chaos.inputs import MAKERS, Attempt, Result, Started, api_campaign, campaign, counts, judge, table
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longspan.checked import (
+from longspan.core.checked import (
     check_number,
     check_output,
     existing_path,
@@ -19,7 +19,7 @@ from longspan.checked import (
     read_toml,
     spell,
 )
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 
 @pytest.mark.parametrize(

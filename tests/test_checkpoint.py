@@ -18,7 +18,7 @@ import torch
 from longspan import checkpoint
 from longspan.checkpoint import MARKER, Checkpoint, Ranks
 from longspan.checkpoint.folder import FileRecord, spell_marker
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.chaos import corruption
 from tests.pool import RankError, RankPool
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, Saver
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.chaos.corruption import small_model
 from tests.pool import RankPool
 

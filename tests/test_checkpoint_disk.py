@@ -6,13 +6,10 @@ import errno
 import multiprocessing
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +18,10 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, RunLock
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.chaos.corruption import small_model
+from tests.disk import largest_file
 from tests.pool import RankError, RankPool
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file of this process may become larger: what a full disk or a quota does, on every system and file system."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def _save(folder: Path, step: int, keep: int = 0, width: int = 24) -> None:

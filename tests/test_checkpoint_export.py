@@ -15,9 +15,9 @@ import torch
 import longspan
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
+from tests.disk import largest_file
 from tests.pool import RankPool
-from tests.test_checkpoint_disk import largest_file
 
 
 def _config(**changes: Any) -> Any:

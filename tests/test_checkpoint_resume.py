@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,25 +16,25 @@ import torch
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, RunLock
 from longspan.checkpoint.identity import differences
-from longspan.errors import LongspanError
-from longspan.metrics import MetricsLog
+from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig, run
+from longspan.train.metrics import MetricsLog
+from tests.disk import largest_file
 from tests.pool import RankError, RankPool
-from tests.test_checkpoint_disk import largest_file
-from tests.test_train import LLAMA, _losses, _said, _train
+from tests.training import losses_of, said_by, train, write_config
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of 3 steps on one rank, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    write_config(folder)
     (folder / "text.txt").write_text("A text of some length, one line after the other.\n" * 200)
     config = TrainConfig(
         data=str(folder / "text.txt"), config=folder / "config.json", context=33, batch=2, steps=3, lr=1e-2,
         dtype="fp32", log_every=1, save_every=1, keep=0, out=folder / "run", shuffle=0,
     )  # fmt: skip
-    _train(config)
+    train(config)
     return config
 
 
@@ -65,16 +64,16 @@ def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
 
 
 def test_a_damaged_checkpoint_is_refused_or_passed_over_saying_so(config: TrainConfig) -> None:
-    whole, path = _losses(config.out), _damage(config, 3)
+    whole, path = losses_of(config.out), _damage(config, 3)
     older = config.checkpoints / "step-00000002"
     said = (
         rf"step-00000003/__0_0\.distcp is damaged: .* CRC-32 .*; resume from the newest that is whole: --resume {older}"
     )
     _refused(config, said, resume=str(path.parent))
     shutil.rmtree(config.out / "hf")
-    text = _said(config)
+    text = said_by(config)
     assert re.search(r"warning: passed over a damaged checkpoint: .*step-00000003/__0_0\.distcp is damaged", text)
-    assert "going on after step 2" in text and _losses(config.out) == whole
+    assert "going on after step 2" in text and losses_of(config.out) == whole
     found, passed_over = checkpoint.choose(config.checkpoints, checkpoint.Ranks())
     assert found is not None and (found.step, passed_over) == (3, [])
     for step in (1, 2, 3):
@@ -82,7 +81,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_saying_so(config: TrainC
     with pytest.raises(
         LongspanError, match=r"holds no checkpoint that is whole: .*00000003.*00000002.*00000001.*another"
     ):
-        _train(config)
+        train(config)
 
 
 # --- the same run
@@ -96,8 +95,7 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
         ("hidden_act", "gelu"): r"model\.hidden_act was silu, is gelu",
         ("rope_theta", 5e5): r"model\.rope_parameters\.rope_theta was 10000\.0, is 500000\.0",
     }.items():
-        other = tmp_path / "config.json"
-        other.write_text(json.dumps(LLAMA | dict([change])))
+        other = write_config(tmp_path, **dict([change]))
         _refused(config, said, config=other)
     _refused(config, r"pack was stream, is documents", pack="documents")
     # Other text of the same length under the same name.
@@ -108,7 +106,7 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
     # The same tokenizer but for one rule, with as many ids.
     tokenizers = [_tokenizer(tmp_path / name, lower) for name, lower in (("plain", False), ("lower", True))]
     first = dataclasses.replace(config, out=tmp_path / "words", tokenizer=tokenizers[0], steps=1, export="never")
-    _train(first)
+    train(first)
     _refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
 
 
@@ -136,7 +134,7 @@ def test_the_batch_changes_only_when_told_to(config: TrainConfig) -> None:
     more = dataclasses.replace(config, steps=4, export="never")
     _refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
     _refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
-    _train(dataclasses.replace(more, batch=4, change_batch=True))
+    train(dataclasses.replace(more, batch=4, change_batch=True))
     last = checkpoint.latest(config.checkpoints)
     assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
 
@@ -151,10 +149,10 @@ def test_weights_that_a_folder_lacks_are_refused(config: TrainConfig, tmp_path: 
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(LongspanError, match=rf"lacks 1 weights .* would be random: {re.escape(name)}; give a folder"):
-        _train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
+        train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
     save_file({**weights, "value_head.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.warns(UserWarning, match=r"holds 1 weights that its config has no place for.*: value_head\.weight"):
-        _train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
+        train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
 
 
 # --- the folder
@@ -164,10 +162,10 @@ def test_a_folder_in_use_or_not_ours_is_refused_before_the_start(config: TrainCo
     with RunLock(config.out):
         _refused(config, r"run is in use by process \d+ on .*another --out")
         with pytest.raises(LongspanError, match=r"run is in use by process \d+"):
-            _train(config)
+            train(config)
     (config.out / "hf" / "mine.bin").write_text("x")
     _refused(config, r"hf holds 1 files that longspan did not write \(mine\.bin, .*--export never")
-    _train(dataclasses.replace(config, export="never"))
+    train(dataclasses.replace(config, export="never"))
     assert (config.out / "hf" / "mine.bin").exists()
 
 
@@ -179,7 +177,7 @@ def _train_apart(config: TrainConfig) -> None:
         here = config.out / str(torch.distributed.get_rank())
         here.mkdir(parents=True)
         patch.chdir(here)
-        _train(dataclasses.replace(config, out=Path("run")))
+        train(dataclasses.replace(config, out=Path("run")))
 
 
 def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: TrainConfig, pool2: RankPool) -> None:
@@ -198,7 +196,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(config: Trai
     before = sorted(path.name for path in config.checkpoints.iterdir())
     again = dataclasses.replace(config, steps=4, lr=float("inf"), schedule="constant")
     with pytest.raises(LongspanError, match=r"step-00000004 is not written: .* holds (nan|-?inf) .*smaller --lr"):
-        _train(again)
+        train(again)
     assert sorted(path.name for path in config.checkpoints.iterdir()) == before
 
 
@@ -217,12 +215,12 @@ def test_a_full_disk_ends_a_run_only_at_its_last_save(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", full)
         with pytest.raises(LongspanError, match=r"step-00000003 cannot be written: .* goes on from step 1$") as caught:
-            _train(fresh)
+            train(fresh)
         assert not isinstance(caught.value, DiskFull)
     assert sorted(path.name for path in fresh.checkpoints.iterdir()) == ["step-00000001"]
-    assert sorted(_losses(fresh.out)) == [1, 2, 3]
-    text = _said(fresh)
-    assert "going on after step 1" in text and _losses(fresh.out) == _losses(config.out)
+    assert sorted(losses_of(fresh.out)) == [1, 2, 3]
+    text = said_by(fresh)
+    assert "going on after step 1" in text and losses_of(fresh.out) == losses_of(config.out)
 
 
 def test_a_metrics_line_without_room_is_left_out_whole(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +232,7 @@ def test_a_metrics_line_without_room_is_left_out_whole(config: TrainConfig, caps
                 write(self, metrics)
 
         patch.setattr(MetricsLog, "write", full)
-        _train(dataclasses.replace(config, steps=5, export="never"))
-    assert sorted(_losses(config.out)) == [1, 2, 3, 5]
+        train(dataclasses.replace(config, steps=5, export="never"))
+    assert sorted(losses_of(config.out)) == [1, 2, 3, 5]
     said = r"warning: .*metrics\.jsonl cannot be written: File too large \([\d,]+ bytes free\); the run goes on"
     assert re.search(said, capsys.readouterr().out)

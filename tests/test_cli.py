@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from longspan import cli
-from longspan.errors import LongspanError
-from longspan.launch import RankFailed, Stopped
+from longspan.core.errors import LongspanError
+from longspan.ranks.launch import RankFailed, Stopped
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig
 from tests.pool import THREADS
@@ -373,7 +373,7 @@ def test_wrong_flags_are_said_by_the_first_rank_of_a_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("longspan.launch.time.sleep", waits.append)
+    monkeypatch.setattr("longspan.ranks.launch.time.sleep", waits.append)
     for name, value in {"RANK": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     for local_rank, waited in (("3", [30]), ("0", [])):
@@ -402,7 +402,7 @@ def test_a_rank_whose_error_is_its_own_waits_for_the_first_and_then_says_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("longspan.launch.time.sleep", waits.append)
+    monkeypatch.setattr("longspan.ranks.launch.time.sleep", waits.append)
     for name, value in {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -427,7 +427,7 @@ def test_ranks_that_were_stopped_do_not_wait_and_one_says_it(
         raise Stopped(15)
 
     monkeypatch.setattr("longspan.train.run", run)
-    monkeypatch.setattr("longspan.launch.time.sleep", lambda _: pytest.fail("waited"))
+    monkeypatch.setattr("longspan.ranks.launch.time.sleep", lambda _: pytest.fail("waited"))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["train"]) == 143

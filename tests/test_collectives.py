@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.collectives import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from longspan.errors import LongspanError
+from longspan.comm.plain import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from longspan.core.errors import LongspanError
 from tests.counting import Sent, count_sent
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, eps, units

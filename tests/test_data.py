@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.core.errors import LongspanError
 from longspan.data import (
     BYTES,
     PYDOC,
@@ -30,7 +31,6 @@ from longspan.data import (
 )
 from longspan.data.source import Place
 from longspan.data.tokens import split_text
-from longspan.errors import LongspanError
 
 EOS = 1
 NOBODY = 65534

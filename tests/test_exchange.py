@@ -8,10 +8,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import longspan
 from longspan import exchange
-from longspan.errors import LongspanError
-from longspan.layout import split_heads
+from longspan.comm import all_to_all
+from longspan.core.errors import LongspanError
+from longspan.core.heads import split_heads
 from tests.counting import count_sent
 from tests.pool import RankPool
 
@@ -101,11 +101,11 @@ def _opcheck() -> None:
     group = dist.group.WORLD
     shares = split_heads(6, 3, dist.get_world_size())
     xs = [torch.randn(1, 2, h, 3, requires_grad=True) for h in (6, 3, 3)]
-    ranges = exchange._ranges([shares] * 3, ["q", "kv", "kv"])
+    ranges = all_to_all._ranges([shares] * 3, ["q", "kv", "kv"])
     plan = (group.size(), group.rank(), group.group_name)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, ranges, *plan), test_utils=checks)
-    y = exchange._scatter_heads(xs, ranges, group).detach().requires_grad_()
+    y = all_to_all._scatter_heads(xs, ranges, group).detach().requires_grad_()
     torch.library.opcheck(
         torch.ops.longspan.gather_heads.default, (y, [6, 3, 3], [3, 3, 3], ranges, *plan), test_utils=checks
     )
@@ -136,7 +136,3 @@ def _bad_input() -> None:
 
 def test_bad_input(pool2: RankPool) -> None:
     pool2.run(_bad_input)
-
-
-def test_public_names() -> None:
-    assert longspan.exchange is exchange

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import longspan
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.models import batch, build, check_gradients, compare, gradients, rows_of, sharding, truth_of
 from tests.pool import RankPool
 

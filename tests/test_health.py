@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,19 @@ import torch
 import torch.distributed as dist
 
 from longspan.checkpoint import complete_steps
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig
 from longspan.train.health import Health
+from tests.faults import NaNFault, poison
 from tests.pool import RankError, RankPool
-from tests.test_nonfinite import _Fault, _poison
-from tests.test_train import LLAMA
+from tests.training import write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA))
     return TrainConfig(
-        data="pydoc", config=path, context=61, batch=2, steps=4, lr=1e-3, dtype="fp32", log_every=1, save_every=1,
-        keep=0, out=tmp_path / "run", export="never",
+        data="pydoc", config=write_config(tmp_path), context=61, batch=2, steps=4, lr=1e-3, dtype="fp32", log_every=1,
+        save_every=1, keep=0, out=tmp_path / "run", export="never",
     )  # fmt: skip
 
 
@@ -42,7 +39,7 @@ def _train(config: TrainConfig, fault: str, passing: bool) -> str:
     def accumulate(batch: Any) -> Any:
         repeated = bool(planted)
         if trainer.step == 2 and not repeated and fault != "weight":
-            planted.append(_Fault(fault, trainer.model, dist.get_world_size() - 1))
+            planted.append(NaNFault(fault, trainer.model, dist.get_world_size() - 1))
         if repeated and passing:
             planted[0].remove()
         return plain(batch)
@@ -54,7 +51,7 @@ def _train(config: TrainConfig, fault: str, passing: bool) -> str:
         def spoilt(*args: Any) -> Any:
             step(*args)
             if trainer.step == 1:
-                _Fault("weight", trainer.model, dist.get_world_size() - 1)
+                NaNFault("weight", trainer.model, dist.get_world_size() - 1)
 
         trainer.optimizer.step = spoilt  # type: ignore[method-assign]
     said = ""
@@ -183,4 +180,4 @@ def test_settings_are_checked(config: TrainConfig) -> None:
     for name in ("spike", "zero_gradients", "check_weights"):
         with pytest.raises(LongspanError, match=rf"--{name.replace('_', '-')} must be at least 0, got -1"):
             dataclasses.replace(config, **{name: -1}).check()
-    assert _poison(torch.zeros(5)).isnan().sum() == 1
+    assert poison(torch.zeros(5)).isnan().sum() == 1

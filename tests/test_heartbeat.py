@@ -5,14 +5,11 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
-from longspan.heartbeat import AwakeClock, Beat, Heartbeat, Watch
-from longspan.rendezvous import Peers
+from longspan.ranks.heartbeat import AwakeClock, Beat, Heartbeat, Watch
+from longspan.ranks.rendezvous import Peers
 
 STEP = Beat(
     number=1, place="step 3, optimizer", moves=7, long=False, longest_s=2.0, where="loop.py:1 in run", waits=True
@@ -90,15 +87,6 @@ def test_a_job_that_was_suspended_as_a_whole_is_not_lost() -> None:
 
 
 # --- the threads
-
-
-@pytest.fixture
-def store() -> Iterator[Any]:
-    import torch.distributed as dist
-
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 class _Rank(Heartbeat):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -14,21 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.attention import flex, kernels, tiles
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.attn import prepare
+from longspan.attn.kernels import choice as kernels
+from longspan.attn.kernels import flex
+from longspan.attn.kernels import tiled as tiles
+from longspan.attn.kernels.base import Finished, Need
+from longspan.attn.mask import Mask
+from longspan.attn.score import Scores
+from longspan.core.errors import LongspanError
+from tests.attention import CASES, HARD, check_all, compare, one_device, sharding
 from tests.counting import count_sent
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
-from tests.test_ring import CASES, HARD, _all_exact, compare
-from tests.test_ulysses import _sharding
 from tests.tolerance import MARGIN, excess
-
-longspan_attention = sys.modules["longspan.attention"]  # the module, not the function of that name
-
-
-def _one() -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
 def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
@@ -38,13 +34,19 @@ def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
 EXPLAINED = [
     ({}, "sdpa: torch's scaled_dot_product_attention takes this mask, run by run"),
     ({"window": 3}, "sdpa: "),
-    ({"window": 257, "n": 300}, "block: sdpa would write out the mask of a window of 257 tokens, twice as wide; tiles"),
+    (
+        {"window": 257, "n": 300},
+        "tiled: sdpa would materialize the mask of a window of 257 tokens, twice as wide; tiles",
+    ),
     ({"chunk": 3}, "sdpa: "),
-    ({"softcap": 3.0}, "block: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
-    ({"prefix": 3}, "block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
-    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "block: sdpa cannot do sinks, alibi; tiles through"),
-    ({"window": 3, "causal": False}, "block: sdpa cannot do a window to both sides"),
-    ({"kernel": "eager"}, "eager: the formula written out; its memory grows with the square of the tokens"),
+    ({"softcap": 3.0}, "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
+    ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
+    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks, alibi; tiles through"),
+    ({"window": 3, "causal": False}, "tiled: sdpa cannot do a window to both sides"),
+    (
+        {"kernel": "eager"},
+        "eager: the formula with its scores materialized; its memory grows with the square of the tokens",
+    ),
     ({"kernel": lambda q, k, v, *, causal, scale: q}, "<lambda>: passed as a callable"),
 ]
 
@@ -53,11 +55,11 @@ EXPLAINED = [
 def test_the_choice_is_explained(options: dict[str, Any], text: str) -> None:
     options = dict(options)
     n = options.pop("n", 8)
-    assert str(longspan.explain_kernel(*_qkv(n), _one(), **options)).startswith(text)
+    assert str(longspan.explain_kernel(*_qkv(n), one_device(), **options)).startswith(text)
 
 
 def _explained_in_a_ring() -> str:
-    sp = _sharding(1, dist.get_world_size())
+    sp = sharding(1, dist.get_world_size())
     with count_sent() as log:
         choice = longspan.explain_kernel(*_qkv(4), sp, kernel="sdpa")
     assert not log
@@ -66,7 +68,7 @@ def _explained_in_a_ring() -> str:
 
 def test_a_ring_is_explained_and_sends_nothing_for_it(pool2: RankPool) -> None:
     text = (
-        "block: in a ring blocks are added up by log-sum-exps; tiles through torch's flash attention for CPU, in fp32"
+        "tiled: in a ring blocks are added up by log-sum-exps; tiles through torch's flash attention for CPU, in fp32"
     )
     assert pool2.run(_explained_in_a_ring) == [text] * 2
 
@@ -75,22 +77,22 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     kernels.tell.cache_clear()
     with caplog.at_level(logging.INFO, logger="longspan"):
         for _ in range(3):
-            longspan.attention(*_qkv(), _one(), prefix=2)
+            longspan.attention(*_qkv(), one_device(), prefix=2)
     told = [record.message for record in caplog.records]
     assert told == [
-        "attention kernel block: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
+        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
     ]
 
 
 def test_on_a_gpu_flex_takes_what_sdpa_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import Mask, Scores
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: object())
 
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object())
-    gpu = torch.device("cuda")
-    choice = kernels.choose_kernel("auto", Mask(prefix=3), Scores(), device=gpu, grad=True)
-    assert str(choice) == "flex: sdpa cannot do prefix; FlexAttention compiles it"
-    assert kernels.choose_kernel("auto", Mask(prefix=3), Scores(), device=gpu, grad=True, ring=2).name == "block"
-    assert kernels.choose_kernel("auto", Mask(window=3), Scores(), device=gpu, grad=True, ring=2).name == "flex"
+    def choose(mask: Mask, ring: int = 1) -> kernels.Choice:
+        return kernels.choose_kernel("auto", Need(mask, Scores(), torch.device("cuda"), grad=True, ring=ring))[1]
+
+    assert str(choose(Mask(prefix=3))) == "flex: sdpa cannot do prefix; FlexAttention compiles it"
+    assert choose(Mask(prefix=3), ring=2).name == "tiled"
+    assert choose(Mask(window=3), ring=2).name == "flex"
 
 
 FLEX = [name for name in HARD if "cross" not in name]
@@ -103,7 +105,7 @@ def test_flex_forward_takes_every_mask(name: str) -> None:
     x = make(case)
     with torch.no_grad():
         out = longspan.attention(
-            x["q"], x["k"], x["v"], _one(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
+            x["q"], x["k"], x["v"], one_device(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
         )
     assert errors(case, {"out": out})["out"] <= MARGIN
 
@@ -112,12 +114,11 @@ def _differentiable_flex(compiled: bool) -> Any:
     """Stands in for FlexAttention, which has no backward on a CPU: the same functions called, the formula inside."""
 
     def run(
-        q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool,
-        return_aux: Any,
-    ) -> Any:  # fmt: skip
+        q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
+    ) -> Any:
         B, H, Q, D = q.shape
         group = H // k.shape[1]
-        assert enable_gqa == (group > 1) and return_aux.lse
+        assert enable_gqa == (group > 1)
         b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
         i, j = torch.arange(Q)[:, None], torch.arange(k.shape[2])
         x = q @ k.repeat_interleave(group, 1).transpose(2, 3) * (D**-0.5 if scale is None else scale)
@@ -130,16 +131,16 @@ def _differentiable_flex(compiled: bool) -> Any:
         seen = total > 0
         safe = torch.where(seen, total, 1)
         lse = torch.where(seen, safe.log() + highest[..., 0], -torch.inf)
-        return weights @ v.repeat_interleave(group, 1) / safe[..., None], types.SimpleNamespace(lse=lse)
+        return weights @ v.repeat_interleave(group, 1) / safe[..., None], lse
 
     return run
 
 
 def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", _differentiable_flex)
-        patch.setattr(longspan_attention, "choose_kernel", lambda *a, **k: kernels.Choice("flex", "for this test"))
+        patch.setattr(prepare, "choose_kernel", lambda *_: (flex.FLEX, kernels.Choice("flex", "for this test")))
         return {name: compare(HARD[name], sp) for name in names}
 
 
@@ -149,7 +150,7 @@ def test_flex_in_a_ring_has_the_gradients_of_the_whole(pool4: RankPool, ring: in
     """Positions, weights of partial results and both gradients that reach a block are longspan's own."""
     names = FLEX if ring > 1 else [name for name in FLEX if "prefill" not in name]
     for found in pool4.run(_flex_ring, ring, names):
-        _all_exact(found)
+        check_all(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -182,14 +183,14 @@ def _stand_in_backward(*args: Any, **options: Any) -> Any:
 
 
 def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_flash_cuda", _stand_in)
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
         patch.setattr(tiles, "_for_device", lambda *xs: list(xs))
         plain = {True: "cuda", False: None}
         patch.setattr(tiles, "_flash_of", lambda q, v, how: plain[how.softcap is None and how.bias is None])
-        return {name: compare(CASES[name], sp, "block") for name in names}
+        return {name: compare(CASES[name], sp, "tiled") for name in names}
 
 
 @pytest.mark.slow
@@ -198,7 +199,7 @@ def test_tiles_as_on_a_gpu(pool4: RankPool, ring: int) -> None:
     """torch's flash attention for GPUs is called as its signature says, and what it leaves is written out."""
     names = [name for name, case in CASES.items() if case.dtype == torch.float32 and not name.startswith("long")]
     for found in pool4.run(_as_on_a_gpu, ring, names):
-        _all_exact(found)
+        check_all(found)
 
 
 @pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 64), (2, 32)])
@@ -212,11 +213,11 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
         torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
         for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
     )
-    how = tiles._How(kind, None, 0.125, None)
+    how = tiles.How(kind, None, 0.125, None)
     out, lse = tiles._forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, v_dim), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
-    grads = tiles._backward(tiles.Finished(q, out, out, lse), k, v, how)
+    grads = tiles._backward(Finished(q, out, out, lse), k, v, how)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
@@ -236,7 +237,7 @@ class _Table(torch.nn.Module):
 
 
 def _learnt(ring: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    sp = _sharding(dist.get_world_size() // ring, ring) if ring else _one()
+    sp = sharding(dist.get_world_size() // ring, ring) if ring else one_device()
     x, table = make(Case(n=13)), _Table().to(dtype)
     x = {name: t.to(dtype) for name, t in x.items()}
     q, k, v = (sp.shard(x[name]) for name in "qkv")
@@ -310,20 +311,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "text"), BAD)
 def test_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(LongspanError) as error:
-        longspan.attention(*_qkv(), _one(), **options)
+        longspan.attention(*_qkv(), one_device(), **options)
     assert re.search(text, str(error.value)), error.value
 
 
 def test_a_learnt_bias_needs_eager() -> None:
     q, k, v = _qkv()
     with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt; use kernel='eager'"):
-        longspan.attention(q.requires_grad_(), k, v, _one(), bias=_Table())
+        longspan.attention(q.requires_grad_(), k, v, one_device(), bias=_Table())
     with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt"):
-        longspan.attention(q, k, v, _one(), alibi=torch.ones(4, requires_grad=True))
+        longspan.attention(q, k, v, one_device(), alibi=torch.ones(4, requires_grad=True))
 
 
-def _refused_in_a_ring(options: dict[str, Any], sharding: dict[str, Any]) -> str:
-    sp = _sharding(sharding.pop("ulysses", 1), sharding.pop("ring", 1), **sharding)
+def _refused_in_a_ring(options: dict[str, Any], axes: dict[str, Any]) -> str:
+    sp = sharding(axes.pop("ulysses", 1), axes.pop("ring", 1), **axes)
     with count_sent() as log, pytest.raises(LongspanError) as error:
         longspan.attention(*_qkv(4), sp, **options)
     assert not log
@@ -343,9 +344,9 @@ RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "sharding", "text"), RING_BAD)
+@pytest.mark.parametrize(("options", "axes", "text"), RING_BAD)
 def test_refused_alike_on_all_ranks_of_a_ring(
-    pool4: RankPool, options: dict[str, Any], sharding: dict[str, Any], text: str
+    pool4: RankPool, options: dict[str, Any], axes: dict[str, Any], text: str
 ) -> None:
-    messages = pool4.run(_refused_in_a_ring, options, sharding)
+    messages = pool4.run(_refused_in_a_ring, options, axes)
     assert len(set(messages)) == 1 and text in messages[0]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from longspan import launch, supervisor
-from longspan.errors import LongspanError
-from longspan.heartbeat import Heartbeat
-from longspan.launch import RankFailed, Stopped, StopRequest
-from longspan.rendezvous import meet
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch, rendezvous, supervisor
+from longspan.ranks.heartbeat import Heartbeat
+from longspan.ranks.launch import RankFailed, Stopped, StopRequest
+from longspan.ranks.rendezvous import meet, read_job
 
 
 def _join() -> int:
@@ -170,12 +173,12 @@ def test_a_rank_that_falls_out_is_named_with_its_place(how: str, message: str) -
 
 def _start(folder: Path, grace_s: float) -> tuple[subprocess.Popen[str], list[int]]:
     """A launcher of two ranks that wait, one of them stopped; and their process ids."""
-    code = "from longspan import launch\nfrom tests import test_launch\nif __name__ == '__main__':\n    launch.launch("
-    code += f"test_launch._be_watched, {str(folder)!r}, nproc=2, grace_s={grace_s})\n"
+    code = "from longspan.ranks import launch\nfrom tests import test_launch\nif __name__ == '__main__':\n"
+    code += f"    launch.launch(test_launch._be_watched, {str(folder)!r}, nproc=2, grace_s={grace_s})\n"
     script = folder / "launcher.py"
     script.write_text(code)
     (folder / "tmp").mkdir()
-    source, root = Path(launch.__file__).parents[1], Path(__file__).parents[1]
+    source, root = Path(launch.__file__).parents[2], Path(__file__).parents[1]
     environment = {
         **os.environ,
         "PYTHONPATH": f"{source}:{root}",
@@ -289,6 +292,146 @@ def test_under_torchrun_the_job_runs_here(monkeypatch: pytest.MonkeyPatch) -> No
     assert not launch.is_first_rank()
 
 
+# --- under Slurm
+
+
+def _as_under_srun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """The environment of a task of `srun`, and nothing of torchrun's; what is set in it is gone after the test."""
+    of_a_job = re.compile("SLURM_|MASTER_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)")
+    kept = {name: value for name, value in os.environ.items() if not of_a_job.match(name)}
+    monkeypatch.setattr(os, "environ", {**kept, **variables})
+
+
+STEP = {
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_NTASKS": "12",
+    "SLURM_NODEID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8,4",
+    "SLURM_JOB_NODELIST": "gpu[007-008]", "SLURM_STEP_NODELIST": "gpu[007-008]",
+}  # fmt: skip
+
+
+def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_under_srun(monkeypatch, **STEP)
+    assert launch.under_torchrun() and launch.started_elsewhere() and not launch.is_first_rank_here()
+    job = read_job()
+    assert job is not None
+    assert (job.rank, job.world_size, job.local_rank, job.ranks_here) == (9, 12, 1, 4)
+    assert job.address == "gpu007" and 15000 <= job.port < 30000 and not job.on_one_machine
+    assert os.environ["LOCAL_WORLD_SIZE"] == "4"  # where other libraries look
+    port = job.port
+    _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    assert launch.is_first_rank() and read_job().port == port and read_job().ranks_here == 8  # type: ignore[union-attr]
+    with pytest.raises(LongspanError, match="srun started 12 processes, but --ulysses 8 needs 8; start 8, or"):
+        launch.check_nproc(8, None, "--ulysses 8")
+    _as_under_srun(monkeypatch, **{**STEP, "SLURM_STEP_ID": "1"})
+    assert read_job().port != port  # type: ignore[union-attr]
+    _as_under_srun(monkeypatch, **STEP, MASTER_ADDR="10.0.0.7", MASTER_PORT="4000")
+    assert (read_job().address, read_job().port) == ("10.0.0.7", 4000)  # type: ignore[union-attr]
+    one = {"SLURM_STEP_TASKS_PER_NODE": "12", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu007"}
+    _as_under_srun(monkeypatch, **{**STEP, **one})
+    assert read_job().on_one_machine and read_job().address == "127.0.0.1"  # type: ignore[union-attr]
+    few = {name: STEP[name] for name in ("SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")}
+    _as_under_srun(monkeypatch, **few, SLURM_JOB_NODELIST="n1,n2")
+    assert read_job().address == "n1" and read_job().ranks_here == 0  # type: ignore[union-attr]
+
+
+def test_what_is_no_step_of_several_tasks_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch_script = {**STEP, "SLURM_PROCID": "0"}
+    del batch_script["SLURM_STEP_ID"]
+    for variables in (batch_script, {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}):
+        _as_under_srun(monkeypatch, **variables)
+        assert read_job() is None and not launch.under_torchrun() and "RANK" not in os.environ
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+    _as_under_srun(monkeypatch, **STEP, **torchrun, TORCHELASTIC_RUN_ID="x")  # torchrun as a task of srun
+    job = read_job()
+    assert job is not None and (job.rank, job.world_size, job.started_by) == (1, 2, "torchrun")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"SLURM_PROCID": "12"}, "SLURM_PROCID=12, which is no integer from 0 to 11; give MASTER_ADDR"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many, which is no integer of at least 1"),
+        ({"SLURM_LOCALID": ""}, "but has no SLURM_LOCALID; give"),
+        ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST"),
+        ({"SLURM_STEP_NODELIST": "gpu[007"}, "the node list 'gpu[007' of Slurm names no first host; give MASTER_ADDR"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], said: str) -> None:
+    _as_under_srun(monkeypatch, **{**STEP, **changes})
+    with pytest.raises(LongspanError) as caught:
+        read_job()
+    assert said in str(caught.value) and "unset SLURM_STEP_ID" in str(caught.value)
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("login1", "login1"),
+        ("gpu[003-007,12],login1", "gpu003"),
+        ("gpu[9,12-14]", "gpu9"),
+        ("r[1-2]n[03-04].site,x", "r1n03.site"),
+        ("a-b-1,a-b-2", "a-b-1"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes: str, host: str) -> None:
+    from longspan.ranks.slurm import first_host
+
+    assert first_host(nodes) == host
+
+
+def _a_job(local_rank: int) -> rendezvous.Job:
+    return rendezvous.Job(local_rank, 8, local_rank, 8, "here", 1)
+
+
+def test_a_rank_takes_the_gpu_of_its_place_or_the_only_one_it_sees() -> None:
+    assert [rendezvous.device_index(_a_job(place), 8) for place in range(8)] == list(range(8))
+    assert [rendezvous.device_index(_a_job(place), 1) for place in range(8)] == [0] * 8
+    with pytest.raises(
+        LongspanError, match="rank 5 is number 6 on its machine, where it sees 4 GPUs; .*at most 4 ranks"
+    ):
+        rendezvous.device_index(_a_job(5), 4)
+
+
+def test_with_gpus_the_group_serves_hosts_too_and_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import torch.distributed as dist
+
+    asked: dict[str, Any] = {}
+    host = SimpleNamespace(_set_default_timeout=lambda limit: asked.update(host=limit.total_seconds()))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.update(current=device))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.update(options, backend=backend))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_get_default_group", lambda: SimpleNamespace(_get_backend=lambda _: host)
+    )
+    monkeypatch.setattr(rendezvous, "use_loopback", lambda: None)
+    peers = rendezvous.Peers(3, 8, 60, dist.HashStore(), "session", _a_job(3))  # type: ignore[attr-defined]
+    peers.init_process_group("cuda", 900)
+    assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["device_id"] == asked["current"] == torch.device("cuda:3")
+    assert asked["timeout"].total_seconds() == 900 and asked["host"] == rendezvous.HOST_TIMEOUT_S
+    asked.clear()
+    peers.init_process_group("cpu", 900)
+    assert asked["backend"] == "gloo" and asked["device_id"] is None and "current" not in asked
+
+
+def _time_outs() -> list[float]:
+    """Seconds of the groups of a mesh and a sharding, which their job was given."""
+    import torch
+    import torch.distributed as dist
+
+    import longspan
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=1, timeout=77))
+    groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.world_group]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+@pytest.mark.launcher
+def test_the_time_out_of_a_job_is_that_of_its_mesh() -> None:
+    assert launch.launch(_time_outs, nproc=2) == [77.0] * 5
+
+
 def test_threads_share_the_cores() -> None:
     assert launch.threads_per_rank(1) >= 1
     assert launch.threads_per_rank(10**6) == 1
@@ -306,7 +449,7 @@ def test_a_stop_request_is_remembered_and_handlers_come_back() -> None:
 
 def test_a_later_second_signal_acts_at_once() -> None:
     code = (
-        "import signal, time\nfrom longspan.launch import StopRequest\n"
+        "import signal, time\nfrom longspan.ranks.launch import StopRequest\n"
         "with StopRequest(repeat_s=0.05):\n"
         "    signal.raise_signal(15); time.sleep(0.1); signal.raise_signal(15); print('survived')"
     )
@@ -317,7 +460,7 @@ def test_a_later_second_signal_acts_at_once() -> None:
 
 def test_a_job_that_does_not_stop_in_time_is_ended() -> None:
     code = (
-        "import signal, time\nfrom longspan.launch import StopRequest\n"
+        "import signal, time\nfrom longspan.ranks.launch import StopRequest\n"
         "with StopRequest(grace_s=0.2):\n"
         "    signal.raise_signal(15); time.sleep(60); print('survived')"
     )

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.errors import LongspanError
-from longspan.layout import Layout, split_heads
+from longspan.core.errors import LongspanError
+from longspan.core.heads import split_heads
+from longspan.core.layout import Layout
 
 
 def test_no_token() -> None:

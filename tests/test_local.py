@@ -11,32 +11,27 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
+from tests.attention import PLAIN, one_device, run
 from tests.oracle import Case, errors, make
-from tests.test_ulysses import CASES, run
 from tests.tolerance import MARGIN
 
 
-def _one() -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 def test_kernels_agree_with_the_oracle(kernel: str, name: str) -> None:
-    case = CASES[name]
-    found = errors(case, run(case, _one(), kernel))
+    case = PLAIN[name]
+    found = errors(case, run(case, one_device(), kernel))
     assert max(found.values()) <= MARGIN, found
 
 
-@pytest.mark.parametrize("case", [Case(n=24), Case(n=24, window=5), Case(n=24, softcap=3.0), CASES["documents"]])
+@pytest.mark.parametrize("case", [Case(n=24), Case(n=24, window=5), Case(n=24, softcap=3.0), PLAIN["documents"]])
 def test_flex_forward(case: Case) -> None:
     x = make(case)
     with torch.no_grad():
         out = longspan.attention(
-            x["q"], x["k"], x["v"], _one(), window=case.window, documents=x.get("documents"), softcap=case.softcap,
-            kernel="flex",
+            x["q"], x["k"], x["v"], one_device(), window=case.window, documents=x.get("documents"),
+            softcap=case.softcap, kernel="flex",
         )  # fmt: skip
     assert errors(case, {"out": out})["out"] <= MARGIN
 
@@ -44,7 +39,7 @@ def test_flex_forward(case: Case) -> None:
 def test_flex_says_that_it_has_no_backward_on_cpu() -> None:
     x = make(Case())
     with pytest.raises(LongspanError, match="no backward on CPU; use kernel='auto'"):
-        longspan.attention(x["q"].requires_grad_(), x["k"], x["v"], _one(), kernel="flex")
+        longspan.attention(x["q"].requires_grad_(), x["k"], x["v"], one_device(), kernel="flex")
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
@@ -58,16 +53,20 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 
 def test_any_callable_is_a_kernel() -> None:
     case = Case(n=12)
-    found = errors(case, run(case, _one(), _plain))
+    found = errors(case, run(case, one_device(), _plain))
     assert max(found.values()) <= MARGIN, found
     x = make(Case(n=12))
     with pytest.raises(LongspanError, match="the kernel _plain has no keyword window, which this attention needs"):
-        longspan.attention(x["q"], x["k"], x["v"], _one(), window=3, kernel=_plain)
+        longspan.attention(x["q"], x["k"], x["v"], one_device(), window=3, kernel=_plain)
     with pytest.raises(LongspanError, match="has no keyword causal, scale"):
-        longspan.attention(x["q"], x["k"], x["v"], _one(), kernel=lambda q, k, v: q)
+        longspan.attention(x["q"], x["k"], x["v"], one_device(), kernel=lambda q, k, v: q)
     with pytest.raises(LongspanError, match=r"the kernel returned the shape \(1, 4, 12, 8\), .* = \(1, 12, 4, 8\)"):
         longspan.attention(
-            x["q"], x["k"], x["v"], _one(), kernel=lambda q, k, v, *, causal, scale: q.transpose(1, 2).contiguous()
+            x["q"],
+            x["k"],
+            x["v"],
+            one_device(),
+            kernel=lambda q, k, v, *, causal, scale: q.transpose(1, 2).contiguous(),
         )
 
 
@@ -83,7 +82,7 @@ class _FlashAttn(types.ModuleType):
         assert right in (-1, 0) and (left == -1 or causal)
         options: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap or None}
         window = None if left < 0 else left + 1
-        return longspan.attention(q, k, v, _one(), causal=causal, window=window, kernel="eager", **options)
+        return longspan.attention(q, k, v, one_device(), causal=causal, window=window, kernel="eager", **options)
 
     @classmethod
     def flash_attn_varlen_func(
@@ -99,8 +98,8 @@ class _FlashAttn(types.ModuleType):
 @pytest.mark.parametrize("name", ["gqa", "bidirectional", "window", "documents", "documents and padding"])
 def test_flash_attn_is_called_with_the_right_arguments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
-    case = CASES[name]
-    found = errors(case, run(case, _one(), "flash_attn"))
+    case = PLAIN[name]
+    found = errors(case, run(case, one_device(), "flash_attn"))
     assert max(found.values()) <= MARGIN, found
 
 
@@ -108,7 +107,7 @@ def test_flash_attn_cannot_do_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
     x = make(Case(sinks=True))
     with pytest.raises(LongspanError, match="cannot do sinks; use kernel='auto'"):
-        longspan.attention(x["q"], x["k"], x["v"], _one(), sinks=x["sinks"], kernel="flash_attn")
+        longspan.attention(x["q"], x["k"], x["v"], one_device(), sinks=x["sinks"], kernel="flash_attn")
 
 
 NO_SQUARE: dict[str, dict[str, Any]] = {
@@ -141,5 +140,5 @@ def test_a_mask_never_makes_a_square_tensor(name: str) -> None:
             return out
 
     with Largest() as largest:
-        longspan.attention(q, k, v, _one(), **NO_SQUARE[name]).sum().backward()
+        longspan.attention(q, k, v, one_device(), **NO_SQUARE[name]).sum().backward()
     assert largest.numel <= n * n // 16  # a square for each head would be 32 times as much

@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
-from longspan import loss as loss_module
-from longspan.batch import IGNORE
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
+from longspan.hf import loss as loss_module
+from longspan.hf.batch import IGNORE
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, units
 

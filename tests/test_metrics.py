@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.exchange import ring_shift
-from longspan.metrics import (
+from longspan.comm.p2p import ring_shift
+from longspan.train.metrics import (
     CommunicationSampler,
     Display,
     MetricsLog,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import warnings
 from typing import Any
@@ -14,10 +13,12 @@ import torch.nn.functional as F
 from transformers import masking_utils as masks
 
 import longspan
-from longspan.huggingface import MaskRequest, longspan_mask
+from longspan.hf.registry import MaskRequest, longspan_mask
 from tests.models import (
     FAMILIES,
     MASKED,
+    ON_4_RANKS,
+    SHARDED,
     Run,
     Truth,
     batch,
@@ -26,26 +27,17 @@ from tests.models import (
     check_loss,
     compare,
     gradients,
+    inputs_of,
     sharding,
+    truth_about,
     truth_by,
     truth_of,
 )
 from tests.pool import RankPool
 
-# data x ring, what is left of the ranks is ulysses; and whether weights are sharded.
-SHARDED = [(1, 1, True), (2, 1, True), (1, 2, True), (1, 4, True), (2, 2, True)]
-ON_4_RANKS = [*SHARDED, (2, 1, False)]
-
-
-def _inputs(family: str) -> dict[str, Any]:
-    whole: dict[str, Any] = batch()
-    if family == "Bert":
-        whole["token_type_ids"] = (torch.arange(21) > 9).long().expand(4, -1).contiguous()
-    return whole
-
 
 def _padded(family: str, side: str) -> dict[str, Any]:
-    whole = _inputs(family)
+    whole = inputs_of(family)
     n = whole["input_ids"].shape[1]
     mask = torch.ones_like(whole["input_ids"])
     for row, missing in enumerate((0, 3, 9, 1)):
@@ -58,15 +50,9 @@ def _padded(family: str, side: str) -> dict[str, Any]:
 
 
 def _packed(family: str) -> dict[str, Any]:
-    whole = {name: x[:2] for name, x in _inputs(family).items()}
+    whole = {name: x[:2] for name, x in inputs_of(family).items()}
     positions = torch.cat([torch.arange(k) for k in (5, 9, 7)])
     return {**whole, "labels": whole["labels"].flip(0), "position_ids": torch.stack([positions, torch.arange(21)])}
-
-
-@functools.cache
-def _truth(family: str, changes: tuple[tuple[str, Any], ...] = (), inputs: Any = _inputs, *args: Any) -> Truth:
-    """Computed once, by the process that runs the tests, and sent to the ranks."""
-    return truth_of(build(family, **dict(changes)), inputs(family, *args))
 
 
 def _run(
@@ -85,7 +71,7 @@ def _run(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_on_every_mesh_of_4_ranks(pool4: RankPool, family: str) -> None:
-    pool4.run(_run, family, {}, ON_4_RANKS, _inputs(family), _truth(family))
+    pool4.run(_run, family, {}, ON_4_RANKS, inputs_of(family), truth_about(family))
 
 
 # Where 8 ranks or uneven heads may matter: sinks, biases of heads, experts, chunks, softcap, norms over heads, MHA. The
@@ -98,30 +84,30 @@ def test_families_on_8_ranks_with_uneven_heads_and_fewer_kv_heads(pool8: RankPoo
     heads: dict[str, Any] = {"num_attention_heads": 12, "hidden_size": 96}
     if FAMILIES[family].get("num_key_value_heads", 4) is not None:
         heads["num_key_value_heads"] = 4
-    truth = _truth(family, tuple(heads.items()))
-    pool8.run(_run, family, heads, [(1, 1, True), (1, 2, True)], _inputs(family), truth, timeout=120)
+    truth = truth_about(family, tuple(heads.items()))
+    pool8.run(_run, family, heads, [(1, 1, True), (1, 2, True)], inputs_of(family), truth, timeout=120)
 
 
 def test_sinks_have_a_gradient_on_ranks_without_heads(pool4: RankPool) -> None:
     """FSDP sums what every rank has a gradient for: a rank that left one out would be out of step with the others."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
-    truth = _truth("GptOss", tuple(heads.items()))
-    pool4.run(_run, "GptOss", heads, [(1, 1, True), (1, 1, False)], _inputs("GptOss"), truth)
+    truth = truth_about("GptOss", tuple(heads.items()))
+    pool4.run(_run, "GptOss", heads, [(1, 1, True), (1, 1, False)], inputs_of("GptOss"), truth)
 
 
 @pytest.mark.parametrize("family", ["Albert", "DistilBert"])
 def test_encoders_whose_layers_have_no_numbers(pool2: RankPool, family: str) -> None:
-    pool2.run(_run, family, {}, [(1, 1, True), (1, 1, False)], _inputs(family), _truth(family))
+    pool2.run(_run, family, {}, [(1, 1, True), (1, 1, False)], inputs_of(family), truth_about(family))
 
 
 def test_replicas_that_hold_whole_sequences(pool4: RankPool) -> None:
-    pool4.run(_run, "Llama", {}, [(4, 1, True), (4, 1, False)], _inputs("Llama"), _truth("Llama"))
+    pool4.run(_run, "Llama", {}, [(4, 1, True), (4, 1, False)], inputs_of("Llama"), truth_about("Llama"))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4Text", "GptOss", "Bert", "ModernBert"])
 def test_padding(pool4: RankPool, side: str, family: str) -> None:
-    truth = _truth(family, (), _padded, side)
+    truth = truth_about(family, (), _padded, side)
     meshes = [(1, 2, True)] if side == "left" else [(2, 1, True)]
     pool4.run(_run, family, {}, SHARDED if family == "Llama" else meshes, _padded(family, side), truth)
 
@@ -135,14 +121,14 @@ LLAMA4 = pytest.param("Llama4Text", marks=chunks_by_position)
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", LLAMA4, "GPT2"])
 def test_packed_documents(pool4: RankPool, family: str) -> None:
-    pool4.run(_run, family, {}, [(1, 1, True), (1, 4, True)], _packed(family), _truth(family, (), _packed))
+    pool4.run(_run, family, {}, [(1, 1, True), (1, 4, True)], _packed(family), truth_about(family, (), _packed))
 
 
 def test_a_decoder_made_bidirectional(pool4: RankPool) -> None:
     """Gemma-3's windows are then open to both sides, and its own size of them is made from the config's."""
     changes = {"use_bidirectional_attention": True, "sliding_window": 12}
-    truth = _truth("Gemma3Text", tuple(changes.items()))
-    pool4.run(_run, "Gemma3Text", changes, [(1, 1, True), (1, 2, True)], _inputs("Gemma3Text"), truth)
+    truth = truth_about("Gemma3Text", tuple(changes.items()))
+    pool4.run(_run, "Gemma3Text", changes, [(1, 1, True), (1, 2, True)], inputs_of("Gemma3Text"), truth)
 
 
 def _packed_from_2(family: str) -> dict[str, Any]:
@@ -152,7 +138,7 @@ def _packed_from_2(family: str) -> dict[str, Any]:
 
 @chunks_by_position
 def test_chunks_end_where_position_ids_say_so(pool4: RankPool) -> None:
-    truth = _truth("Llama4Text", (), _packed_from_2)
+    truth = truth_about("Llama4Text", (), _packed_from_2)
     pool4.run(_run, "Llama4Text", {}, [(1, 1, True)], _packed_from_2("Llama4Text"), truth)
 
 
@@ -187,7 +173,7 @@ def test_marked_documents_are_as_if_alone(pool4: RankPool, family: str, how: str
     sizes = (5, 9, 7)
     # Llama-4's temperature counts tokens through the row, whatever documents there are, in transformers and here.
     changes = {"attn_temperature_tuning": False} if family == "Llama4Text" else {}
-    whole = {name: x[3:] for name, x in _inputs(family).items()}
+    whole = {name: x[3:] for name, x in inputs_of(family).items()}
     begins = torch.tensor([0, 5, 14])
     whole["labels"] = whole["labels"].index_fill(1, begins, -100)  # as packing collators do
     truth = _alone(family, changes, whole, sizes)
@@ -211,19 +197,19 @@ EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_router_loss_on_every_mesh(pool4: RankPool, family: str) -> None:
-    truth = _truth(family, tuple(AUX.items()))
-    assert truth.exact.aux_loss is not None and abs(truth.exact.loss - _truth(family).exact.loss) > 0.1
-    pool4.run(_run, family, AUX, [*ON_4_RANKS, (1, 1, False), (4, 1, True)], _inputs(family), truth)
+    truth = truth_about(family, tuple(AUX.items()))
+    assert truth.exact.aux_loss is not None and abs(truth.exact.loss - truth_about(family).exact.loss) > 0.1
+    pool4.run(_run, family, AUX, [*ON_4_RANKS, (1, 1, False), (4, 1, True)], inputs_of(family), truth)
 
 
 def test_router_loss_counts_no_padding(pool4: RankPool) -> None:
     for side in ("left", "right"):
-        truth = _truth("Qwen3Moe", tuple(AUX.items()), _padded, side)
+        truth = truth_about("Qwen3Moe", tuple(AUX.items()), _padded, side)
         pool4.run(_run, "Qwen3Moe", AUX, [(1, 1, True), (2, 1, True)], _padded("Qwen3Moe", side), truth)
 
 
 def test_router_loss_of_packed_documents(pool4: RankPool) -> None:
-    truth = _truth("Mixtral", tuple(AUX.items()), _packed)
+    truth = truth_about("Mixtral", tuple(AUX.items()), _packed)
     pool4.run(_run, "Mixtral", AUX, [(1, 1, False)], _packed("Mixtral"), truth)
 
 
@@ -240,7 +226,7 @@ def _router_loss_checkpointed(truth: Truth) -> None:
 
 
 def test_router_loss_with_checkpointed_layers(pool4: RankPool) -> None:
-    pool4.run(_router_loss_checkpointed, _truth("Qwen3Moe", tuple(AUX.items())))
+    pool4.run(_router_loss_checkpointed, truth_about("Qwen3Moe", tuple(AUX.items())))
 
 
 def _router_loss_by_call() -> None:
@@ -308,10 +294,10 @@ def test_sparse_prediction_of_modernbert(pool2: RankPool) -> None:
     """In one process it makes logits of the labelled tokens alone: the same loss."""
     changes = {"sparse_prediction": True}
     model = build("ModernBert", **changes)
-    truth = _truth("ModernBert")
+    truth = truth_about("ModernBert")
     out = model(**batch())
     check_loss(float(out.loss.detach()), truth)
-    pool2.run(_run, "ModernBert", changes, [(1, 1, True)], _inputs("ModernBert"), truth)
+    pool2.run(_run, "ModernBert", changes, [(1, 1, True)], inputs_of("ModernBert"), truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,7 +353,7 @@ def test_gradients_of_one_device_match_too() -> None:
     sp = longspan.SequenceSharding(longspan.init_mesh())
     for family in ("Llama4Text", "Bert", "Mixtral"):
         changes = AUX if family == "Mixtral" else {}
-        truth = _truth(family, tuple(changes.items()))
+        truth = truth_about(family, tuple(changes.items()))
         model = longspan.parallelize(build(family, **changes), sp)
-        model(**_inputs(family)).loss.backward()
+        model(**inputs_of(family)).loss.backward()
         check_gradients(gradients(model), truth)

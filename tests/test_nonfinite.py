@@ -2,64 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.nonfinite import first_not_finite
+from longspan.core.errors import LongspanError
+from longspan.hf.nonfinite import first_not_finite
+from tests.faults import NAN, NaNFault
 from tests.models import batch, build, gradients, rows_of, sharding
 from tests.pool import RankPool
-
-NAN = float("nan")
-
-
-def _poison(x: Tensor) -> Tensor:
-    """`x` with one NaN; its gradient is as it was."""
-    at = torch.zeros_like(x)
-    at.view(-1)[3] = NAN
-    return x + at
-
-
-class _Fault:
-    """Planted on one rank: hooks that make one value NaN."""
-
-    def __init__(self, kind: str, model: Any, rank: int) -> None:
-        layer = model.model.layers[1]
-        self.handles: list[Any] = []
-        if dist.get_rank() != rank:
-            return
-        if kind == "activation":
-            self.handles = [layer.mlp.up_proj.register_forward_hook(lambda m, a, out: _poison(out))]
-        elif kind == "attention":  # between two modules, in what the exchange or the ring has brought
-            self.handles = [layer.self_attn.o_proj.register_forward_pre_hook(lambda m, args: (_poison(args[0]),))]
-        elif kind == "logits":
-            self.handles = [model.lm_head.register_forward_hook(lambda m, a, out: out * float("inf"))]
-        elif kind == "gradient":
-            self.handles = [layer.mlp.register_forward_hook(self._in_the_backward)]
-        elif kind == "parameter":
-            self.handles = [layer.mlp.down_proj.register_forward_pre_hook(self._of_the_weight)]
-        elif kind == "weight":
-            p = layer.self_attn.k_proj.weight
-            local = p.to_local() if hasattr(p, "to_local") else p
-            local.detach().view(-1)[5] = float("inf")
-
-    def _in_the_backward(self, module: Any, args: Any, out: Tensor) -> Tensor:
-        out = out.clone()
-        out.register_hook(_poison)
-        return out
-
-    def _of_the_weight(self, module: Any, args: Any) -> None:
-        self.handles.append(module.weight.register_hook(_poison))
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
 
 FAULTS = {
     "activation": ("activation", "the output of model.layers.1.mlp.up_proj on rank 2 (1 of "),
@@ -86,7 +37,7 @@ def _found(
         model(**mine).loss.backward()
         before = {name: grad.clone() for name, grad in gradients(model).items()}
         assert longspan.find_nonfinite(model, mine) is None
-        fault = _Fault(kind, model, 2)
+        fault = NaNFault(kind, model, 2)
         said = longspan.find_nonfinite(model, mine)
         fault.remove()
         assert said is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.counting import count_sent
 from tests.models import (
     Truth,
@@ -30,6 +31,7 @@ from tests.models import (
     widened,
 )
 from tests.pool import RankPool
+from tests.said import says
 from tests.tolerance import excess_of_rows, roughly
 
 
@@ -96,24 +98,50 @@ def test_rope_types_see_the_global_length(pool4: RankPool, kind: str) -> None:
     pool4.run(_family, "Llama", 1, True, ROPES[kind], batch())
 
 
-def _accumulated(fsdp: bool) -> None:
+def _accumulated(fsdp: bool, once: bool) -> None:
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
     batches = [batch(seed=s) for s in (1, 2, 3)]
     items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
     truth = truth_by(build("Llama"), lambda m: [run_of(m, {**b, "num_items_in_batch": items}) for b in batches][-1])
-    total = 0.0
+    total, sums = 0.0, []
     for whole in batches:
-        out = model(**rows_of(whole, sp.data_rank, 2), num_items_in_batch=torch.tensor(items))
-        out.loss.backward()
+        with longspan.no_sync(model) if once and whole is not batches[-1] else contextlib.nullcontext():
+            out = model(**rows_of(whole, sp.data_rank, 2), num_items_in_batch=torch.tensor(items))
+            with count_sent() as sent:
+                out.loss.backward()
+        sums.append(sum(one.op == ("reduce_scatter" if fsdp else "all_reduce") for one in sent))
         total += float(out.loss.detach())
     assert total > 0
     check_gradients(gradients(model), truth)  # of the last: what has accumulated over all three
+    groups = len(_groups(model)) if fsdp else 2  # or which parameters have gradients, and one bucket of them
+    assert sums == ([0, 0, groups] if once else [groups] * 3)
+    assert groups == (4 if fsdp else 2)
+    # Summed gradients stay what they are, and the next step's are added to them alone.
+    before = gradients(model)
+    with longspan.no_sync(model):
+        model(**rows_of(batches[0], sp.data_rank, 2)).loss.backward()
+    if not fsdp:
+        assert all(torch.equal(grad, before[name]) for name, grad in gradients(model).items())
+    model(**rows_of(batches[1], sp.data_rank, 2)).loss.backward()
+    step = [{**b, "num_items_in_batch": items} for b in batches] + batches[:2]
+    check_gradients(gradients(model), truth_by(build("Llama"), lambda m: [run_of(m, b) for b in step][-1]))
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("fsdp", [True, False])
-def test_gradient_accumulation(pool4: RankPool, fsdp: bool) -> None:
-    pool4.run(_accumulated, fsdp)
+def test_gradient_accumulation(pool4: RankPool, fsdp: bool, once: bool) -> None:
+    pool4.run(_accumulated, fsdp, once)
+
+
+def test_no_sync_is_for_parallelized_models() -> None:
+    model = build("Llama")
+    with pytest.raises(LongspanError, match="LlamaForCausalLM was not parallelized"), longspan.no_sync(model):
+        pass
+    longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
+    with longspan.no_sync(model):  # alone there is nothing to sum
+        model(**batch()).loss.backward()
+    assert model.lm_head.weight.grad is not None
 
 
 def _checkpointed(family: str, reentrant: bool, fsdp: bool) -> None:
@@ -309,14 +337,14 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Mamba", {}, {}, {}, "layer backbone.layers.0 (MambaBlock) of MambaForCausalLM mixes tokens without going"),
     ("Qwen3Next", {**EXPERTS, "num_hidden_layers": 4}, {}, {}, "mixes tokens without going through attention"),
     ("MobileBert", {**BERT, "embedding_size": 16}, {}, {},
-     "the embeddings of MobileBertForMaskedLM join each token with its neighbours (trigram_input=True)"),
+     "embeddings of MobileBertForMaskedLM ... neighbours (trigram_input=True)"),
     ("Bloom", {}, {}, {}, "every attention layer of BloomForCausalLM adds ALiBi biases to its scores"),
     ("Mpt", {"num_key_value_heads": None}, {}, {}, "every attention layer of MptForCausalLM adds ALiBi biases"),
     ("Falcon", FALCON, {}, {}, "layer transformer.h.0.self_attention of FalconForCausalLM does not go through"),
     ("Bert", {**BERT, "is_decoder": True, "add_cross_attention": True}, {}, {},
-     "layer bert.encoder.layer.0.crossattention (BertAttention) of BertForMaskedLM is cross attention: it looks at"),
+     "bert.encoder.layer.0.crossattention (BertAttention) of BertForMaskedLM ... another sequence"),
     ("GPT2", {"add_cross_attention": True}, {}, {},
-     "layer transformer.h.0.crossattention (GPT2Attention) of GPT2LMHeadModel is cross attention: it looks at another"),
+     "transformer.h.0.crossattention (GPT2Attention) of GPT2LMHeadModel ... another sequence"),
     ("OPT", {"word_embed_proj_dim": 32, "ffn_dim": 48}, {}, {}, "makes positions of its own from tokens or mask"),
     ("Roberta", {"is_decoder": True}, {}, {}, "makes positions of its own from tokens or mask"),
     ("RoFormer", BERT, {}, {}, "makes positions of its own from tokens or mask"),
@@ -328,10 +356,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama", {"num_key_value_heads": 1}, {}, {"sharding": {"kv_replication": False}}, "has 1; try `ulysses=1"),
     # Of a call.
     ("Llama", {"attention_dropout": 0.1}, {}, {},
-     "layer model.layers.0.self_attn has attention dropout 0.1, which would depend on the number of ranks; set "
-     "attention_dropout=0.0 in the config"),
-    ("GPT2", {"attn_pdrop": 0.1}, {}, {}, "layer transformer.h.0.attn has attention dropout 0.1, which would depend on "
-     "the number of ranks; set attn_pdrop=0.0 in the config that the model is made from, or call model.eval()"),
+     "model.layers.0.self_attn has attention dropout 0.1 ... attention_dropout=0.0 in the config"),
+    ("GPT2", {"attn_pdrop": 0.1}, {}, {},
+     "transformer.h.0.attn has attention dropout 0.1 ... attn_pdrop=0.0 in the config ... or call model.eval()"),
     ("Bert", {"attention_probs_dropout_prob": 0.1}, {}, {}, "set attention_probs_dropout_prob=0.0 in the config"),
     ("Llama", {"max_position_embeddings": 16}, {}, {}, "positions up to 20, the model's range is 16"),
     ("GPT2", {"max_position_embeddings": 16}, {}, {}, "positions up to 20, the model's range is 16"),
@@ -356,7 +383,7 @@ def test_refused_by_name(
 ) -> None:
     messages = pool2.run(_refusal, family, changes, call, options)
     assert len(set(messages)) == 1
-    assert text in messages[0], messages[0]
+    assert says(messages[0], text), messages[0]
 
 
 def _late_parameter() -> str:
@@ -411,7 +438,7 @@ def test_what_is_no_hugging_face_model() -> None:
 
 def _unused_parameters() -> None:
     """Without FSDP: a parameter that only some ranks use is summed, one that none uses keeps no gradient."""
-    from longspan.gradients import GradientSum
+    from longspan.hf.gradients import GradientSum
 
     sp = sharding()
     a, b, c = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
@@ -422,6 +449,13 @@ def _unused_parameters() -> None:
     assert a.grad is not None and torch.equal(a.grad, torch.full((3,), 2.0 * sp.size))
     assert b.grad is not None and torch.equal(b.grad, torch.full((3,), 2.0))
     assert c.grad is None
+    d, e = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    summed = GradientSum([d, e], sp)
+    for waits in (True, True, False):  # what only an earlier backward of some ranks has touched is summed too
+        summed.waits = waits
+        (d if waits and dist.get_rank() == 0 else e).sum().backward()
+    assert d.grad is not None and torch.equal(d.grad, torch.full((3,), 2.0))
+    assert e.grad is not None and torch.equal(e.grad, torch.full((3,), 3.0 * sp.size - 2))
 
 
 def test_gradients_that_only_some_ranks_have(pool4: RankPool) -> None:
@@ -433,11 +467,12 @@ def _fsdp_structure() -> None:
 
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama", num_hidden_layers=3), sp)
-    layers = list(model.model.layers)
-    assert all(isinstance(module, FSDPModule) for module in (model, *layers))
-    states = [layer._get_fsdp_state() for layer in layers]
-    assert [s._states_to_forward_prefetch for s in states] == [[states[1]], [states[2]], []]
-    assert [s._states_to_backward_prefetch for s in states] == [[], [states[0]], [states[1]]]
+    layers, embedding, tail = list(model.model.layers), model.model.embed_tokens, [model.model.norm, model.lm_head]
+    assert all(isinstance(module, FSDPModule) for module in (model, *layers, embedding, *tail))
+    states = [module._get_fsdp_state() for module in (embedding, *layers, tail[0])]
+    assert states[-1] is tail[1]._get_fsdp_state()  # one group
+    assert [s._states_to_forward_prefetch for s in states] == [[s] for s in states[1:]] + [[]]
+    assert [s._states_to_backward_prefetch for s in states] == [[], []] + [[s] for s in states[1:-1]]
     for p in model.parameters():  # a quarter of every weight: sharded over data x sequence
         assert p.device_mesh.size() == 4 and p.to_local().numel() <= -(-p.shape[0] // 4) * p[0].numel()
     model(**rows_of(batch(), sp.data_rank, 2)).loss.backward()
@@ -447,6 +482,101 @@ def _fsdp_structure() -> None:
 
 def test_fsdp_shards_each_layer_and_prefetches_the_next(pool4: RankPool) -> None:
     pool4.run(_fsdp_structure)
+
+
+def _groups(model: Any) -> list[tuple[int, list[str]]]:
+    """FSDP's groups: the elements that each gathers at once, and the names of its parameters. Largest first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    # embed_out: what GPT-NeoX calls its head in older versions of transformers.
+    names = {id(p): name.replace("embed_out", "lm_head") for name, p in model.named_parameters()}
+    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
+    held = [[p.sharded_param for p in state._fsdp_param_group.fsdp_params] for state in states.values()
+            if state._fsdp_param_group is not None]  # fmt: skip
+    return sorted(((sum(p.numel() for p in group), [names[id(p)] for p in group]) for group in held), reverse=True)
+
+
+OUTER: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
+    "llama": ("Llama", {}, [["lm_head.weight", "model.norm.weight"], ["model.embed_tokens.weight"]]),
+    "neox": ("GPTNeoX", {}, [["gpt_neox.embed_in.weight"],
+             ["gpt_neox.final_layer_norm.bias", "gpt_neox.final_layer_norm.weight", "lm_head.weight"]]),
+    "gpt2, untied": ("GPT2", {"tie_word_embeddings": False}, [["transformer.wpe.weight"], ["transformer.wte.weight"],
+                     ["lm_head.weight", "transformer.ln_f.bias", "transformer.ln_f.weight"]]),
+    "tied": ("Llama", {"tie_word_embeddings": True}, [["model.embed_tokens.weight", "model.norm.weight"]]),
+}  # fmt: skip
+
+
+def _outer_groups(family: str, changes: dict[str, Any], outer: list[list[str]]) -> None:
+    sp = sharding(data=2)
+    model = longspan.parallelize(build(family, vocab_size=640, num_hidden_layers=3, **changes), sp)
+    groups = _groups(model)
+    layers = [names for _, names in groups if any(".layers." in name or ".h." in name for name in names)]
+    assert len(layers) == 3
+    assert sorted(sorted(names) for _, names in groups if names not in layers) == sorted(outer)
+    # Nothing is gathered with the table but the norm: the largest group is one table, not embedding and head.
+    hidden, largest = 32, groups[0][0]
+    assert 640 * hidden <= largest <= 640 * hidden + 2 * hidden
+    whole = batch(vocab=640)
+    _compare(build(family, vocab_size=640, num_hidden_layers=3, **changes), model, whole, sp)
+    model.zero_grad()
+    _compare(build(family, vocab_size=640, num_hidden_layers=3, **changes), model, whole, sp)  # not the first time
+
+
+@pytest.mark.parametrize("case", OUTER)
+def test_embedding_and_head_are_groups_of_their_own(pool4: RankPool, case: str) -> None:
+    pool4.run(_outer_groups, *OUTER[case])
+
+
+def _adapted_head(whole_head: bool) -> None:
+    """Adapters on the embedding and the head, or a head that is trained whole: their backward may read weights."""
+    from peft import LoraConfig, get_peft_model
+
+    def wrapped() -> Any:
+        model = build("Llama")
+        torch.manual_seed(7)
+        targets = ["q_proj"] if whole_head else ["embed_tokens", "lm_head", "q_proj"]
+        saved = ["lm_head"] if whole_head else None
+        config = LoraConfig(r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False)
+        return get_peft_model(model, config).float()
+
+    sp = sharding(data=2)
+    model = longspan.parallelize(wrapped(), sp)
+    embedding, head = ([names for _, names in _groups(model) if any(part in name for name in names)]
+                       for part in ("embed_tokens", "lm_head"))  # fmt: skip
+    assert len(embedding) == len(head) == 1 and embedding != head
+    _compare(wrapped(), model, batch(), sp)
+
+
+@pytest.mark.parametrize("whole_head", [False, True])
+def test_peft_on_embedding_and_head(pool4: RankPool, whole_head: bool) -> None:
+    pool4.run(_adapted_head, whole_head)
+
+
+def _heads_that_share() -> None:
+    """A masked LM's head shares table and bias with other modules; a model without a head has no last group."""
+    import transformers
+
+    from longspan.hf.fsdp import outer_groups
+
+    assert outer_groups(build("Bert")) == (None, [])
+    untied = build("ModernBert", tie_word_embeddings=False)
+    embedding, tail = outer_groups(untied)
+    assert embedding is untied.get_input_embeddings() and tail == [untied.model.final_norm, untied.decoder]
+    headless = transformers.LlamaModel(build("Llama").config)
+    assert outer_groups(headless) == (headless.embed_tokens, [])
+    sp = sharding()
+    for changes in ({}, {"tie_word_embeddings": False}):
+        model = longspan.parallelize(build("ModernBert", **changes), sp)
+        _compare(build("ModernBert", **changes), model, batch(), sp)
+    plain, ids = copy.deepcopy(headless), batch()["input_ids"]
+    sharded = longspan.parallelize(headless, sp)
+    found = sp.gather(sharded(ids).last_hidden_state.detach(), length=21)
+    exact = copy.deepcopy(plain).double()(ids).last_hidden_state
+    assert excess_of_rows(found, plain(ids).last_hidden_state.detach(), exact.detach()) <= 1
+
+
+def test_masked_lms_and_models_without_a_head(pool2: RankPool) -> None:
+    pool2.run(_heads_that_share)
 
 
 def _bad_replica(fault: str) -> str:

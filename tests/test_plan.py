@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from longspan.cli import main, parse
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.plan import (
     CATALOGUE,
     Hardware,
@@ -30,14 +30,15 @@ from longspan.plan import (
 )
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
-from longspan.plan.compute import attended_pairs, layer_work
-from longspan.plan.curves import contexts, gpu_counts
+from longspan.plan.cost.compute import layer_work
+from longspan.plan.cost.times import waiting
 from longspan.plan.hardware import OPS
-from longspan.plan.models import CONFIGS
-from longspan.plan.report import SCHEMA, command, plan_dict, to_dict
-from longspan.plan.search import meshes, refusal
-from longspan.plan.shapes import ModelShape, shape_from_config
-from longspan.plan.times import waiting
+from longspan.plan.layers import Causal, Chunk, Window
+from longspan.plan.limits import refusal
+from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
+from longspan.plan.search import meshes
+from longspan.plan.views.curves import contexts, gpu_counts
+from longspan.plan.views.report import SCHEMA, command, plan_dict, to_dict
 from longspan.train import TrainConfig
 
 A100 = CATALOGUE["a100-80gb"]
@@ -93,6 +94,19 @@ def test_sums_are_totals(model: ModelShape, job: Job, mesh: Mesh) -> None:
     assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
     assert 0 <= plan.exposed_seconds <= plan.comm_seconds * (1 + 1e-9)
     assert 0 < plan.mfu < 1
+
+
+@pytest.mark.parametrize(("hardware", "weight_sharding"), [(A100, False), (A100, True), (read_hardware("cpu"), False)])
+def test_gradients_that_are_summed_once_are_charged_once(weight_sharding: bool, hardware: Hardware) -> None:
+    model = read_model("qwen3-0.6b")
+    one, four = (
+        cost(model, Job(context=2048, batch=batch, weight_sharding=weight_sharding), Mesh(ulysses=2), hardware)
+        for batch in (1, 4)
+    )
+    assert four.exposed_seconds <= four.comm_seconds * (1 + 1e-9)
+    sums = [sum(c.seconds for c in plan.comm if "gradients" in c.what) for plan in (one, four)]
+    assert sums[0] > 0 and sums[1] == pytest.approx(sums[0])
+    assert four.exposed_seconds < 4 * one.exposed_seconds - 2.9 * sums[0] * (not hardware.overlaps)
 
 
 @settings(max_examples=300, deadline=None)
@@ -164,9 +178,9 @@ def test_masks_count_their_pairs() -> None:
     for n, window in ((10, 3), (10, 10), (7, 1), (12, 5)):
         sliding = sum(1 for i in range(n) for j in range(n) if 0 <= i - j < window)
         chunked = sum(1 for i in range(n) for j in range(i + 1) if i // window == j // window)
-        assert attended_pairs(n, window, "sliding") == sliding
-        assert attended_pairs(n, window, "chunked") == chunked
-        assert attended_pairs(n, None, "full") == n * (n + 1) / 2
+        assert Window(window).pairs(n) == sliding
+        assert Chunk(window).pairs(n) == chunked
+        assert Causal().pairs(n) == n * (n + 1) / 2
 
 
 def test_a_window_costs_its_window() -> None:

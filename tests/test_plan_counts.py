@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,32 +12,26 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import longspan
-from longspan.attention.mask import Mask as AttentionMask
-from longspan.attention.ring import work_of_blocks
-from longspan.layout import Layout, ring_routes
+from longspan.attn.mask import Mask as AttentionMask
+from longspan.attn.prepare import work_of_blocks
+from longspan.core.layout import Layout
+from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
-from longspan.plan.communication import layer_method
-from longspan.plan.ring import lap
-from longspan.plan.shapes import ModelShape, shape_from_config
+from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.ring import ring_schedule
+from longspan.plan.layers import Causal, Chunk, Reach, Window
+from longspan.plan.layers.reach import CAUSAL
+from longspan.plan.models import ModelShape, shape_from_config
 from tests.counting import count_sent
+from tests.fakes import fake_world
 
 CPU: Hardware = read_hardware("cpu")
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "max_position_embeddings": 4096,
 }  # fmt: skip
-
-
-@contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 Shape = tuple[int, int, int, int]
@@ -110,7 +104,8 @@ def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[
 MHA, GQA, MQA, UNEVEN = (8, 8, 4, 4), (8, 2, 4, 4), (4, 1, 4, 4), (6, 3, 4, 4)
 RING_MESHES = [Mesh(ring=2), Mesh(ring=4), Mesh(ring=8), Mesh(ring=2, ulysses=2), Mesh(ring=4, ulysses=2)]
 RING_MESHES += [Mesh(ring=2, ulysses=4), Mesh(ring=3, ulysses=2)]
-MASKS = [{}, {"window": 5}, {"window": 14}, {"chunk": 9}]
+REACHES: dict[str, Any] = {"": Causal, "window": Window, "chunk": Chunk}
+MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk": 9}]
 
 
 @pytest.mark.parametrize("impl", ["p2p", "allgather", "auto"])
@@ -125,18 +120,18 @@ def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> Non
             by_rank = [
                 attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.gpus)
             ]
-            kind = {"window": "sliding", "chunk": "chunked"}.get(next(iter(mask), ""), "full")
-            model = a_model(*shape, kind=kind, window=next(iter(mask.values()), None))
+            reach = REACHES[next(iter(mask), "")](*mask.values())
+            model = a_model(*shape, reach=reach)
             job = Job(context=n, dtype="bf16" if n == 37 else "fp32", layout=layout, ring_impl=impl)
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
 
 
-def a_model(q_heads: int, kv_heads: int, d: int, dv: int, kind: str = "full", window: int | None = None) -> ModelShape:
+def a_model(q_heads: int, kv_heads: int, d: int, dv: int, reach: Reach = CAUSAL) -> ModelShape:
     config = {**LLAMA, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": d}
     model = shape_from_config(config, "test")
-    for name, value in (("v_head_dim", dv), ("kind", kind), ("window", window)):
-        object.__setattr__(model.layers[0], name, value)
-    return model
+    layer = model.layers[0]
+    mixer = dataclasses.replace(layer.mixer, v_head_dim=dv, reach=reach)  # type: ignore[call-arg]
+    return dataclasses.replace(model, layers=(dataclasses.replace(layer, mixer=mixer), *model.layers[1:]))
 
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -192,12 +187,27 @@ def test_a_training_step_sends_what_is_planned(mesh: Mesh, config: dict[str, Any
     assert measured == planned
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("once", [True, False])
+def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) -> None:
+    """Once, after the last of three micro-batches; after each where whole gradients take too much of the memory."""
+    mesh, options = Mesh(data=2, ulysses=2), {"dtype": "fp32", "weight_sharding": sharded}
+    hardware = CPU if once else dataclasses.replace(CPU, memory_bytes=1e5)
+    model = shape_from_config(LLAMA, "test")
+    plan = cost(model, Job(context=37, batch=3 * mesh.data, **options), mesh, hardware)  # type: ignore[arg-type]
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.comm:
+        planned[(c.op, c.bytes_per_gpu)] += c.count
+    waits = 2 if once or not sharded else 0
+    assert max((step_sent(rank, mesh, LLAMA, 37, options, 3, waits) for rank in (0, 1)), key=total) == planned
+
+
 def total(log: Counter[tuple[str, int]]) -> int:
     return sum(size * count for (_, size), count in log.items())
 
 
 def step_sent(
-    rank: int, mesh: Mesh, config: dict[str, Any], n: int, options: dict[str, Any]
+    rank: int, mesh: Mesh, config: dict[str, Any], n: int, options: dict[str, Any], micro: int = 1, waits: int = 0
 ) -> Counter[tuple[str, int]]:
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -214,12 +224,14 @@ def step_sent(
         model.train()
         tokens = torch.zeros(1, n, dtype=torch.long)
         with count_sent() as sent:
-            model(input_ids=tokens, labels=tokens).loss.backward()
+            for i in range(micro):
+                with longspan.no_sync(model) if i < waits else contextlib.nullcontext():
+                    model(input_ids=tokens, labels=tokens).loss.backward()
     return Counter((one.op, one.bytes) for one in sent)
 
 
-def a_mask(kind: str, window: int | None) -> AttentionMask:
-    return AttentionMask(window=window if kind == "sliding" else None, chunk=window if kind == "chunked" else None)
+def a_mask(reach: Reach) -> AttentionMask:
+    return AttentionMask(**{name: reach.limit for name, of in REACHES.items() if name and isinstance(reach, of)})
 
 
 @settings(max_examples=150, deadline=None)
@@ -228,25 +240,26 @@ def a_mask(kind: str, window: int | None) -> AttentionMask:
     ring=st.integers(1, 12),
     ulysses=st.integers(1, 3),
     layout=st.sampled_from(["zigzag", "contiguous"]),
-    kind=st.sampled_from(["full", "sliding", "chunked"]),
-    window=st.integers(1, 80),
+    reach=st.one_of(st.just(CAUSAL), st.builds(Window, st.integers(1, 80)), st.builds(Chunk, st.integers(1, 80))),
 )
-def test_a_lap_is_the_one_that_attention_makes(
-    n: int, ring: int, ulysses: int, layout: Any, kind: str, window: int
-) -> None:
+def test_a_ring_is_scheduled_as_attention_does(n: int, ring: int, ulysses: int, layout: Any, reach: Reach) -> None:
     cut = Layout(ring, ulysses, layout)
-    limit = None if kind == "full" else window
-    found = lap(cut, n, kind, limit)
-    work = work_of_blocks(cut, (n, n), a_mask(kind, limit).limited_to(n), 1)
+    found = ring_schedule(cut, n, reach)
+    work = work_of_blocks(cut, (n, n), a_mask(reach).limited_to(n), 1)
     assert found.routes == ring_routes([[pairs > 0 for pairs in row] for row in work])
     assert found.pairs == tuple(sum(row) for row in work)
-    assert found.sends == tuple(found.routes.messages(rank) for rank in range(ring))
-    visits = [
+    steps = range(1, found.routes.rounds + 1)
+    sends = [
+        sum(found.routes.sends_right(rank, step) + found.routes.sends_left(rank, step) for step in steps)
+        for rank in range(ring)
+    ]
+    assert found.sends == tuple(sends)
+    received = [
         sum(0 < (rank - j) % ring <= found.routes.right[j] for j in range(ring))
         + sum(0 < (j - rank) % ring <= found.routes.left[j] for j in range(ring))
         for rank in range(ring)
     ]
-    assert found.visits == tuple(visits) and sum(visits) == sum(found.sends)
+    assert found.received == tuple(received) and sum(received) == sum(sends)
     busiest = max(range(ring), key=lambda rank: found.pairs[rank])
     assert found.own == work[busiest][busiest] / sum(work[busiest])
 
@@ -260,11 +273,11 @@ def test_counting_sees_a_collective_that_nobody_planned() -> None:
 
 def test_the_planner_has_the_sizes_of_the_code() -> None:
     """Buckets and tiles are written down twice, as the planner may not import what needs torch."""
-    from longspan.gradients import GradientSum
-    from longspan.loss import TILE_ELEMENTS
-    from longspan.plan.communication import GRADIENT_BUCKET
-    from longspan.plan.kept import Scale
-    from longspan.plan.memory import _tile
+    from longspan.core.buckets import GRADIENT_BUCKET
+    from longspan.hf.gradients import GradientSum
+    from longspan.hf.loss import TILE_ELEMENTS
+    from longspan.plan.cost.memory import _tile
+    from longspan.plan.cost.saved import Scale
 
     assert GradientSum.bucket_elements == GRADIENT_BUCKET
     tiles = [_tile(Scale(1, 2, 1, on_cpu=on_cpu, hidden_shards=1)) for on_cpu in (False, True)]

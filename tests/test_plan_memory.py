@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from longspan.plan import Job, Mesh, cost, read_hardware
-from longspan.plan.kept import Scale, kept_per_token
-from longspan.plan.shapes import shape_from_config
+from longspan.plan.cost.saved import Scale, saved_per_token
+from longspan.plan.models import shape_from_config
 from tests.pool import RankPool
 
 SMALL = {
@@ -38,6 +38,9 @@ CASES = [
     (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "activation_checkpointing": True}),
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
+    # Embedding and head are most of it, and groups of their own.
+    ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
+    ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
 ]
 
 
@@ -130,7 +133,7 @@ def local(x: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("extra", [{}, {"model_type": "qwen3", "head_dim": 16}], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2), Mesh(ring=2, ulysses=2)], ids=str)
-def test_what_a_layer_keeps_is_exact(
+def test_saved_activations_are_exact(
     get_pool: Callable[[int], RankPool], mesh: Mesh, extra: dict[str, Any], dtype: str
 ) -> None:
     """Tensor by tensor: what one layer more makes autograd save."""
@@ -142,7 +145,7 @@ def test_what_a_layer_keeps_is_exact(
     model = shape_from_config(config, "test")
     job = Job(context=context, **{"dtype": dtype})  # type: ignore[arg-type]
     scale = Scale(context // mesh.gpus, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
-    planned = kept_per_token(model.layers[0], job, mesh, scale, autocast=False)
+    planned = saved_per_token(model.layers[0], job, mesh, scale, autocast=False)
     assert planned.total * scale.tokens == more - fewer
 
 

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from longspan.errors import LongspanError
-from longspan.layout import Layout, split_heads
+from longspan.core.errors import LongspanError
+from longspan.core.heads import split_heads
+from longspan.core.layout import choose_layout
 from longspan.plan import Job, Mesh, planned, read_hardware, read_model, search
-from longspan.plan.curves import BEST, contexts, gpu_counts, grid
-from longspan.plan.drawing import SIZE, draw
 from longspan.plan.job import Mode
-from longspan.plan.page import render
-from longspan.plan.report import to_dict
+from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
+from longspan.plan.views.drawing import SIZE, draw
+from longspan.plan.views.page import render
+from longspan.plan.views.report import to_dict
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
 NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'
@@ -149,28 +149,23 @@ def test_page_loads_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-def test_the_page_draws_tokens_where_the_layout_has_them(kind: Any) -> None:
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("the page's script is not run: apt-get install nodejs")
-    script = _page(Job(context=131072), 8)[0].rpartition("<script>")[2]
-    functions = [
-        re.search(rf"^function {name}\(.*?^}}", script, re.DOTALL | re.MULTILINE) for name in ("layout", "cut")
-    ]
-    cases = [(n, ring, ulysses) for n in (1, 7, 64, 1000) for ring in (1, 2, 3, 8) for ulysses in (1, 2, 3)]
-    code = f"""
-        const job = {{ layout: "{kind}" }};
-        {"".join(found[0] for found in functions if found)}
-        console.log(JSON.stringify({json.dumps(cases)}.map(([n, R, U]) => {{
-          const {{ local, block }} = layout(n, R, U);
-          return Array.from({{ length: R * U }}, (_, rank) =>
-            cut(block(Math.floor(rank / U)), (rank % U) * local, (rank % U + 1) * local, n));
-        }})));
-    """
-    done = subprocess.run([node, "-e", code], capture_output=True, text=True, timeout=60, check=True)
-    for (n, ring, ulysses), spans in zip(cases, json.loads(done.stdout), strict=True):
-        of_code = Layout(ring, ulysses, kind)
-        assert spans == [[list(span) for span in of_code.spans(n, rank)] for rank in range(of_code.size)]
+def test_the_page_is_told_who_holds_which_tokens(kind: str) -> None:
+    """Of every mesh and context that it may show; its own script knows no layout."""
+    page, _, data = _page(Job(context=100_001, layout=kind), 12)
+    shown = {(plan["mesh"][1], plan["mesh"][2]) for row in data["points"] for point in row for plan in point["plans"]}
+    assert {f"{ring},{ulysses}" for ring, ulysses in shown} == set(data["layouts"])
+    assert any(ring > 1 and ulysses > 1 for ring, ulysses in shown)
+    for ring, ulysses in shown:
+        told, layout = data["layouts"][f"{ring},{ulysses}"], choose_layout(kind, ring, ulysses)
+        assert told["kind"] == layout.kind
+        for n, at_context in zip(data["contexts"], told["contexts"], strict=True):
+            assert len(at_context["parts"]) == (layout.size if layout.size <= PARTS_SHOWN else RANKS_SHOWN)
+            for rank, flat in enumerate(at_context["parts"]):
+                assert flat == [place for span in layout.spans(n, rank) for place in span]
+            for rank, flat in enumerate(at_context["blocks"]):
+                held = {place for u in range(ulysses) for place in layout.spans(n, rank * ulysses + u)}
+                assert sum(flat[1::2]) - sum(flat[::2]) == sum(stop - start for start, stop in held)
+    assert "zigzag" not in page.rpartition("<script>")[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

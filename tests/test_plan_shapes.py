@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.errors import LongspanError
-from longspan.plan.models import CONFIGS
-from longspan.plan.shapes import FAMILIES, LayerShape, ModelShape, Parameter, read_model, shape_from_config
+from longspan.core.errors import LongspanError
+from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window
+from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
+from tests.said import says
 
 # Other than the sizes that `_random_config` draws for every model type. Each entry is one case.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -205,31 +206,32 @@ def test_active_parameters() -> None:
     dense, sparse = (layer for layer, _ in read_model("deepseek-v3").layer_kinds)
     assert dense.active_params == dense.params
     assert sparse.params - sparse.active_params == (256 - 8) * 3 * 7168 * 2048
-    assert (dense.ffn, dense.experts, sparse.ffn, sparse.experts) == (18432, 0, 0, 256)
-    assert (sparse.experts_per_token, sparse.expert_ffn, sparse.shared_ffn, sparse.gated) == (8, 2048, 2048, True)
+    assert dense.mlp == Dense(18432, gated=True)
+    assert sparse.mlp == Experts(2048, gated=True, experts=256, per_token=8, shared_ffn=2048)
 
 
 def test_matrices_are_what_is_not_a_norm_a_bias_or_a_sink() -> None:
     layer = read_model("gpt-oss-20b").layers[0]
     attention = 2880 * 64 * (64 + 8 + 8) + 64 * 64 * 2880
     assert layer.matmul_params_active == attention + 2880 * 32 + 4 * 3 * 2880 * 2880
-    assert layer.sinks
+    assert layer.mixer == Softmax(64, 8, 64, 64, Window(128), sinks=True)
 
 
 def test_latent_attention_caches_the_latent_vector() -> None:
     layer = read_model("deepseek-v3").layers[0]
-    assert (layer.q_heads, layer.kv_heads, layer.head_dim, layer.v_head_dim) == (128, 128, 192, 128)
-    assert layer.latent_dim == layer.kv_elements_per_token == 512 + 64
+    assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64)
+    assert layer.kv_elements_per_token == 512 + 64
 
 
 def test_linear_layers_have_a_state_and_no_cache() -> None:
     model = shape_from_config(_random_config("qwen3_next", 1), "small")
     linear, full = (layer for layer, _ in model.layer_kinds)
-    assert (linear.kind, linear.q_heads, linear.kv_heads, linear.head_dim) == ("linear", 6, 2, 128)
-    assert (linear.state_elements, linear.kv_elements_per_token) == (6 * 128 * 128, 0)
-    assert full.kv_elements_per_token == 2 * full.kv_heads * full.head_dim
+    assert (linear.kind, linear.mixer) == ("linear", Linear(6, 2, 128, 128))
+    assert isinstance(linear.mixer, Linear)
+    assert (linear.mixer.state_elements, linear.kv_elements_per_token) == (6 * 128 * 128, 0)
+    assert full.kv_elements_per_token == 2 * full.mixer.kv_heads * full.mixer.head_dim
     # The model's heads are those that softmax attention exchanges, not the 32 of the linear layers.
-    assert shape_from_config(_random_config("qwen3_next", 0), "small").q_heads == full.q_heads
+    assert shape_from_config(_random_config("qwen3_next", 0), "small").q_heads == full.mixer.q_heads
 
 
 def test_the_text_part_of_a_multimodal_config() -> None:
@@ -324,19 +326,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe{}")
     assert _unreadable(file).startswith(f"--model {file} cannot be read: it is no UTF-8 text")
     file.write_text("[1, 2]")
-    assert _unreadable(file) == (
-        f"{file} holds a JSON list, not an object; give the config.json of a Hugging Face model"
-    )
+    assert says(_unreadable(file), f"{file} holds a JSON list ... give the config.json of a Hugging Face model")
 
 
 def test_missing_sizes_are_all_named() -> None:
-    assert _refusal({"model_type": "llama", "hidden_size": 64, "vocab_size": None}) == (
-        "my/config.json has no num_hidden_layers, num_attention_heads, intermediate_size, vocab_size; a config.json of "
-        "model_type 'llama' must state them"
-    )
-    assert _refusal({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2}) == (
-        "my/config.json has no n_head; a config.json of model_type 'gpt2' must state it"
-    )
+    missing = "my/config.json ... num_hidden_layers, num_attention_heads, intermediate_size, vocab_size; ... state them"
+    assert says(_refusal({"model_type": "llama", "hidden_size": 64, "vocab_size": None}), missing)
+    only = "my/config.json ... no n_head; ... state it"
+    assert says(_refusal({"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 2}), only)
 
 
 @pytest.mark.parametrize(
@@ -349,28 +346,27 @@ def test_missing_sizes_are_all_named() -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
         (
             {"num_key_value_heads": 3},
-            "num_attention_heads=4 does not divide by num_key_value_heads=3; 3 or 6 would",
+            "num_attention_heads=4 ... num_key_value_heads=3 ... 3 or 6 would",
         ),
-        ({"num_key_value_heads": 8}, "num_attention_heads=4 does not divide by num_key_value_heads=8; 8 would"),
-        ({"hidden_size": 66}, "hidden_size=66 does not divide by num_attention_heads=4; 64 or 68 would"),
+        ({"num_key_value_heads": 8}, "num_attention_heads=4 ... num_key_value_heads=8 ... 8 would"),
+        ({"hidden_size": 66}, "hidden_size=66 ... num_attention_heads=4 ... 64 or 68 would"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=true; only causal decoders are supported, set it to false"),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
-            "layer_types[0] is 'sliding_attention', but transformers does not read layer_types for this model_type and "
-            "makes it 'full_attention'; remove layer_types or change the model_type",
+            "layer_types[0] is 'sliding_attention' ... 'full_attention' ... remove layer_types or change the model",
         ),
         (
             {"layer_types": ["full_attention", "mamba"]},
-            "layer_types[1] is 'mamba'; supported are full_attention, attention, sliding_attention",
+            "layer_types[1] is 'mamba' ... full_attention, attention, sliding_attention",
         ),
         (
             {"layer_types": ["full_attention"]},
-            "layer_types must have one entry for each of the 2 layers, it has 1 entries",
+            "layer_types ... 2 layers ... 1 entries",
         ),
     ],
 )
 def test_impossible_values(changes: dict[str, Any], message: str) -> None:
-    assert _refusal(_llama(**changes)) == f"my/config.json: {message}"
+    assert says(_refusal(_llama(**changes)), f"my/config.json: ... {message}")
 
 
 @pytest.mark.parametrize(
@@ -378,12 +374,11 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
     [
         (
             _llama(model_type="qwen3", num_key_value_heads=4, layer_types=["sliding_attention"] * 2),
-            "layer_types has sliding_attention but no sliding_window is in use (use_sliding_window is false); give "
-            "sliding_window in tokens",
+            "layer_types has sliding_attention ... (use_sliding_window is false) ... give sliding_window in tokens",
         ),
         (
             _llama(model_type="gemma2", sliding_window=None),
-            "layer_types has sliding_attention but no sliding_window is in use; give sliding_window in tokens",
+            "layer_types has sliding_attention ... give sliding_window in tokens",
         ),
         (
             _llama(model_type="mixtral", num_key_value_heads=4, num_local_experts=2, num_experts_per_tok=3),
@@ -391,7 +386,7 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
         ),
         (
             _llama(model_type="mistral"),
-            "num_attention_heads=4 does not divide by num_key_value_heads=8 (the default); 8 would",
+            "num_attention_heads=4 ... num_key_value_heads=8 (the default) ... 8 would",
         ),
         (
             _llama(model_type="deepseek_v3", moe_layer_freq=2),
@@ -403,8 +398,7 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
         ),
         (
             _llama(model_type="minimax", num_key_value_heads=4, attn_type_list=[0, 1]),
-            "transformers reads layer_types, not attn_type_list; give layer_types, with 'linear_attention' for 0 and "
-            "'full_attention' for 1",
+            "attn_type_list ... give layer_types, with 'linear_attention' for 0 and 'full_attention' for 1",
         ),
         (
             _llama(model_type="minimax", num_key_value_heads=4, sliding_window=5),
@@ -417,7 +411,7 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_impossible_values_of_one_model_type(config: dict[str, Any], message: str) -> None:
-    assert _refusal(config) == f"my/config.json: {message}"
+    assert says(_refusal(config), f"my/config.json: ... {message}")
 
 
 @pytest.mark.parametrize(
@@ -446,14 +440,22 @@ def test_model_types_that_are_not_supported(config: dict[str, Any], reason: str)
     assert message.endswith(f"Supported are {', '.join(sorted(FAMILIES))}")
 
 
-def test_defaults_of_a_layer() -> None:
-    layer = LayerShape("full", 4, 2, 8, 8, None, 16, True)
-    assert (layer.params, layer.kv_elements_per_token, layer.experts) == (0, 32, 0)
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text", "gpt_neox")
+
+
+@pytest.mark.parametrize("model_type", DENSE)
+def test_a_token_takes_as_much_of_the_cache_as_in_transformers(model_type: str) -> None:
+    for variant in range(len(VARIANTS[model_type])):
+        config = _random_config(model_type, variant)
+        with torch.device("meta"):
+            cache = _build(config)(input_ids=torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
+        held = [(x.keys.numel() + x.values.numel()) / (2 * x.keys.shape[2]) for x in cache.layers]
+        assert held == [layer.kv_elements_per_token for layer in shape_from_config(config, model_type).layers]
 
 
 def test_the_standard_library_is_enough() -> None:
     code = (
-        "import sys, longspan.plan.models, longspan.plan.shapes as s; s.read_model('gpt-oss-20b').params; "
+        "import sys, longspan.plan as s; s.read_model('gpt-oss-20b').params; "
         "print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan import regions
-from longspan.regions import Region, overlap, tiles
+from longspan.core import regions
+from longspan.core.regions import Region, meeting, tiles
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 50)).map(lambda x: (x[0], x[0] + x[1]))
 drawn = st.builds(
@@ -54,10 +54,10 @@ def test_a_part_holds_just_what_lies_in_it(r: Region, q: Any, k: Any) -> None:
 
 @settings(max_examples=300)
 @given(drawn, st.booleans())
-def test_tiles_cover_a_region_once_and_are_what_they_say(r: Region, written_out: bool) -> None:
+def test_tiles_cover_a_region_once_and_are_what_they_say(r: Region, materialized: bool) -> None:
     trimmed = r.within((0, 1000), (0, 1000))
     seen: list[tuple[int, int]] = []
-    for tile in tiles(trimmed, written_out=written_out) if trimmed else ():
+    for tile in tiles(trimmed, materialized=materialized) if trimmed else ():
         part, mine = tile.region, pairs(tile.region)
         rows, columns = part.q1 - part.q0, part.k1 - part.k0
         if tile.kind == "full":
@@ -84,5 +84,5 @@ def test_a_window_costs_its_width_not_the_sequence(monkeypatch: pytest.MonkeyPat
 def test_overlap_looks_at_every_pair_of_runs() -> None:
     causal = [Region(0, 40, 0, 40, 0)]
     zigzag = ((0, 5), (35, 40))
-    found = list(overlap(causal, zigzag, zigzag))
+    found = [part for _, _, part in meeting(causal, zigzag, zigzag)]
     assert sum(part.pairs for part in found) == 15 + 25 + 15

@@ -13,66 +13,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.attention import Mask
-from longspan.attention.ring import work_of_blocks
-from longspan.layout import Layout, Routes, ring_routes
-from longspan.mesh import OneDeviceMesh
+from longspan.attn.mask import Mask
+from longspan.attn.prepare import work_of_blocks
+from longspan.core.layout import Layout
+from longspan.core.routes import Routes, ring_routes
+from tests.attention import CASES, HARD, check_all, compare, drawn_cases, one_device, run, sharding
 from tests.counting import count_sent
-from tests.oracle import Case, errors, make, options, truth_of
+from tests.oracle import Case, make, options, truth_of
 from tests.pool import RankPool
-from tests.test_ulysses import CASES as PLAIN
-from tests.test_ulysses import _sharding, drawn_cases, run
 from tests.tolerance import MARGIN, NOT_MORE
-
-HARD = {
-    "chunks": Case(chunk=5, n=23, batch=2),
-    "chunks and documents": Case(chunk=6, documents=(0,) * 9 + (1,) * 11, n=20),
-    "bidirectional window": Case(window=4, causal=False, n=25),
-    "long bidirectional window": Case(window=150, causal=False, n=500, q_heads=2, kv_heads=1),
-    "prefix": Case(prefix=7, n=22),
-    "a prefix for each row": Case(prefix=(0, 9, 20), n=20, batch=3),
-    "prefix and documents": Case(prefix=9, documents=(0,) * 6 + (1,) * 9, n=15),
-    "softcap": Case(softcap=2.0, n=18, q_heads=6, kv_heads=2),
-    "sinks": Case(sinks=True, n=19, q_heads=6, kv_heads=2),
-    "sinks, softcap and window": Case(softcap=5.0, sinks=True, window=4, n=21, q_heads=6, kv_heads=2),
-    "sinks and documents with padding": Case(sinks=True, documents=(-1,) * 3 + (0,) * 8 + (1,) * 6 + (-1,) * 2, n=19),
-    "sinks on a rank without heads": Case(sinks=True, n=10, q_heads=1, kv_heads=1),
-    "alibi": Case(alibi=True, n=21, q_heads=6, kv_heads=3),
-    "alibi, bidirectional": Case(alibi=True, causal=False, n=21),
-    "a bias": Case(bias="waves", n=17, q_heads=6, kv_heads=2),
-    "a mask function": Case(mod="striped", n=21, q_heads=6, kv_heads=3, batch=2),
-    "a mask function that leaves rows empty": Case(mod="late", causal=False, n=17, batch=2),
-    "a mask function, documents, softcap": Case(mod="striped", documents=(0,) * 8 + (1,) * 5, n=13, softcap=3.0),
-    "cross attention": Case(causal=False, n=13, kv_n=30),
-    "cross attention, few keys": Case(causal=False, n=30, kv_n=5, batch=2),
-    "cross attention with documents": Case(
-        causal=False, n=10, kv_n=16, documents=(0,) * 4 + (1,) * 6, kv_documents=(1,) * 7 + (0,) * 6 + (-1,) * 3
-    ),
-    "chunked prefill": Case(n=9, kv_n=25, q_start=16),
-    "chunked prefill in the middle": Case(n=8, kv_n=40, q_start=11, window=9),
-    "chunked prefill with documents": Case(n=9, kv_n=25, q_start=16, documents=(0,) * 6 + (1,) * 14 + (2,) * 5),
-}
-CASES = {**PLAIN, **HARD}
-
-
-def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, float]:
-    """Errors of output and gradients against the oracle."""
-    return errors(case, run(case, sp, kernel))
 
 
 @pytest.mark.parametrize("name", HARD)
 @pytest.mark.parametrize("kernel", ["auto", "eager"])
 def test_one_device(name: str, kernel: str) -> None:
     case = HARD[name]
-    found = compare(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), kernel)
+    found = compare(case, one_device(), kernel)
     assert max(found.values()) <= MARGIN, found
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kernel", ["block", "flex", "eager"])
+@pytest.mark.parametrize("kernel", ["tiled", "flex", "eager"])
 def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
     x = make(Case(documents=(-1,) * 3 + (0,) * 8, n=11, dtype=torch.float64))  # padding: rows with nothing but the sink
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = one_device()
     q, sinks = x["q"], torch.full((x["q"].shape[2],), -torch.inf, dtype=torch.float64)
     if kernel != "flex":  # it has no backward on a CPU
         q, sinks = q.requires_grad_(), sinks.requires_grad_()
@@ -86,13 +50,8 @@ def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
 
 
 def _everywhere(ring: int, layout: str, names: list[str], impl: str = "p2p") -> dict[str, dict[str, float]]:
-    sp = _sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
     return {name: compare(CASES[name], sp) for name in names}
-
-
-def _all_exact(found: dict[str, dict[str, float]]) -> None:
-    for name, of_case in found.items():
-        assert max(of_case.values()) <= MARGIN, (name, of_case)
 
 
 MESHES = [(2, 2), (4, 4), (4, 2), (4, 1)]
@@ -102,7 +61,7 @@ MESHES = [(2, 2), (4, 4), (4, 2), (4, 1)]
 @pytest.mark.parametrize(("world", "ring"), MESHES)
 def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str) -> None:
     for found in get_pool(world).run(_everywhere, ring, layout, list(CASES)):
-        _all_exact(found)
+        check_all(found)
 
 
 @pytest.mark.slow
@@ -110,18 +69,18 @@ def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str) 
 def test_exact_over_8_ranks(pool8: RankPool, ring: int) -> None:
     names = [name for name in (CASES if ring == 8 else HARD) if not name.startswith("long")]
     for found in pool8.run(_everywhere, ring, "zigzag", names, timeout=120):
-        _all_exact(found)
+        check_all(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_all_gathered_keys_and_values(pool4: RankPool, layout: str) -> None:
     for found in pool4.run(_everywhere, 4, layout, list(CASES), "allgather"):
-        _all_exact(found)
+        check_all(found)
 
 
 def _plain(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = _sharding(dist.get_world_size() // ring, ring)
+    sp = sharding(dist.get_world_size() // ring, ring)
     return {name: compare(CASES[name], sp, "eager") for name in names}
 
 
@@ -129,7 +88,7 @@ def _plain(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("ring", [4, 2])
 def test_the_plain_ring(pool4: RankPool, ring: int) -> None:
     for found in pool4.run(_plain, ring, list(CASES)):
-        _all_exact(found)
+        check_all(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,7 +96,7 @@ def test_the_plain_ring(pool4: RankPool, ring: int) -> None:
 
 
 def _drawn(case: Case, ring: int, layout: str, impl: str, kv_replication: bool) -> dict[str, float]:
-    sp = _sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl, kv_replication=kv_replication)
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl, kv_replication=kv_replication)
     return compare(case, sp)
 
 
@@ -180,7 +139,7 @@ def test_every_token_has_one_rank(n: int, ring: int, ulysses: int, zigzag: bool)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(held))
     padded = [layout.padded_spans(n, rank) for rank in range(layout.size)]
     assert {sum(b - a for a, b in spans) for spans in padded} == {layout.local_length(n)}
-    assert layout.padded_length(n) - n < 2 * layout.size
+    assert layout.local_length(n) * layout.size - n < 2 * layout.size
 
 
 def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
@@ -223,7 +182,7 @@ def test_a_window_needs_its_neighbours_only() -> None:
     assert contiguous.right == (1,) * 7 + (0,) and contiguous.left == (0,) * 8
     zigzag = _routes(Layout(8, 1, "zigzag"), 800, Mask(window=50))
     assert zigzag.rounds == 1 and sum(zigzag.right) == sum(zigzag.left) == 7
-    documents = Mask(rows=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
+    documents = Mask(segments=(tuple((100 * i, 100 * i + 100) for i in range(8)),))
     assert _routes(Layout(8), 800, documents).rounds == 0
 
 
@@ -232,7 +191,7 @@ def test_a_window_needs_its_neighbours_only() -> None:
 
 
 def _sent(case: Case, ring: int, layout: str, impl: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    sp = _sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
     x = make(case)
     q, k, v = (sp.shard(x[name]).clone().requires_grad_() for name in "qkv")
     with count_sent() as log:
@@ -286,9 +245,9 @@ def test_what_the_mask_makes_empty_is_not_sent(pool4: RankPool) -> None:
 
 def _bf16(case: Case, ring: int, impl: str) -> dict[str, float]:
     """Errors against fp64 over those of one device, in the 2-norm."""
-    sp = _sharding(dist.get_world_size() // ring, ring, ring_impl=impl)
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl=impl)
     truth, ours = truth_of(case), run(case, sp)
-    single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), "sdpa")
+    single = run(case, one_device(), "sdpa")
     return {name: float((ours[name] - x).norm() / (single[name] - x).norm()) for name, x in truth.items()}
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.batch import IGNORE, shard_batch
-from longspan.errors import LongspanError
-from longspan.layout import Layout
-from longspan.mesh import OneDeviceMesh
-from longspan.rows import document_rows, mask_rows
+from longspan.attn.segments import document_segments, padding_segments
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout
+from longspan.hf.batch import IGNORE, shard_batch
 from tests.pool import RankPool
 
 
@@ -79,7 +79,7 @@ def test_labels_are_shifted_before_the_cut(pool2: RankPool) -> None:
     # Token 4 is the last of rank 0: what it should predict, 5, is held by rank 1.
     assert torch.equal(labels, torch.tensor([[2, 3, 4, 5, 6, 7, IGNORE, IGNORE]]))
     assert torch.equal(torch.cat([p["position_ids"] for p in parts], 1), torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6]]))
-    assert all(p["longspan"].length == 7 and p["longspan"].rows is None for p in parts)
+    assert all(p["longspan"].length == 7 and p["longspan"].segments is None for p in parts)
 
 
 def test_labels_that_are_shifted_already(pool2: RankPool) -> None:
@@ -95,17 +95,17 @@ def test_positions_that_restart_are_documents_as_in_transformers(pool2: RankPool
         "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]),
     }
     info = pool2.run(_cut, batch)[0]["longspan"]
-    assert info.rows == (((0, 4), (4, 6)), ((0, 6),)) and info.max_position == 5
+    assert info.segments == (((0, 4), (4, 6)), ((0, 6),)) and info.max_position == 5
     masked = pool2.run(_cut, {**batch, "attention_mask": torch.ones(2, 6)})[0]["longspan"]
-    assert masked.rows is None  # with a mask given, transformers does not look for packed sequences
+    assert masked.segments is None  # with a mask given, transformers does not look for packed sequences
 
 
 def test_masks_and_documents_as_rows() -> None:
-    assert mask_rows(torch.ones(2, 3)) is None
-    assert mask_rows(torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])) == (((1, 4),), ((0, 2),))
-    assert document_rows(torch.zeros(2, 4, dtype=torch.int64)) is None
-    assert document_rows(torch.tensor([[5, 5, 2, -1]])) == (((0, 2), (2, 3)),)
-    assert document_rows(torch.tensor([[-1, -1]])) == ((),)
+    assert padding_segments(torch.ones(2, 3)) is None
+    assert padding_segments(torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])) == (((1, 4),), ((0, 2),))
+    assert document_segments(torch.zeros(2, 4, dtype=torch.int64)) is None
+    assert document_segments(torch.tensor([[5, 5, 2, -1]])) == (((0, 2), (2, 3)),)
+    assert document_segments(torch.tensor([[-1, -1]])) == ((),)
 
 
 def _ids(*shape: int) -> torch.Tensor:

@@ -9,13 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import longspan
-from longspan.mesh import OneDeviceMesh
+from tests.attention import CASES, one_device, run
 from tests.models import batch, build, check_gradients, gradient_excess, truth_of
 from tests.oracle import Case, errors, sizes_of
 from tests.oracle import truth_of as oracle_of
-from tests.test_ring import CASES
-from tests.test_ulysses import run
 from tests.tolerance import MARGIN, eps, excess, excess_of_losses, excess_of_rows, units
 
 FAULT = 1 + 1e-4
@@ -40,7 +37,7 @@ def _slices(case: Case, name: str, x: Tensor) -> Iterator[tuple[str, Any]]:
 def test_a_fault_in_one_head_block_or_document_of_attention(name: str) -> None:
     """In a kernel's own result, beside its own rounding."""
     case = CASES[name]
-    found, truth, sizes = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu"))), oracle_of(case), sizes_of(case)
+    found, truth, sizes = run(case, one_device()), oracle_of(case), sizes_of(case)
     planted = 0
     for tensor, right in found.items():
         for where, index in _slices(case, tensor, right):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import shutil
@@ -20,21 +18,19 @@ from typing import Any
 import pytest
 import torch
 
-from longspan import launch
-from longspan.errors import LongspanError
-from longspan.launch import RankFailed
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
-from tests.chaos.ranks import LLAMA
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
 from tests.tolerance import excess, excess_of_losses, roughly
+from tests.training import losses_of, said_by, train, write_config
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "config.json"
-    path.write_text(json.dumps(LLAMA))
-    return path
+    return write_config(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -57,19 +53,8 @@ def config(llama: Path, tmp_path: Path) -> TrainConfig:
     )
 
 
-def _train(config: TrainConfig) -> None:
-    from longspan.train.loop import Trainer
-
-    Trainer(config).run()
-
-
 def _on(pool: RankPool, config: TrainConfig) -> None:
-    pool.run(_train, config, timeout=240)  # the first run imports transformers and datasets on every rank
-
-
-def _losses(out: Path) -> dict[int, float]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    pool.run(train, config, timeout=240)  # the first run imports transformers and datasets on every rank
 
 
 def _weights(out: Path) -> dict[str, torch.Tensor]:
@@ -134,8 +119,26 @@ def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, 
         meshes = {name: meshes[name] for name in ("ulysses", "ring x ulysses", "data x ulysses, accumulating")}
     for name, changes in meshes.items():
         other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **changes)
-        _train(other) if other.ranks == 1 else _on(pool4, other)
-        assert excess_of_losses(_losses(other.out), plain, exact) <= 1, name
+        train(other) if other.ranks == 1 else _on(pool4, other)
+        assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
+
+
+def _train_deterministically(config: TrainConfig) -> bool:
+    try:
+        train(config)
+        return torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+def test_deterministic_kernels_change_nothing_on_a_cpu(config: TrainConfig, pool2: RankPool) -> None:
+    config = dataclasses.replace(config, steps=2, ulysses=2, save_every=0, export="never")
+    _on(pool2, config)
+    again = dataclasses.replace(config, out=config.out / "again", deterministic=True)
+    assert pool2.run(_train_deterministically, again, timeout=240) == [True, True]
+    assert losses_of(again.out) == losses_of(config.out)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
@@ -143,7 +146,7 @@ def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) 
     short = dataclasses.replace(config, steps=3, save_every=0)
     plain = _plain_losses(short)
     _on(pool2, dataclasses.replace(short, ulysses=2, dtype="bf16", fsdp=fsdp))
-    losses = _losses(short.out)
+    losses = losses_of(short.out)
     assert all(abs(losses[step] / plain[step] - 1) < roughly(torch.bfloat16) for step in plain)
     assert losses != plain
     assert {x.dtype for x in _weights(short.out).values()} == {torch.bfloat16}
@@ -155,7 +158,7 @@ def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: Rank
     _on(pool2, short)
     again = dataclasses.replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
     _on(pool2, again)
-    assert _losses(again.out) == _losses(short.out)
+    assert losses_of(again.out) == losses_of(short.out)
 
 
 # --- going on
@@ -180,7 +183,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 ) -> None:
     resumed = _cut_after(uninterrupted, 2, tmp_path / "resumed")
     _on(pool2, resumed)
-    assert _losses(resumed.out) == _losses(uninterrupted.out)
+    assert losses_of(resumed.out) == losses_of(uninterrupted.out)
     log = (resumed.out / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in log] == [1, 2, 3, 4, 5, 6]
     assert json.loads(log[-1])["tokens"] == 6 * 4 * 61
@@ -200,8 +203,8 @@ def test_a_run_goes_on_on_another_mesh_in_the_same_order(
         "ring": {"ring": 2, "ulysses": 2, "ring_impl": "p2p"},
     }.items():
         other = dataclasses.replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
-        _train(other) if other.ranks == 1 else _on(pool4, other)
-        assert excess_of_losses(_losses(other.out), plain, exact) <= 1, name
+        train(other) if other.ranks == 1 else _on(pool4, other)
+        assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
         states = [
             json.loads((c.checkpoints / "step-00000006" / "complete.json").read_text())["state"]
             for c in (other, uninterrupted)
@@ -216,14 +219,14 @@ def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: 
     back = dataclasses.replace(uninterrupted, resume=str(uninterrupted.checkpoints / "step-00000002"), steps=5, keep=1)
     _on(pool2, back)
     assert complete_steps(back.checkpoints) == [5]
-    assert sorted(_losses(back.out)) == [1, 2, 3, 4, 5]
+    assert sorted(losses_of(back.out)) == [1, 2, 3, 4, 5]
 
 
 def test_a_finished_run_is_only_exported_again(uninterrupted: TrainConfig, pool2: RankPool) -> None:
-    before = _losses(uninterrupted.out)
+    before = losses_of(uninterrupted.out)
     shutil.rmtree(uninterrupted.out / "hf")
     _on(pool2, uninterrupted)
-    assert _losses(uninterrupted.out) == before
+    assert losses_of(uninterrupted.out) == before
     assert _weights(uninterrupted.out)
 
 
@@ -234,8 +237,7 @@ def test_a_finished_run_is_only_exported_again(uninterrupted: TrainConfig, pool2
 def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig, pool2: RankPool, tied: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | {"tie_word_embeddings": tied}))
+    path = write_config(tmp_path, tie_word_embeddings=tied)
     _on(pool2, dataclasses.replace(config, config=path, ulysses=2, steps=2))
     folder = config.out / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -255,7 +257,7 @@ def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig
     ]
     batch = torch.stack([torch.from_numpy(sequence.ids) for sequence in third])
     single, exact = (m(input_ids=batch, labels=batch).loss.item() for m in (model, widened(model)))
-    assert excess(_losses(config.out)[3], single, exact) <= 1
+    assert excess(losses_of(config.out)[3], single, exact) <= 1
 
 
 def test_a_run_on_a_ring_says_its_mesh(config: TrainConfig, pool4: RankPool, tmp_path: Path) -> None:
@@ -264,16 +266,10 @@ def test_a_run_on_a_ring_says_its_mesh(config: TrainConfig, pool4: RankPool, tmp
         ("usp", {"ring": 2, "ulysses": 2}, "4 cpu ranks, data 1 x ring 2 x ulysses 2 (zigzag, auto); fp32"),
         ("ulysses", {"data_degree": 2, "ulysses": 2}, "4 cpu ranks, data 2 x ulysses 2; fp32"),
     ):
-        first, *others = pool4.run(_said, dataclasses.replace(short, out=tmp_path / name, **changes), timeout=240)
+        first, *others = pool4.run(said_by, dataclasses.replace(short, out=tmp_path / name, **changes), timeout=240)
         assert said in first and others == [""] * 3
         record = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
         assert 0 < record["communication"] < 1
-
-
-def _said(config: TrainConfig) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        _train(config)
-    return out.getvalue()
 
 
 def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
@@ -282,7 +278,7 @@ def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, t
     second = dataclasses.replace(first, config=None, model=str(first.out / "hf"), out=tmp_path / "second")
     assert second.tokenizer_name == second.model
     _on(pool2, second)
-    assert _losses(second.out)[1] < _losses(first.out)[1]
+    assert losses_of(second.out)[1] < losses_of(first.out)[1]
 
 
 def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankPool) -> None:
@@ -341,12 +337,12 @@ def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: 
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=90)
     assert process.returncode == 143, stderr
-    stopped = max(_losses(config.out))
+    stopped = max(losses_of(config.out))
     assert f"stopped by a signal after step {stopped}" in stdout
     assert (config.checkpoints / f"step-{stopped:08d}" / "complete.json").exists()
     assert 3 <= stopped < 12
     _on(pool2, config)
-    assert _losses(config.out) == _losses(whole.out)
+    assert losses_of(config.out) == losses_of(whole.out)
 
 
 def _train_until_rank_1_is_killed(config: TrainConfig) -> None:
@@ -371,7 +367,7 @@ def test_a_rank_killed_in_mid_training_ends_the_job_and_is_named(config: TrainCo
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
         launch.launch(_train_until_rank_1_is_killed, config, nproc=2)
     assert time.monotonic() - start < 90
-    assert max(_losses(config.out)) == 2
+    assert max(losses_of(config.out)) == 2
 
 
 # --- refused
@@ -406,8 +402,7 @@ def test_models_and_tokenizers_that_do_not_fit_are_refused(config: TrainConfig, 
     _refused(config, r"--context 513 is longer than the 512 positions .*give --context 512 or less, or", context=513)
     _refused(config, r"--model no/such: no model config can be read there", config=None, model="no/such")
     _refused(config, r"--config .*no\.json does not exist; give the path", config=tmp_path / "no.json")
-    small = tmp_path / "config.json"
-    small.write_text(json.dumps(LLAMA | {"vocab_size": 300}))
+    small = write_config(tmp_path, vocab_size=300)
     _refused(config, r"--tokenizer bytes has 384 ids, the model's vocabulary only 300", config=small)
 
 
@@ -431,8 +426,8 @@ def test_an_output_folder_that_cannot_be_written_is_refused(config: TrainConfig,
 
 @pytest.mark.parametrize("seed", [20261122, (1 << 63) - 1])
 def test_any_seed_trains(config: TrainConfig, seed: int) -> None:
-    _train(dataclasses.replace(config, seed=seed, steps=2, batch=1, save_every=0, export="never"))
-    assert len(_losses(config.out)) == 2
+    train(dataclasses.replace(config, seed=seed, steps=2, batch=1, save_every=0, export="never"))
+    assert len(losses_of(config.out)) == 2
 
 
 def test_every_rank_and_step_has_a_seed_of_its_own() -> None:
@@ -486,7 +481,7 @@ def test_a_signal_after_the_last_step_saves_and_does_not_export(
     before = signal.signal(signal.SIGTERM, at_once)
     try:
         with pytest.raises(launch.Stopped if phase == "save" else _Signalled):
-            _train(config)
+            train(config)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (config.checkpoints / "step-00000006" / "complete.json").exists()
@@ -517,7 +512,7 @@ def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
 
 def test_a_diverged_run_says_so(config: TrainConfig) -> None:
     with pytest.raises(LongspanError, match=r"gradient norm nan at step 2: the run has diverged; .* smaller --lr"):
-        _train(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0))
+        train(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0))
 
 
 def test_resuming_what_does_not_fit_is_refused(uninterrupted: TrainConfig) -> None:

@@ -12,38 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.errors import LongspanError
-from longspan.mesh import OneDeviceMesh
+from longspan.core.errors import LongspanError
+from tests.attention import PLAIN, drawn_cases, one_device, run, sharding
 from tests.counting import count_sent
-from tests.oracle import Case, errors, make, options
+from tests.oracle import Case, errors, make
 from tests.pool import THREADS, RankPool
 from tests.tolerance import MARGIN
 
 
-def _sharding(ulysses: int, ring: int = 1, **more: Any) -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses), **more)
-
-
-def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, torch.Tensor]:
-    """Output and gradients of the whole attention, gathered and summed over the ranks of `sp`."""
-    x = make(case)
-    leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
-    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
-    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options(case, x))
-    out.backward(sp.shard(x["grad"]))
-    result = {"out": sp.gather(out.detach(), length=case.n)}
-    for name, leaf in leaves.items():
-        assert leaf.grad is not None
-        if sp.size > 1:
-            dist.all_reduce(leaf.grad, group=sp.group)
-        result[f"d{name}"] = leaf.grad
-    return result
-
-
 def _errors(case: Case, kernel: Any) -> dict[str, Any]:
     """This rank's comparison: to the bit with one device, and errors against the oracle."""
-    ours = run(case, _sharding(dist.get_world_size()), kernel)
-    single = run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")), kernel)
+    ours = run(case, sharding(dist.get_world_size()), kernel)
+    single = run(case, one_device(), kernel)
     return {"equal": torch.equal(ours["out"], single["out"]), "errors": errors(case, ours)}
 
 
@@ -58,37 +38,10 @@ def check(pool: RankPool, case: Case, kernel: Any = "auto") -> None:
         assert max(found["errors"].values()) <= MARGIN, (case, found)
 
 
-CASES = {
-    "mha": Case(q_heads=4, kv_heads=4),
-    "gqa": Case(q_heads=8, kv_heads=4),
-    "fewer KV heads than ranks": Case(q_heads=8, kv_heads=2),
-    "mqa": Case(q_heads=4, kv_heads=1),
-    "length does not divide": Case(n=17),
-    "batch, length does not divide": Case(n=13, batch=3),
-    "shorter than the ranks": Case(n=3),
-    "heads do not divide": Case(q_heads=10, kv_heads=5),
-    "a KV group cut unevenly": Case(q_heads=6, kv_heads=3, n=9),
-    "7 queries to a KV head": Case(q_heads=14, kv_heads=2),
-    "a rank without heads": Case(q_heads=3, kv_heads=3, batch=2),
-    "one head": Case(q_heads=1, kv_heads=1),
-    "another head_dim for v": Case(v_dim=4),
-    "scale": Case(scale=0.3),
-    "bidirectional": Case(causal=False, n=11),
-    "window": Case(window=5, n=31, batch=2),
-    "window of one": Case(window=1, n=9),
-    "window over all": Case(window=99, n=9),
-    "long window": Case(window=140, n=301),
-    "long window by tiles": Case(window=300, n=701, q_heads=2, kv_heads=1),
-    "documents": Case(documents=(0,) * 5 + (1,) * 7 + (2,), n=13, batch=2),
-    "documents and padding": Case(documents=(-1,) * 2 + (7,) * 5 + (3,) * 4 + (-1,) * 3, n=14),
-    "documents and window": Case(documents=(0,) * 9 + (1,) * 12, n=21, window=4),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("world", [2, 4])
 def test_exact(get_pool: Any, world: int, name: str) -> None:
-    check(get_pool(world), CASES[name])
+    check(get_pool(world), PLAIN[name])
 
 
 @pytest.mark.slow
@@ -99,23 +52,6 @@ def test_exact_over_8_ranks(pool8: RankPool) -> None:
 @pytest.mark.parametrize("extra", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 5.0, "sinks": True, "window": 4}])
 def test_eager_takes_softcap_and_sinks(pool4: RankPool, extra: dict[str, Any]) -> None:
     check(pool4, Case(n=18, q_heads=6, kv_heads=2, **extra), "eager")
-
-
-def drawn_cases(longest: int, **more: Any) -> Any:
-    """Cases of up to `longest` tokens, and what else is drawn for their fields."""
-    return st.builds(
-        lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
-        kv=st.integers(1, 6),
-        group=st.integers(1, 5),
-        n=st.integers(1, longest),
-        batch=st.integers(1, 3),
-        dim=st.sampled_from([4, 8, 24]),
-        v_dim=st.sampled_from([4, 8]),
-        causal=st.booleans(),
-        dtype=st.sampled_from([torch.float32, torch.float64]),
-        seed=st.integers(0, 3),
-        **more,
-    )
 
 
 @settings(max_examples=30)
@@ -137,7 +73,7 @@ def test_bf16_is_to_the_bit_that_of_one_device_too(pool4: RankPool) -> None:
 
 
 def _sent(case: Case) -> list[tuple[str, int]]:
-    sp = _sharding(dist.get_world_size())
+    sp = sharding(dist.get_world_size())
     x = make(case)
     q, k, v = (sp.shard(x[name]).clone().requires_grad_() for name in "qkv")
     with count_sent() as log:
@@ -172,7 +108,7 @@ def test_few_kv_heads_are_sent_only_where_needed(pool4: RankPool) -> None:
 
 
 def _refused(shapes: dict[str, tuple[int, ...]], options: dict[str, Any], dtypes: dict[str, torch.dtype]) -> str:
-    sp = _sharding(dist.get_world_size(), **options.pop("sharding", {}))
+    sp = sharding(dist.get_world_size(), **options.pop("sharding", {}))
     x = {name: torch.zeros(shape, dtype=dtypes.get(name, torch.float32)) for name, shape in shapes.items()}
     with count_sent() as log:
         try:
@@ -197,7 +133,7 @@ BAD = [
     (_shapes(), {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
     (_shapes(), {"window": 0}, "window=0 must be at least 1"),
     (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
-    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, sdpa, block, flash_attn, flex, eager"),
+    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, .*sdpa.*tiled"),
     (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
     (_shapes(), {"softcap": 2.0, "kernel": "sdpa"}, "kernel='sdpa' cannot do softcap; use kernel='auto'"),
     (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import subprocess
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.compare import SHARPNESS, Criterion, Sums, judge
 from longspan.verify.inputs import build_model, load_model_config, make_batch
@@ -232,9 +231,9 @@ def _rank() -> int:
 
 
 def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
-    from longspan import exchange
+    from longspan.comm import all_to_all
 
-    original = exchange._all_to_all
+    original = all_to_all._all_to_all
 
     def swapped(send: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: str) -> torch.Tensor:
         recv = original(send, send_splits, recv_splits, group)
@@ -243,11 +242,11 @@ def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
         first, second, *rest = recv.split(recv_splits)
         return torch.cat([second, first, *rest])
 
-    patch.setattr(exchange, "_all_to_all", swapped)
+    patch.setattr(all_to_all, "_all_to_all", swapped)
 
 
 def _drop_kv_gradient(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import ulysses
+    from longspan.attn.methods import ulysses
 
     original = ulysses.scatter_heads
 
@@ -261,32 +260,34 @@ def _drop_kv_gradient(patch: pytest.MonkeyPatch) -> None:
 
 
 def _shift_positions(patch: pytest.MonkeyPatch) -> None:
-    from longspan.mesh import SequenceSharding
+    from longspan.comm.mesh import SequenceSharding
 
     original = SequenceSharding.positions
     patch.setattr(SequenceSharding, "positions", lambda sp, n: original(sp, n) + (_rank() == 1))
 
 
 def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
-    from longspan import entrance, shard
+    from longspan.comm import shard
+    from longspan.hf import hooks
 
-    original = entrance.cut_batch
+    original = hooks.cut_batch
 
     def late(batch: Any, sp: Any) -> dict[str, Any]:
         mine = shard.shard(batch["labels"], sp, pad_value=-100)
         return {**original(batch, sp), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
 
-    patch.setattr(entrance, "cut_batch", late)
+    patch.setattr(hooks, "cut_batch", late)
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
-    attention: Any = importlib.import_module("longspan.attention")  # an import of the name gives the function
-    original = attention.local_attention
-    patch.setattr(attention, "local_attention", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
+    from longspan.attn.methods.whole import Whole
+
+    original = Whole.__call__
+    patch.setattr(Whole, "__call__", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
-    from longspan import entrance
+    from longspan.hf import hooks
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -295,11 +296,11 @@ def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(every, group=sp.world_group)
         return mine + (every - mine).detach(), torch.zeros(())
 
-    patch.setattr(entrance, "mean_loss", loss)
+    patch.setattr(hooks, "mean_loss", loss)
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
-    from longspan.gradients import GradientSum
+    from longspan.hf.gradients import GradientSum
 
     patch.setattr(GradientSum, "_sum", lambda self, bucket: None)
 
@@ -314,19 +315,19 @@ def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _report_a_loss_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    from longspan import entrance
+    from longspan.hf import hooks
 
-    original = entrance.mean_loss
+    original = hooks.mean_loss
 
     def loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         mean, carried = original(*args)
         return mean * (1 + 1e-7 * _rank()), carried
 
-    patch.setattr(entrance, "mean_loss", loss)
+    patch.setattr(hooks, "mean_loss", loss)
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import ulysses
+    from longspan.attn.methods import ulysses
 
     original = ulysses.gather_heads
 
@@ -339,51 +340,51 @@ def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
 
 
 def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention.ring import Ring
+    from longspan.attn.kernels.tiled import TiledKernel
 
-    original = Ring.calls
+    original = TiledKernel.prepare
 
-    def missed(ring: Any, *args: Any) -> Any:
-        first, *others = original(ring, *args)
-        return (() if ring.rank == 1 else first, *others)
+    def missed(kernel: Any, blocks: Any) -> Any:
+        first, *others = original(kernel, blocks)
+        return (None if _rank() == 1 else first, *others)
 
-    patch.setattr(Ring, "calls", missed)
+    patch.setattr(TiledKernel, "prepare", missed)
 
 
 def _use_my_own_block_twice(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import ring
+    from longspan.attn.methods import ring
 
-    original = ring._rounds
+    original = ring._steps
 
-    def stuck(mine: Any, of: Any, routes: Any) -> Any:
-        for hop, blocks in original(mine, of, routes):
-            yield hop, [dataclasses.replace(block, held=mine) for block in blocks]
+    def stuck(mine: Any, of: Any) -> Any:
+        for step, here in original(mine, of):
+            yield step, [dataclasses.replace(visitor, kv=mine) for visitor in here]
 
-    patch.setattr(ring, "_rounds", stuck)
+    patch.setattr(ring, "_steps", stuck)
 
 
 def _leave_gradients_away_from_home(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention.ring import _Homeward
+    from longspan.attn.methods.ring import _P2PReducer
 
-    patch.setattr(_Homeward, "arrive", lambda self: self._wait())
+    patch.setattr(_P2PReducer, "arrive", lambda self: self._wait())
 
 
 def _drop_a_gradient_on_its_way(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention.ring import _Homeward
+    from longspan.attn.methods.ring import _P2PReducer
 
-    original = _Homeward.add
+    original = _P2PReducer.add
 
-    def forgetful(self: Any, visit: Any, hop: int, part: Any) -> None:
-        if self.ring.rank == 3 and hop == 2:  # the block of rank 1, which rank 2 has had
+    def forgetful(self: Any, visitor: Any, step: int, part: Any) -> None:
+        if self.ring.rank == 3 and step == 2:  # the block of rank 1, which rank 2 has had
             self._wait()
-            self.arrived[visit.way].zero_()
-        original(self, visit, hop, part)
+            self.arrived[visitor.direction].zero_()
+        original(self, visitor, step, part)
 
-    patch.setattr(_Homeward, "add", forgetful)
+    patch.setattr(_P2PReducer, "add", forgetful)
 
 
 def _reduce_without_the_others(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attention import ring
+    from longspan.attn.methods import ring
 
     def alone(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
         out.copy_(x.view(group.size(), -1)[group.rank()])
@@ -392,7 +393,7 @@ def _reduce_without_the_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def _positions_of_another_layout(patch: pytest.MonkeyPatch) -> None:
-    from longspan.mesh import SequenceSharding
+    from longspan.comm.mesh import SequenceSharding
 
     def contiguous(sp: Any, n: int) -> torch.Tensor:
         local = sp.layout.local_length(n)
@@ -706,7 +707,7 @@ def test_exit_code_follows_the_report(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wrong, code, verdict in [((), 0, "PASS"), ((1,), 1, "FAIL")]:
-        monkeypatch.setattr("longspan.launch.launch", lambda *_, wrong=wrong, **__: _made_up(2, 2, wrong))
+        monkeypatch.setattr("longspan.ranks.launch.launch", lambda *_, wrong=wrong, **__: _made_up(2, 2, wrong))
         assert run(_config(models["llama"], 2)) == code
         assert f"\n{verdict}  " in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -96,15 +97,12 @@ def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly()
     none = Sums()
     criterion = Criterion(factor=4.0, floor=1e-5)
     (check,) = judge({"w": [loud, lucky, small, none]}, criterion)
-    spread2, even2 = (
-        10 / 50 * 4.0,
-        10 / 50 * (2e8 + 1e4),
-    )  # a fifth of the noise, and of the gradient, of all 50 numbers
+    noise2, even2 = 10 / 50 * 4.0, 10 / 50 * (2e8 + 1e4)  # of all 500 numbers a fifth: of noise, of gradient
     assert check.limit == pytest.approx(
         (
             4 * 2.0 / 1e4 + 1e-5 * math.sqrt(3 * even2 / 1e8),
-            4 * math.sqrt(spread2) / 1e4 + 1e-5,
-            (4 * math.sqrt(spread2) + 1e-5 * math.sqrt(even2)) / 1e2,
+            4 * math.sqrt(noise2) / 1e4 + 1e-5,
+            (4 * math.sqrt(noise2) + 1e-5 * math.sqrt(even2)) / 1e2,
             1e-5,
         )
     )
@@ -150,10 +148,27 @@ def test_check_names_the_rank_that_is_furthest_over_its_limit() -> None:
     assert [check.passed_on(rank) for rank in range(3)] == [True, False, True]
 
 
-def test_criteria() -> None:
-    assert Criterion(4.0, 8 * 2.0**-24) == FP32
-    assert Criterion.of("bf16", "fp64") == Criterion.of("bf16", "fp32") == Criterion(4.0, 2.0**-8)
-    assert Criterion.of("fp32", "fp32").floor == pytest.approx(3.05e-5, rel=1e-2)
+@pytest.mark.parametrize(
+    ("dtype", "reference", "fault"),
+    [
+        ("fp32", "fp64", 2e-6),
+        ("fp32", "fp32", 1e-4),  # one device's fp32 run is then what is right, and has no error of its own
+        ("bf16", "fp64", 2e-2),
+        ("bf16", "fp32", 2e-2),
+    ],
+)
+def test_rounding_passes_and_a_fault_does_not(dtype: Any, reference: Any, fault: float) -> None:
+    criterion, precision = Criterion.of(dtype, reference), {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    truth = torch.randn(64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rounded = truth.to(precision)
+    lucky = rounded.double()  # one device has it right by luck: what is right is what it has
+    for unsharded, right in ((rounded, truth), (rounded, lucky)):
+        for sharded, passes in ((rounded, True), (rounded.double() * (1 + fault), False)):
+            (check,) = judge({"w": [_sums(sharded, right, unsharded)]}, criterion)
+            assert check.passed is passes, (check.sharded, check.limit)
+    noisy = lucky * (1 + criterion.floor / 2 * torch.randn(64, 16, generator=torch.Generator().manual_seed(1)))
+    (check,) = judge({"w": [_sums(noisy, lucky, lucky)]}, criterion)
+    assert check.passed
 
 
 @pytest.mark.parametrize(

@@ -17,22 +17,22 @@ from torch.distributed.tensor import DTensor
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.folder import spell_marker
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import open_resumed
 from longspan.verify.report import Report, as_dict, print_table
 from tests.pool import RankError, RankPool
-from tests.test_train import LLAMA, _train
+from tests.training import LLAMA, train, write_config
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 2 steps on one rank, with a checkpoint of each, and its export."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    write_config(folder)
     (folder / "text.txt").write_text("A text of some length, one line after the other.\n" * 100)
-    _train(TrainConfig(
+    train(TrainConfig(
         data=str(folder / "text.txt"), config=folder / "config.json", context=33, batch=2, steps=2, lr=1e-2,
         dtype="fp32", log_every=1, save_every=1, keep=0, out=folder / "run", shuffle=0,
     ))  # fmt: skip
@@ -141,7 +141,7 @@ def test_damage_is_refused_by_file_with_the_newest_that_is_whole(
         for failure in caught.value.failures.values():
             assert re.search(rf"step-00000002/__0_0\.distcp is damaged: .* CRC-32 .*{way_out}", failure.message)
     # Names and sizes are looked at before any rank starts.
-    monkeypatch.setattr("longspan.launch.launch", _never)
+    monkeypatch.setattr("longspan.ranks.launch.launch", _never)
     (newest / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(LongspanError, match=rf"__0_0\.distcp has 5 bytes instead of \d+{way_out}"):
         run(_config(out))
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_named(out: Path, monkeypatch: pytest.Mo
 
 
 def test_another_model_is_refused_key_by_key(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.launch.launch", _never)
+    monkeypatch.setattr("longspan.ranks.launch.launch", _never)
     other = tmp_path / "config.json"
     other.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, "rope_theta": 5e5}))
     said = (

@@ -6,34 +6,40 @@ Names are imported on first use, so that `import longspan` costs nothing and the
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longspan import exchange as exchange
-    from longspan.attention import attention as attention
-    from longspan.attention import explain_kernel as explain_kernel
-    from longspan.batch import shard_batch as shard_batch
-    from longspan.errors import LongspanError as LongspanError
-    from longspan.loss import causal_lm_loss as causal_lm_loss
-    from longspan.mesh import SequenceSharding as SequenceSharding
-    from longspan.mesh import init_mesh as init_mesh
-    from longspan.nonfinite import find_nonfinite as find_nonfinite
-    from longspan.parallelize import parallelize as parallelize
+    from longspan.attn.api import attention as attention
+    from longspan.attn.api import explain_kernel as explain_kernel
+    from longspan.attn.api import prepare_attention as prepare_attention
+    from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
+    from longspan.attn.mask import Mask as Mask
+    from longspan.comm.mesh import SequenceSharding as SequenceSharding
+    from longspan.comm.mesh import init_mesh as init_mesh
+    from longspan.core.errors import LongspanError as LongspanError
+    from longspan.hf.batch import shard_batch as shard_batch
+    from longspan.hf.gradients import no_sync as no_sync
+    from longspan.hf.loss import causal_lm_loss as causal_lm_loss
+    from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
+    from longspan.hf.parallelize import parallelize as parallelize
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "LongspanError": "longspan.errors",
-    "SequenceSharding": "longspan.mesh",
-    "attention": "longspan.attention",
-    "causal_lm_loss": "longspan.loss",
-    "explain_kernel": "longspan.attention",
-    "find_nonfinite": "longspan.nonfinite",
-    "init_mesh": "longspan.mesh",
-    "parallelize": "longspan.parallelize",
-    "shard_batch": "longspan.batch",
+    "LongspanError": "longspan.core.errors",
+    "Mask": "longspan.attn.mask",
+    "SequenceSharding": "longspan.comm.mesh",
+    "attention": "longspan.attn.api",
+    "causal_lm_loss": "longspan.hf.loss",
+    "explain_kernel": "longspan.attn.api",
+    "find_nonfinite": "longspan.hf.nonfinite",
+    "kernel_with_lse": "longspan.attn.kernels.custom",
+    "prepare_attention": "longspan.attn.api",
+    "init_mesh": "longspan.comm.mesh",
+    "no_sync": "longspan.hf.gradients",
+    "parallelize": "longspan.hf.parallelize",
+    "shard_batch": "longspan.hf.batch",
 }
 _MODULES = ("exchange",)
 
@@ -52,19 +58,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
-
-
-class _Package(types.ModuleType):
-    """Keeps `longspan.attention` and `longspan.parallelize` the functions that they are by contract.
-
-    The modules that hold them have the same names, and Python binds an imported submodule in its package, whoever
-    imports it and whenever. What is bound here instead is the function in it.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in _HOME and isinstance(value, types.ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

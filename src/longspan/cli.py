@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from longspan.checked import check_text, path_of, read_toml, spell
-from longspan.errors import LongspanError
+from longspan.core.checked import check_text, path_of, read_toml, spell
+from longspan.core.errors import LongspanError
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, args: list[str]) -> int:
-    from longspan.launch import RankFailed, Stopped, is_first_rank_here, let_first_rank_speak
+    from longspan.ranks.launch import RankFailed, Stopped, is_first_rank_here, let_first_rank_speak
 
     code, why = 0, ""
     origins: dict[str, str] = {}
@@ -137,7 +137,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     """`parse`, and where in the file the values stand that it gave, by flag."""
     import tyro
 
-    from longspan.launch import is_first_rank_here
+    from longspan.ranks.launch import is_first_rank_here
 
     path, flags = _take_from(args)
     for flag in flags:

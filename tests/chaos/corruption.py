@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from longspan import checkpoint
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 PAGE = 4096
 

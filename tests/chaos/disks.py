@@ -26,7 +26,7 @@ from typing import Any
 
 from longspan import checkpoint
 from longspan.checkpoint.folder import MAKING
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig
 from tests.chaos.counts import run_part
 from tests.chaos.ranks import LIMIT_S, ROOT, base_config, environment, flags, result, wait_for

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from tests.models import batch, build, rows_of
 from tests.pool import RankError, RankHang, RankPool
 

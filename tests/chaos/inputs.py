@@ -31,7 +31,7 @@ from typing import Any
 from unittest import mock
 
 from longspan import cli
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 OUTCOMES = ("accepted", "refused", "left behind", "silent", "crashed", "hung")
 """accepted: it was no fault, or need not be one. refused: by one clear message. left behind: so too, but a file or a
@@ -112,7 +112,7 @@ def command(*argv: str) -> int:
     """`longspan ARGV` in this process: its exit code, where it says why it refuses and where it starts no rank."""
     said = io.StringIO()
     with (
-        mock.patch("longspan.launch.launch", side_effect=Started),
+        mock.patch("longspan.ranks.launch.launch", side_effect=Started),
         contextlib.redirect_stdout(said),
         contextlib.redirect_stderr(said),
     ):

@@ -28,28 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli import main as cli_main
-from longspan.rendezvous import VARIABLES
+from longspan.ranks.rendezvous import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
+from tests.training import write_config
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 180.0
 """A job that has not ended by then, after its fault, hangs."""
 TIMEOUT_S = 20
 """--timeout of the jobs."""
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 CHANGES: list[dict[str, Any]] = [
     {"lr": 0.5},
     {"clip": 9.0},
@@ -93,8 +81,7 @@ def draw(rng: random.Random, kind: str, config: TrainConfig) -> Fault:
 
 def base_config(folder: Path, **changes: Any) -> TrainConfig:
     """A small job that saves often."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(LLAMA))
+    path = write_config(folder)
     config = TrainConfig(
         data="pydoc",
         config=path,

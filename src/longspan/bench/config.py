@@ -8,8 +8,8 @@ from typing import Literal
 
 from tyro.conf import Positional  # imports no torch; tyro looks the annotation up when it makes the help
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
+from longspan.core.errors import LongspanError
 
 ELEMENT_BYTES = 4
 """Collectives are measured in fp32: gradients are summed in it, and what is only moved has no dtype."""

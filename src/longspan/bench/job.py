@@ -6,16 +6,16 @@ import datetime
 import socket
 from typing import TYPE_CHECKING
 
-from longspan import launch
 from longspan.bench.config import BenchConfig
-from longspan.checked import check_processes
-from longspan.errors import LongspanError
+from longspan.core.checked import check_processes
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
 
 if TYPE_CHECKING:
     import torch
 
     from longspan.bench.report import Measurement
-    from longspan.heartbeat import Heartbeat
+    from longspan.ranks.heartbeat import Heartbeat
 
 
 def run(config: BenchConfig) -> int:
@@ -26,7 +26,7 @@ def run(config: BenchConfig) -> int:
 
     Raises:
         LongspanError: on bad input.
-        longspan.launch.RankFailed: if a rank dies.
+        longspan.ranks.launch.RankFailed: if a rank dies.
     """
     from longspan.bench.report import as_toml, print_table
 
@@ -58,12 +58,12 @@ def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
     """
     import torch
 
-    from longspan import agreement
     from longspan.bench.compute import measure_compute, ranks_on_node
     from longspan.bench.links import measure_links
     from longspan.bench.report import Measurement
-    from longspan.mesh import init_mesh
-    from longspan.rendezvous import meet
+    from longspan.comm.mesh import init_mesh
+    from longspan.ranks import agreement
+    from longspan.ranks.rendezvous import meet
 
     config.check()
     peers = meet(config.timeout) if heart is None else heart.peers

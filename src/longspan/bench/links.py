@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.timing import median_seconds
-from longspan.mesh import OneDeviceMesh
-from longspan.shard import gather_into, scatter_into
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
 
 FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these together: the "axis" fsdp."""
@@ -76,7 +76,7 @@ def measure_links(
     if len(sharding) == 1:  # the very same ranks
         links["fsdp"] = {name: links[sharding[0]][name] for name in collectives_of("fsdp")}
     elif sharding:
-        group = mesh[FSDP_AXES]._flatten("data_sequence").get_group()
+        group = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
         links["fsdp"] = _measure_axis(config, "fsdp", group, device)
     return links
 

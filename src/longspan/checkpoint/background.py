@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import Pending, one_process_is_fine, prepare, write
+from longspan.compat.torch_api import NO_GROUP_WARNING
+from longspan.compat.torch_checkpoint import flat_names
 
 #: Of the memory that is free on a machine, what the copies of all its ranks may take together.
 FREE_SHARE = 0.5
@@ -38,7 +39,7 @@ class Saver:
     def __init__(self, background: bool = True, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks.apart()
         if background and self.ranks.size == 1:  # said by torch in the thread, where filters cannot be set for a while
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message=NO_GROUP_WARNING)
         self.background = background
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -115,7 +116,7 @@ class Saver:
 
 def _fits(pending: Pending) -> bool:
     """Whether there is memory for copies by all ranks of this machine."""
-    flat, _ = flatten_state_dict(pending.tensors)
+    flat = flat_names(pending.tensors)
     local = (x.to_local() if isinstance(x, DTensor) else x for x in flat.values() if isinstance(x, Tensor))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = _free_memory()

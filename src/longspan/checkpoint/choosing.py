@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, is_step, step_path, unmarked
 from longspan.checkpoint.ranks import Ranks
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 
 def choose(

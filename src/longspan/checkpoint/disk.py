@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
     from longspan.checkpoint.ranks import Ranks

@@ -23,7 +23,8 @@ from longspan.checkpoint.disk import DiskFull, check_room, spell_full
 from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import check_finite
-from longspan.errors import LongspanError
+from longspan.compat.transformers_api import new_model
+from longspan.core.errors import LongspanError
 
 RECORD = "longspan.json"
 """In an exported folder: the files that longspan wrote there. What is not in it belongs to somebody else."""
@@ -156,7 +157,7 @@ class _Export:
         weights = self._cast(state)
         # An untouched model of this config knows its name, its tied weights and nothing of longspan or FSDP.
         with torch.device("meta"):
-            plain = cls._from_config(copy.deepcopy(self.config), dtype=self.dtype)
+            plain = new_model(cls, copy.deepcopy(self.config), self.dtype)
         if self.generation is not None:
             plain.generation_config = self.generation
         plain.save_pretrained(making, state_dict=dict(weights))  # it empties what it is given
@@ -234,7 +235,7 @@ class _Export:
 
         with torch.device("meta"):
             cls = plain_class(self.model.get_base_model())
-            whole: Any = cls._from_config(copy.deepcopy(self.config))
+            whole: Any = new_model(cls, copy.deepcopy(self.config))
             for name, config in configs.items():
                 config = copy.deepcopy(config)
                 if hasattr(config, "init_lora_weights"):  # what comes in is trained; some ways to begin need weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 MARKER = "complete.json"
 FORMAT = 2

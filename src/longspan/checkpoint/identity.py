@@ -9,8 +9,8 @@ import json
 from typing import Any
 
 from longspan.checkpoint.folder import Checkpoint
-from longspan.errors import LongspanError
-from longspan.pretrained import first_line
+from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import first_line
 
 #: Of a model's config: what does not change what the model computes.
 _BESIDE = {
@@ -78,7 +78,7 @@ def kept_model_config(checkpoint: Checkpoint) -> Any:
         raise LongspanError(
             f"checkpoint {checkpoint.path} keeps no model config, so `longspan train` did not write it; {own}"
         )
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     name = kept["model"]["model_type"]
     try:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from longspan.checkpoint.disk import DiskFull, is_full, spell_os_error
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -41,7 +40,9 @@ from longspan.checkpoint.folder import (
 )
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, read_index, spell_index
-from longspan.errors import LongspanError
+from longspan.compat.torch_api import NO_GROUP_WARNING
+from longspan.compat.torch_checkpoint import flat_names
+from longspan.core.errors import LongspanError
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor, beside its content, at most."""
@@ -117,7 +118,7 @@ def prepare(
     ranks.first(spell)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    flat, _ = flatten_state_dict(tensors)
+    flat = flat_names(tensors)
     check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks)
     whole = [x for x in flat.values() if isinstance(x, Tensor)]
     sharded = sum(x.to_local().nbytes for x in whole if isinstance(x, DTensor))
@@ -252,9 +253,7 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | 
     checkpoint = _verified(checkpoint, ranks)
     whole: dict[str, Any] = {"model": get_model_state_dict(model)}
     _read(checkpoint, whole, ranks)
-    check_finite(
-        flatten_state_dict(whole)[0], f"checkpoint {checkpoint.path} is no good", ranks, hint="take an older one"
-    )
+    check_finite(flat_names(whole), f"checkpoint {checkpoint.path} is no good", ranks, hint="take an older one")
     set_model_state_dict(model, whole["model"])
 
 
@@ -274,7 +273,7 @@ def _read(checkpoint: Checkpoint, whole: dict[str, Any], ranks: Ranks) -> None:
 
     def look() -> Metadata:
         metadata = read_index((checkpoint.path / INDEX).read_text(), sizes)
-        check_names(checkpoint.path, flatten_state_dict(whole)[0], metadata, tuple(whole))
+        check_names(checkpoint.path, flat_names(whole), metadata, tuple(whole))
         return metadata
 
     metadata = ranks.each(look)
@@ -373,5 +372,5 @@ def cause(error: BaseException | None) -> str:
 def one_process_is_fine() -> Iterator[None]:
     """Torch warns when it saves or loads without a process group; here that is a run on one device."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=NO_GROUP_WARNING)
         yield

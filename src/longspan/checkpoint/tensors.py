@@ -19,12 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -35,9 +30,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from longspan.checkpoint.folder import FileRecord
-from longspan.errors import LongspanError
+from longspan.compat.torch_checkpoint import Place, keep_places, write_through
+from longspan.core.errors import LongspanError
 
 INDEX = "index.json"
 
@@ -132,7 +129,12 @@ class SummingWriter(FileSystemWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.files = SummedFiles()
-        self.fs = self.files
+        write_through(self, self.files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As torch's, and `metadata` says where everything is."""
+        super().finish(metadata, results)
+        keep_places(metadata, results)
 
 
 # --- the index
@@ -140,7 +142,7 @@ class SummingWriter(FileSystemWriter):
 
 def spell_index(metadata: Metadata) -> str:
     """torch's metadata as JSON: for every tensor its dtype, shape and pieces, for every other value where it is."""
-    places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+    places: dict[MetadataIndex, Place] = metadata.storage_data
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -156,7 +158,7 @@ def spell_index(metadata: Metadata) -> str:
     return json.dumps({"tensors": tensors, "values": values}, indent=None, separators=(",", ":")) + "\n"
 
 
-def _spell_place(info: _StorageInfo) -> list[Any]:
+def _spell_place(info: Place) -> list[Any]:
     return [info.relative_path, info.offset, info.length]
 
 
@@ -178,13 +180,13 @@ def read_index(text: str, sizes: dict[str, int]) -> Metadata:
 
 def _parse_index(index: dict[str, Any], sizes: dict[str, int]) -> Metadata:
     entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[MetadataIndex, Place] = {}
 
-    def place(file: Any, offset: Any, length: Any) -> _StorageInfo:
+    def place(file: Any, offset: Any, length: Any) -> Place:
         start, count = _counts([offset, length])
         if file not in sizes or start + count > sizes[file]:
             raise ValueError(f"{count} bytes from {start} on are not in a file {file!r}")
-        return _StorageInfo(file, start, count)
+        return Place(file, start, count)
 
     for name, tensor in index["tensors"].items():
         dtype, shape = getattr(torch, str(tensor["dtype"]), None), _counts(tensor["shape"])

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from longspan.checked import spell
-from longspan.errors import LongspanError
-from longspan.pretrained import first_line
+from longspan.core.checked import spell
+from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import first_line
 
 KINDS = (".txt", ".jsonl", ".parquet")
 """The files that are read. A .txt file is one document, line breaks kept."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.checked import existing_path, means_a_path
+from longspan.core.checked import existing_path, means_a_path
+from longspan.core.errors import LongspanError
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
-from longspan.errors import LongspanError
 
 #: The data that every Python brings along: the language reference's topics, 0.5 MB of English text.
 PYDOC = "pydoc"

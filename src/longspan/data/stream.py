@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 import torch
 
+from longspan.core.errors import LongspanError
 from longspan.data.source import DocumentSource, Place
-from longspan.errors import LongspanError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longspan.errors import LongspanError
-from longspan.pretrained import check_source
+from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import check_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,11 +6,12 @@ found = search(read_model("llama-2-70b"), Job(context=1_000_000, mode="prefill")
 found.recommended.mesh, found.recommended.memory_bytes, found.recommended.comm
 """
 
-from longspan.plan.communication import Collective
+from longspan.plan.cost.communication import Collective
 from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
 from longspan.plan.job import Job, Mesh
+from longspan.plan.models.read import read_model
+from longspan.plan.models.shape import LayerShape, ModelShape
 from longspan.plan.search import Plan, Search, cost, longest_context, planned, search
-from longspan.plan.shapes import LayerShape, ModelShape, read_model
 
 __all__ = [
     "CATALOGUE",

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.methods import compare
-from longspan.plan.report import to_dict
+from longspan.plan.models.read import read_model
 from longspan.plan.search import search
-from longspan.plan.shapes import read_model
+from longspan.plan.views.report import to_dict
 
 __all__ = ["PlanConfig", "run"]
 
@@ -40,21 +40,21 @@ def run(config: PlanConfig) -> int:
     if config.json:
         print(json.dumps(report, indent=1))
     else:
-        from longspan.plan.tables import show
+        from longspan.plan.views.tables import show
 
         show(found, model, job, config.gpus, hardware, methods, config.top)
     if config.html or config.png:
-        from longspan.plan.curves import grid
+        from longspan.plan.views.curves import grid
 
         points = grid(model, job, config.gpus, hardware)
         if config.html:
-            from longspan.plan.page import render
+            from longspan.plan.views.page import render
 
             assert report is not None
             page = render(report, points)
             _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"))
         if config.png:
-            from longspan.plan.drawing import draw
+            from longspan.plan.views.drawing import draw
 
             _write("picture", config.png, lambda path: draw(points, path))
     return 0 if found.recommended is not None else 1

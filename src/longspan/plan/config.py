@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
+from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 
@@ -46,7 +47,7 @@ class PlanConfig:
     """Tiles in which the MLP works through its tokens."""
     tiled_loss: bool = False
     """Never hold all logits, a tile at a time only."""
-    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    layout: LayoutName = "auto"
     """How tokens lie over a ring. auto is zigzag, which shares out a causal mask evenly."""
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
     """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, check_flag, check_number, spell
-from longspan.errors import LongspanError
-from longspan.layout import Layout
+from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 
 Mode = Literal["train", "prefill", "decode"]
 TensorStyle = Literal["tp", "megatron-sp"]
-LayoutName = Literal["auto", "contiguous", "zigzag"]
 RingImpl = Literal["auto", "p2p", "allgather"]
 
 AXES = ("data", "ring", "ulysses", "tensor")
-"""Outermost first: neighbours in rank order share the axes to the right (as in `longspan.mesh`)."""
+"""Outermost first: neighbours in rank order share the axes to the right (as in `longspan.comm.mesh`)."""
 
 RUNS = ("data", "ring", "ulysses")
 """The axes that this version of longspan runs; the others are planned from their formulas."""
@@ -44,8 +43,9 @@ class Job:
         tiled_loss: logits exist a tile at a time, never whole.
         kv_replication: whether one KV head may go to several ranks.
         tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
-        layout: how tokens lie over a ring: `zigzag`, `contiguous`, or `auto` (zigzag), as `SequenceSharding` takes it.
-        ring_impl: how keys and values go round a ring: `p2p`, `allgather`, or `auto` (`longspan.layout.choose_impl`).
+        layout: how tokens lie over a ring, as `SequenceSharding` takes it: `zigzag`, `contiguous`, another that is
+            registered, or `auto` (zigzag).
+        ring_impl: how keys and values go round: `p2p`, `allgather`, or `auto` (`longspan.core.routes.choose_impl`).
     """
 
     context: int
@@ -74,7 +74,7 @@ class Job:
             ("dtype", ("bf16", "fp32")),
             ("optimizer", ("adamw", "sgd")),
             ("tensor_style", ("tp", "megatron-sp")),
-            ("layout", ("auto", "contiguous", "zigzag")),
+            ("layout", layout_names()),
             ("ring_impl", ("auto", "p2p", "allgather")),
         ):
             value = getattr(self, name)
@@ -148,5 +148,4 @@ class Mesh:
 
 def layout_of(job: Job, mesh: Mesh) -> Layout:
     """Which rank of a sequence group holds which tokens: as `SequenceSharding` decides it."""
-    zigzag = mesh.ring > 1 and job.layout != "contiguous"
-    return Layout(mesh.ring, mesh.ulysses, "zigzag" if zigzag else "contiguous")
+    return choose_layout(job.layout, mesh.ring, mesh.ulysses)

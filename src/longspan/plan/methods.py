@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from longspan.errors import LongspanError
-from longspan.plan.communication import communication, micro_batches
+from longspan.core.errors import LongspanError
+from longspan.plan.cost.communication import communication
+from longspan.plan.cost.local import micro_batches
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.search import Plan, cost, refusal
-from longspan.plan.shapes import ModelShape
+from longspan.plan.layers.linear import Linear
+from longspan.plan.limits import refusal
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import Plan, cost
 
 SHORT = 128
 """Tokens of the short prompt at which tensor parallelism may win: a start-up time is all that counts."""
@@ -62,7 +65,7 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
     node = math.gcd(gpus, hardware.gpus_per_node)
     inside = math.gcd(node, model.kv_heads) if node > 1 else 1
     usp = inside if inside < gpus else max(1, gpus // 2)
-    linear = all(layer.kind == "linear" for layer in model.layers)
+    linear = all(isinstance(layer.mixer, Linear) for layer in model.layers)
     rows = [
         ("TP", job, Mesh(tensor=gpus)),
         ("Megatron SP", replace(job, tensor_style="megatron-sp"), Mesh(tensor=gpus)),

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from longspan.checked import LARGEST_COUNT, check_number, spell
-from longspan.errors import LongspanError
-from longspan.plan.communication import Collective, communication, heads_of, impl_of, micro_batches
-from longspan.plan.compute import model_flops, optimizer_seconds
-from longspan.plan.job import AXES, RUNS, Job, Mesh, RingImpl
-from longspan.plan.memory import cache_bytes, memory
-from longspan.plan.times import step_times
+from longspan.core.checked import LARGEST_COUNT, check_number, spell
+from longspan.core.errors import LongspanError
+from longspan.plan.cost.communication import Collective, communication
+from longspan.plan.cost.compute import model_flops, optimizer_seconds
+from longspan.plan.cost.local import micro_batches
+from longspan.plan.cost.memory import memory
+from longspan.plan.cost.times import step_times
+from longspan.plan.job import Job, Mesh, RingImpl
+from longspan.plan.limits import GB, not_in_this_version, notes, refusal
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
-    from longspan.plan.shapes import LayerShape, ModelShape
-
-GB = 1e9
+    from longspan.plan.models.shape import ModelShape
 
 WORTH = 0.01
 """Part of a step that another way round the ring must save before it is recommended: less is beneath what is known."""
@@ -35,7 +35,7 @@ class Plan:
         job: the job.
         mesh: the mesh.
         hardware: on what.
-        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.memory.ITEMS`).
+        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.cost.memory.ITEMS`).
         comm: every collective of a step.
         compute_seconds: of a step, communication and waiting left out.
         exposed_seconds: communication that nothing hides.
@@ -72,17 +72,14 @@ class Plan:
     @property
     def runs(self) -> bool:
         """Whether this version of longspan runs the mesh and what the job asks for."""
-        return not _not_in_this_version(self.model, self.job, self.mesh)
+        return not not_in_this_version(self.model, self.job, self.mesh)
 
     @cached_property
     def ring_impl(self) -> str | None:
         """How keys and values go round: "p2p", "allgather", or "mixed" where layers differ; None without a ring."""
         if self.mesh.ring == 1 or self.job.mode == "decode":
             return None
-        softmax = [layer for layer, _ in self.model.layer_kinds if layer.kind != "linear"]
-        shares = [heads_of(layer.q_heads, layer.kv_heads, self.mesh.tensor, self.mesh.ulysses) for layer in softmax]
-        kinds = {(layer, share.kv_heads) for layer, dealt in zip(softmax, shares, strict=True) for share in dealt}
-        found = {impl_of(layer, self.job, self.mesh, kv_heads) for layer, kv_heads in kinds}
+        found = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
         return found.pop() if len(found) == 1 else "mixed" if found else None
 
     @property
@@ -163,7 +160,7 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         compute_seconds=compute + optimizer,
         exposed_seconds=exposed,
         step_seconds=compute + optimizer + exposed,
-        notes=tuple(_notes(model, job, mesh)),
+        notes=tuple(notes(model, job, mesh)),
     )
 
 
@@ -196,12 +193,6 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
 
 MOST_GPUS = 1 << 14
 """GPUs that all meshes are searched for. A highly composite number of them has some 11,000 meshes."""
-
-LONGEST_RING = 1 << 11
-"""Ranks of a ring that is planned: each computes its share round by round, so a plan takes the square of them."""
-
-MOST_CHUNKS = 1 << 18
-"""Chunks of a context that are planned: each is a region of its own."""
 
 
 def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search:
@@ -249,102 +240,6 @@ def meshes(gpus: int) -> Iterator[Mesh]:
 def _divisors(n: int) -> list[int]:
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What cannot be, and what to know.
-
-
-def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
-    """Why a mesh cannot hold a job, whatever the memory; None where it can."""
-    if job.batch % mesh.data:
-        return (
-            f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "
-            f"try batch={mesh.data} or data={math.gcd(job.batch, mesh.data)}"
-        )
-    if mesh.ring > LONGEST_RING:
-        return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that are planned; take more ulysses or data"
-    if mesh.sequence > job.context and job.mode != "decode":
-        return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
-    for layer, _ in model.layer_kinds:
-        if layer.kind == "chunked" and layer.window and job.context > MOST_CHUNKS * layer.window:
-            return (
-                f"a context of {job.context} has more chunks of {layer.window} than the {MOST_CHUNKS} that are planned"
-            )
-        problem = _heads_refusal(layer, job, mesh)
-        if problem is not None:
-            return problem
-    return None
-
-
-def _heads_refusal(layer: LayerShape, job: Job, mesh: Mesh) -> str | None:
-    q, kv, t, u = layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses
-    if q % t or (kv % t and t % kv):
-        return f"tensor={t} does not divide the model's {q} query and {kv} KV heads; try tensor={math.gcd(q, t)}"
-    width = layer.ffn or layer.expert_ffn
-    if width % t:
-        return f"tensor={t} does not divide the MLP's intermediate size {width}; try tensor={math.gcd(width, t)}"
-    if layer.kind == "linear":
-        return None
-    if u > q // t:
-        held = f"tensor={t} leaves {q // t}" if t > 1 else f"the model has {q}"
-        ring = -(-u * mesh.ring * t // q)
-        return f"ulysses={u} needs at least {u} query heads, {held}; try ulysses={q // t}, ring={ring}"
-    if u > max(1, kv // t) and not job.kv_replication:
-        return (
-            f"ulysses={u} needs {u} KV heads or replication, the model has {max(1, kv // t)}; try "
-            f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
-        )
-    return None
-
-
-def _notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
-    replicated = [(count, _replicated_bytes(layer, job, mesh)) for layer, count in model.layer_kinds]
-    once = job.mode == "train" and job.activation_checkpointing  # then one layer's K and V exist at a time
-    extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
-    kv = max(1, model.kv_heads // mesh.tensor)
-    if extra > 0:
-        kept = "KV cache" if job.mode != "train" else "K and V of a layer" if once else "K and V of all layers"
-        yield (
-            f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated, "
-            f"+{extra / GB:.1f} GB {kept} per GPU"
-        )
-    if model.max_position is not None and job.context > model.max_position:
-        yield f"the model's positions end at {model.max_position}: this context needs RoPE scaling"
-    if model.assumption:
-        yield model.assumption
-    if job.mode != "train":
-        yield f"`longspan generate` is not in this version: {job.mode} is planned from its formulas"
-    yield from _not_in_this_version(model, job, mesh)
-
-
-def _replicated_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
-    """K and V that a GPU holds beyond an even share, because a KV head lies on several ranks."""
-    kv, u = max(1, layer.kv_heads // mesh.tensor), mesh.ulysses
-    if layer.kind == "linear" or layer.latent_dim or u <= kv:
-        return 0.0
-    most = max(share.kv_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, u))
-    held = cache_bytes(layer, replace(job, mode="prefill", batch=mesh.data), mesh)
-    return held * (1 - kv / u / most)
-
-
-def _not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
-    said = [
-        f"{axis}={getattr(mesh, axis)} is planned from its formulas: this version of longspan does not run it"
-        for axis in AXES
-        if getattr(mesh, axis) > 1 and axis not in RUNS
-    ]
-    kinds = sorted({layer.kind for layer in model.layers} - {"full", "sliding", "chunked"})
-    said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
-    if job.mode != "train":
-        return said
-    asked = {"tiled MLP": job.tiled_mlp > 1, "tiled loss": job.tiled_loss, "activation offload": job.activation_offload}
-    said += [
-        f"{name} is planned, `longspan train` does not have it in this version" for name, on in asked.items() if on
-    ]
-    if job.optimizer != "adamw":
-        said.append(f"`longspan train` has AdamW only, not {job.optimizer}")
-    return said
 
 
 # ---------------------------------------------------------------------------------------------------------------------

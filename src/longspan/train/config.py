@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import (
+from longspan.core.checked import (
     LARGEST_COUNT,
     LARGEST_JOB,
     LARGEST_SEED,
@@ -15,7 +15,8 @@ from longspan.checked import (
     check_number,
     path_of,
 )
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class TrainConfig:
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
     data_degree: int = 1
     """Replicas that read different sequences; data x ring x ulysses ranks in all."""
-    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    layout: LayoutName = "auto"
     """How tokens lie over a ring. zigzag shares out a causal mask evenly, contiguous sends least under sliding windows
     alone. auto: zigzag."""
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
@@ -66,6 +67,11 @@ class TrainConfig:
     """Sequences per optimizer step, over the whole job. By default micro_batch x data_degree."""
     micro_batch: int = 1
     """Sequences that go through the model at once, per replica; the rest of --batch is accumulated."""
+
+    reduce: Literal["auto", "last", "each"] = "auto"
+    """When the gradients of accumulated micro-batches are summed over the ranks. each: after each of them. last: once,
+    after the last; with --fsdp every rank then holds the gradients of the whole model in fp32. auto: last, but with
+    --fsdp only where these take at most an eighth of the memory."""
 
     steps: int = 1000
     """Optimizer steps."""
@@ -87,8 +93,11 @@ class TrainConfig:
     """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
     grad_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    kernel: Literal["auto", "sdpa", "block", "flash_attn", "flex", "eager"] = "auto"
+    kernel: Literal["auto", "sdpa", "tiled", "block", "flash_attn", "flex", "eager"] = "auto"
     """Local attention kernel."""
+    deterministic: bool = False
+    """Take kernels alone that give the same bits every time (torch.use_deterministic_algorithms): on GPUs needed, and
+    slower, for a run that is resumed to the bit. On a CPU all are, and nothing changes."""
     seed: int = 0
     """Seed of random weights, of the order of the data and of dropout."""
 

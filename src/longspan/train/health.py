@@ -6,10 +6,10 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING
 
-from longspan.errors import LongspanError
+from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
-    from longspan.nonfinite import NonFinite
+    from longspan.hf.nonfinite import NonFinite
     from longspan.train.config import TrainConfig
 
 WINDOW = 20

@@ -8,13 +8,14 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from longspan import checkpoint, launch
-from longspan.checked import check_output
+from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import differences
+from longspan.core.checked import check_output
+from longspan.core.errors import LongspanError
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.errors import LongspanError
-from longspan.pretrained import first_line, read_model_config
+from longspan.hf.pretrained import first_line, read_model_config
+from longspan.ranks import launch
 from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity
 
@@ -129,6 +130,8 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from longspan.compat.transformers_api import checkpoint_activations
+
     torch.manual_seed(config.seed)
     # Sharding rewrites the config it is given; the export needs it as it was.
     own = copy.deepcopy(model_config)
@@ -146,10 +149,7 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
         name = config.model or config.config
         raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
     if config.grad_checkpointing:
-        # transformers 5.23 renames it and warns of the old name.
-        rename = hasattr(model, "activation_checkpointing_enable")
-        enable = model.activation_checkpointing_enable if rename else model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     return model.train()
 
 

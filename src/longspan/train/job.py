@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from longspan import agreement, launch
-from longspan.checked import check_processes
-from longspan.errors import LongspanError
+from longspan.core.checked import check_processes
+from longspan.core.errors import LongspanError
+from longspan.ranks import agreement, launch
 from longspan.train.config import TrainConfig
 
 
@@ -19,8 +19,8 @@ def run(config: TrainConfig) -> int:
 
     Raises:
         LongspanError: on bad input; nearly always before any rank is started.
-        longspan.launch.RankFailed: if a rank died, was lost, or ended early, more often than `max_restarts`.
-        longspan.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
+        longspan.ranks.launch.RankFailed: if a rank died, was lost, or ended early, more often than `max_restarts`.
+        longspan.ranks.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
     """
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)

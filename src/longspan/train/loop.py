@@ -18,30 +18,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from longspan import agreement, checkpoint
-from longspan.batch import shard_batch
+from longspan import checkpoint
 from longspan.checkpoint.identity import flat
+from longspan.comm.mesh import SequenceSharding, init_mesh
+from longspan.compat.torch_api import gather_into
+from longspan.core.accumulation import sums_once
+from longspan.core.differences import spell_ranks
+from longspan.core.errors import LongspanError
 from longspan.data import StepBatch, deal, prefetch
-from longspan.differences import spell_ranks
-from longspan.errors import LongspanError
-from longspan.heartbeat import Heartbeat
-from longspan.launch import Stopped, StopRequest
-from longspan.mesh import SequenceSharding, init_mesh
-from longspan.metrics import (
+from longspan.hf.across_ranks import host_group
+from longspan.hf.batch import shard_batch
+from longspan.hf.gradients import no_sync
+from longspan.hf.nonfinite import watch
+from longspan.hf.parallelize import parallelize
+from longspan.ranks import agreement
+from longspan.ranks.heartbeat import Heartbeat
+from longspan.ranks.launch import Stopped, StopRequest
+from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
+from longspan.train.config import TrainConfig
+from longspan.train.health import Health
+from longspan.train.inputs import Inputs, build_model, find_resume, open_here
+from longspan.train.metrics import (
     CommunicationSampler,
     Display,
     Quiet,
     StepMetrics,
+    device_memory,
     model_flops,
     peak_flops,
     peak_memory_gib,
 )
-from longspan.nonfinite import watch
-from longspan.parallelize import parallelize
-from longspan.rendezvous import Peers, meet
-from longspan.train.config import TrainConfig
-from longspan.train.health import Health
-from longspan.train.inputs import Inputs, build_model, find_resume, open_here
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
 
@@ -60,12 +66,16 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, heart: Heartbeat | None = None) -> None:
         self.config, self._heart = config, heart
+        if config.deterministic:
+            be_deterministic()
         self._at("start", long=True)
         self.inputs = self._agreed_inputs(meet(config.timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
             self.group = self.sp.world_group
+            # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.
+            self.hosts = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)
             self.outputs = Outputs(config)
         self.first = self.sp.data_rank == 0 and self.sp.rank == 0
         try:
@@ -108,6 +118,7 @@ class Trainer:
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
         self.health = Health(config)
+        self.sums_once = self._sums_once()
 
     def _at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
         """Tell the other ranks where this one is."""
@@ -219,12 +230,13 @@ class Trainer:
         if self.group is None:
             return signum
         crc = zlib.crc32(f"{self.step} {batch.checksum} {batch.label_tokens} {len(batch.micro_batches)}".encode())
-        said = torch.tensor([signum, crc, -crc], device=self.sp.device)
-        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
+        said = torch.tensor([signum, crc, -crc])
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.hosts)
         signum, largest, smallest = said.tolist()
         if largest != -smallest:
-            every = torch.zeros(self.sp.world_size, dtype=said.dtype, device=self.sp.device)
-            dist.all_gather_into_tensor(every, torch.tensor([crc], device=self.sp.device), group=self.group)
+            every = torch.zeros(self.sp.world_size, dtype=said.dtype)
+            assert self.hosts is not None
+            gather_into(every, torch.tensor([crc]), self.hosts)
             read = every.tolist()
             usual = statistics.mode(read)
             raise LongspanError(
@@ -294,18 +306,32 @@ class Trainer:
         rank = self.sp.data_rank * self.sp.size + self.sp.rank
         torch.manual_seed(step_seed(self.config.seed, self.step, rank))
         loss = torch.zeros((), device=self.sp.device)
-        for micro in batch.micro_batches:
+        last = len(batch.micro_batches) - 1
+        for i, micro in enumerate(batch.micro_batches):
             self._at("forward and backward", self.step + 1)
             inputs = {
                 k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in shard_batch(micro, self.sp).items()
             }
-            with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
-                # Only the loss is kept: the output would hold the logits all through the backward.
-                part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
-            part.backward()
+            with no_sync(self.model) if self.sums_once and i < last else contextlib.nullcontext():
+                with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
+                    # Only the loss is kept: the output would hold the logits all through the backward.
+                    part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+                part.backward()
             # Each is a sum over its own tokens of this replica and the others, over the labels of the whole step.
             loss += part.detach()
         return loss
+
+    def _sums_once(self) -> bool:
+        """Whether gradients are summed over the ranks after the last micro-batch alone; alike on all ranks."""
+        config, sp = self.config, self.sp
+        if config.reduce != "auto" or self.group is None:
+            return config.reduce != "each"
+        whole = sum(p.numel() for p in self.model.parameters() if p.requires_grad) * 4
+        once = torch.tensor(
+            sums_once(config.fsdp, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32
+        )
+        dist.all_reduce(once, dist.ReduceOp.MIN, group=self.group)
+        return bool(once)
 
     def _report(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
         sp, tokens = self.sp, self.config.sequences * self.config.context
@@ -333,6 +359,19 @@ class Trainer:
             peak_memory_gib=memory,
             mfu=flops / (mean_s * peak * sp.world_size) if flops and peak else None,
         )
+
+
+def be_deterministic() -> None:
+    """Have torch take kernels alone that give the same bits every time, or raise where it has none.
+
+    Of this process, before any CUDA call: cuBLAS reads its variable when it starts. Attention's backward then adds up
+    dQ in a fixed order too.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    options: Any = torch.utils.deterministic
+    options.fill_uninitialized_memory = False  # nothing reads what it has not written
+    torch.backends.cudnn.benchmark = False
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -12,10 +12,10 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, RunLock, Saver, is_full
-from longspan.errors import LongspanError
-from longspan.metrics import MetricsLog, StepMetrics
+from longspan.core.errors import LongspanError
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import Inputs
+from longspan.train.metrics import MetricsLog, StepMetrics
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
-from longspan.errors import LongspanError
+from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
+from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
 
 _MOST_TOKENS = 1 << 30
 
@@ -36,7 +37,7 @@ class VerifyConfig:
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
     data_degree: int = 1
     """Replicas that read different sequences; data x ring x ulysses ranks in all."""
-    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    layout: LayoutName = "auto"
     """How tokens lie over a ring. auto: zigzag."""
     ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
     """How keys and values go round a ring. p2p is what auto chooses in a long run; in a short test it would choose
@@ -59,7 +60,7 @@ class VerifyConfig:
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
     fp64: bool = True
     """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
-    kernel: Literal["auto", "sdpa", "block", "flash_attn", "flex", "eager"] = "auto"
+    kernel: Literal["auto", "sdpa", "tiled", "block", "flash_attn", "flex", "eager"] = "auto"
     """Local attention kernel of the sharded run."""
     seed: int = 0
     """Seed of the random weights (--config alone) and the random tokens."""

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from longspan import checkpoint
-from longspan.checked import path_of
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import check_same_model, kept_model_config
+from longspan.core.checked import path_of
+from longspan.core.errors import LongspanError
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.errors import LongspanError
-from longspan.pretrained import check_language_model, first_line, read_model_config
+from longspan.hf.pretrained import check_language_model, first_line, read_model_config
 from longspan.verify.config import VerifyConfig
 
 
@@ -117,6 +117,8 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging
 
+    from longspan.compat.transformers_api import has_no_sdpa
+
     logging.disable_progress_bar()  # every rank loads the model, and more than once
     architectures = getattr(model_config, "architectures", None) or ()
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
@@ -135,7 +137,7 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
         try:
             model = build("sdpa" if softcap is None else "eager")
         except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
+            if not has_no_sdpa(error):
                 raise
             model = build("eager")
     except Exception as error:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from longspan import launch
-from longspan.checked import check_processes
+from longspan.core.checked import check_processes
+from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
     from longspan.checkpoint import Ranks
-    from longspan.heartbeat import Heartbeat
+    from longspan.ranks.heartbeat import Heartbeat
     from longspan.verify.inputs import Inputs
     from longspan.verify.report import Report
 
@@ -27,7 +27,7 @@ def run(config: VerifyConfig) -> int:
 
     Raises:
         LongspanError: on bad input.
-        longspan.launch.RankFailed: if a rank dies.
+        longspan.ranks.launch.RankFailed: if a rank dies.
     """
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
@@ -72,8 +72,8 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
             the same weights.
     """
     from longspan import checkpoint
-    from longspan.huggingface import check_model
-    from longspan.mesh import SequenceSharding, init_mesh
+    from longspan.comm.mesh import SequenceSharding, init_mesh
+    from longspan.hf.registry import check_model
     from longspan.verify.inputs import build_model
     from longspan.verify.runs import Link, check_same_weights, make_report, shard_model, sharded_parts, unsharded_runs
 
@@ -103,9 +103,9 @@ def _agreed_inputs(config: VerifyConfig, heart: Heartbeat | None) -> tuple[Input
     """What is to be verified, once it is known to be alike on every rank; the process group; and who reads files."""
     import torch
 
-    from longspan import agreement
     from longspan.checkpoint import Ranks
-    from longspan.rendezvous import meet
+    from longspan.ranks import agreement
+    from longspan.ranks.rendezvous import meet
     from longspan.verify.inputs import open_inputs, open_resumed
 
     config.check()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from longspan.layout import Span
+    from longspan.core.layout import Span
 
 SCHEMA = 2
 WIDTH = 100

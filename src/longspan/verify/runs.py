@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import longspan
 from longspan.checkpoint import Checkpoint
-from longspan.errors import LongspanError
-from longspan.families import is_masked_lm
-from longspan.launch import threads_per_rank
-from longspan.mesh import SequenceSharding
-from longspan.parallelize import parallelize
+from longspan.comm.mesh import SequenceSharding
+from longspan.core.errors import LongspanError
+from longspan.hf.parallelize import parallelize
+from longspan.hf.support import is_masked_lm
+from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, row_pieces
 from longspan.verify.config import VerifyConfig
 from longspan.verify.report import Report, equality

@@ -1,0 +1,186 @@
+"""What one GPU says about longspan, in order of value, each item with a figure and a verdict, and a report.
+
+    python -m benchmarks.gpu                        # under 8 minutes; also `make gpu`
+    python -m benchmarks.gpu --quick --device cpu   # the same items on shapes that a CPU can do
+
+It needs torch and transformers as they are installed, one GPU, no network. Every item runs in a process of its own,
+within a time of its own, so that one that fails, hangs or takes the GPU's context down leaves the others alone. The
+report goes to `benchmarks/reports/<date>-gpu.md` and `.json` (or `--out FOLDER`). Exit code: 1 if a result was wrong or
+an item failed, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import common
+from benchmarks.gpu import kernels, model, ranks, speed
+from benchmarks.gpu.setup import FAILED, MEASURED, STOPPED, WRONG, Row, Setup, brief
+
+Item = Callable[[Setup], Iterator[Row]]
+
+ITEMS: dict[str, tuple[Item, int, str]] = {
+    "kernels": (kernels.accuracy, 130, "Kernels against fp64"),
+    "autocast": (kernels.autocast, 20, "Inside and outside autocast"),
+    "rings": (ranks.rings, 60, "Rings and USP, four processes on one device"),
+    "memory": (model.memory, 60, "Peak memory of rank 0 of 8, beside the plan"),
+    "speed": (speed.kernel_speed, 70, "TFLOP/s of each kernel"),
+    "syncs": (speed.syncs, 20, "Waits for the device in a layer"),
+    "documents": (speed.many_documents, 15, "Packed documents"),
+    "blockmask": (speed.block_masks, 30, "BlockMask"),
+    "copies": (speed.copies, 10, "Copies around the exchange"),
+    "host": (speed.host_time, 10, "Host time of a layer"),
+    "steps": (model.step_time, 30, "Training steps"),
+    "choices": (kernels.choices, 10, 'What "auto" takes'),
+}
+"""By name: what runs, how many seconds it may take (`PATIENCE` times as many with `--quick`), and its heading."""
+
+PATIENCE = 4
+
+GRACE_S = 15
+"""What an item may take longer than its time before it is killed: it looks at the clock between its measurements."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="by default the GPU if there is one")
+    parser.add_argument("--quick", action="store_true", help="small shapes; always on a CPU")
+    parser.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS), help="some of them only")
+    parser.add_argument("--minutes", type=float, default=7.75, help="for all of it")
+    parser.add_argument("--out", type=Path, default=common.REPORTS, help="folder of the report")
+    args = parser.parse_args()
+    begin = time.monotonic()
+    hardware = next(iter(_run(_hardware, Setup("cuda", True, begin + 60), 60))).data or {}
+    device = args.device or ("cuda" if hardware.get("gpu") else "cpu")
+    if device == "cuda" and not hardware.get("gpu"):
+        raise SystemExit("torch finds no CUDA device here; `--device cpu` runs what a CPU can do")
+    quick = args.quick or device == "cpu"
+    patience = PATIENCE if quick else 1  # who asks for small shapes wants all of them, however busy the machine is
+    found: dict[str, list[Row]] = {}
+    for name in args.items:
+        item, limit, title = ITEMS[name]
+        left = patience * args.minutes * 60 - (time.monotonic() - begin)
+        print(f"\n{title}", flush=True)
+        found[name] = []
+        for row in _run(item, Setup(device, quick, 0), min(patience * limit, left)):
+            found[name].append(row)
+            print(f"  {row.verdict:>10}  {row.what}: {row.figure}", flush=True)
+    bad = sum(row.verdict in (WRONG, FAILED) for rows in found.values() for row in rows)
+    write(args.out, device, hardware, found, time.monotonic() - begin)
+    raise SystemExit(1 if bad else 0)
+
+
+def _hardware(setup: Setup) -> Iterator[Row]:
+    """The GPU, asked in a process of its own: whoever has asked can start no further processes that use it."""
+    if not torch.cuda.is_available():
+        yield Row("", "", MEASURED)
+        return
+    p = torch.cuda.get_device_properties(0)
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"], capture_output=True, text=True
+    )  # fmt: skip
+    yield Row("", "", MEASURED, {
+        "gpu": p.name, "gpu_memory_gib": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}",
+        "cuda": torch.version.cuda, "driver": driver.stdout.strip(),
+    })  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One item, in a process of its own.
+
+
+def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
+    """The lines of an item as they come; killed when it takes `GRACE_S` longer than its time."""
+    if limit_s <= 1:
+        yield Row("not begun", "", f"{STOPPED}: the time of the whole report was up")
+        return
+    begin = time.monotonic()
+    context = multiprocessing.get_context("fork")  # everything is imported, and no GPU has been touched
+    here, there = context.Pipe(duplex=False)
+    until = begin + limit_s
+    child = context.Process(target=_child, args=(item, Setup(setup.device, setup.quick, until), there))
+    child.start()
+    there.close()
+    try:
+        while here.poll(max(0.0, until + GRACE_S - time.monotonic())):
+            yield here.recv()
+        yield Row("the rest", "", f"{STOPPED}: killed after {time.monotonic() - begin:.0f} s")
+    except EOFError:
+        child.join(5)
+        if child.exitcode:
+            yield Row("the rest", f"its process ended with {child.exitcode}", FAILED)
+    finally:
+        if child.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid or 0, signal.SIGKILL)  # itself, and the ranks that it has started
+            child.kill()
+        child.join()
+
+
+def _child(item: Item, setup: Setup, out: Any) -> None:
+    os.setsid()
+    try:
+        for row in item(setup):
+            out.send(row)
+    except BaseException as error:
+        traceback.print_exc()
+        out.send(Row("the rest", brief(error), FAILED))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report.
+
+
+def write(folder: Path, device: str, hardware: dict[str, Any], found: dict[str, list[Row]], seconds: float) -> None:
+    """`<date>-gpu.md` and `.json`: first what was wrong, then every item."""
+    env = {**common.environment(["longspan", "torch", "transformers", "triton", "flash-attn"]), **hardware}
+    env["command"] = "python -m benchmarks.gpu" + "".join(f" {word}" for word in sys.argv[1:])
+    rows = [row for each in found.values() for row in each]
+    counts = {
+        v: sum(row.verdict.split(":")[0] == v for row in rows) for v in sorted({r.verdict.split(":")[0] for r in rows})
+    }
+    gpu = (
+        f"{env['gpu']}, {env['gpu_memory_gib']} GiB, CUDA {env['cuda']}, driver {env['driver']}"
+        if "gpu" in env
+        else "none"
+    )
+    versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
+    lines = [
+        f"# longspan on {env.get('gpu', 'a CPU') if device == 'cuda' else 'a CPU'}", "",
+        f"- date: {env['date']}; {seconds:.0f} s", f"- command: `{env['command']}`", f"- device: {device}; GPU: {gpu}",
+        f"- host: {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB",
+        f"- versions: Python {env['python']}, {versions}",
+        f"- verdicts: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}", "",
+    ]  # fmt: skip
+    for name, each in found.items():
+        item, _, title = ITEMS[name]
+        cells = [[row.what, row.figure, row.verdict] for row in each]
+        doc = " ".join((item.__doc__ or "").split())
+        lines += [f"## {title}", "", doc, "", common.table(["what", "figure", "verdict"], cells), ""]
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{env['date']}-gpu{'' if device == 'cuda' else '-cpu'}"
+    stem.with_suffix(".md").write_text("\n".join(lines))
+    data = {name: [asdict(row) for row in each] for name, each in found.items()}
+    stem.with_suffix(".json").write_text(
+        json.dumps({"environment": env, "results": data}, indent=1, default=str) + "\n"
+    )
+    print(f"\nwritten: {stem}.md and .json ({', '.join(f'{n} {verdict}' for verdict, n in counts.items())})")
+
+
+if __name__ == "__main__":
+    main()

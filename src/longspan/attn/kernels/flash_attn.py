@@ -1,0 +1,106 @@
+"""Kernel "flash_attn": the package of that name (Dao 2023, arXiv:2307.08691), all documents of a batch in one call.
+
+Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attn.kernels.base import Blocks, Need, WholeKernel, register
+from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
+from longspan.attn.score import Scores
+from longspan.core.errors import LongspanError
+
+
+def import_flash_attn() -> Any:
+    """The package flash_attn.
+
+    Raises:
+        LongspanError: if it is not installed; how to install it.
+    """
+    try:
+        return importlib.import_module("flash_attn")
+    except ImportError as error:
+        raise LongspanError(
+            f"kernel='flash_attn' is not installed ({error}); `pip install flash-attn`, or use kernel='sdpa'"
+        ) from error
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Packed:
+    """One call for all segments.
+
+    Attributes:
+        options: what the package's functions are told.
+        at: places of all segments' tokens in `[B * S]`, int64; None where there are no segments.
+        ends: where segments begin and end among them, int32 [segments + 1].
+        longest: tokens of the longest segment.
+    """
+
+    options: dict[str, Any]
+    at: Tensor | None = None
+    ends: Tensor | None = None
+    longest: int = 0
+
+
+class FlashAttnKernel(WholeKernel):
+    """Causal or not, windows, segments, chunks, softcap."""
+
+    name = "flash_attn"
+
+    def refuses(self, need: Need) -> str | None:
+        """A ring, what the package cannot do, and where it is not installed (an error of its own)."""
+        if need.ring > 1:
+            return (
+                f"kernel='flash_attn' cannot be used in a ring of {need.ring}; use kernel='auto' (torch's flash "
+                f"attention by tiles), or ring=1"
+            )
+        unable = [name for name in beyond_sdpa(need) if name not in ("softcap", "a window to both sides")]
+        if unable:
+            return f"kernel='flash_attn' cannot do {' or '.join(unable)}; use kernel='auto'"
+        import_flash_attn()
+        return None
+
+    def describe(self, need: Need) -> str:
+        """What it does."""
+        return "the package flash_attn, all segments in one call"
+
+    def prepare_whole(self, blocks: Blocks) -> Packed:
+        """Places and borders of the segments, on the device."""
+        mask, segments, S = blocks.mask, segments_with_chunks(blocks), blocks.lengths[0]
+        left = -1 if mask.window is None else mask.window - 1
+        options = {
+            "causal": mask.causal,
+            "window_size": (left, 0 if mask.window is not None and mask.causal else left),
+            "softcap": blocks.kind.softcap or 0.0,
+        }
+        if segments is None:
+            return Packed(options)
+        runs = [(b * S + start, b * S + stop) for b, row in enumerate(segments) for start, stop in row]
+        at = torch.cat([torch.arange(start, stop) for start, stop in runs])
+        sizes = torch.tensor([0, *(stop - start for start, stop in runs)])
+        ends = sizes.cumsum(0).to(torch.int32)
+        longest = max(stop - start for start, stop in runs)
+        return Packed(options, at.to(blocks.device), ends.to(blocks.device), longest)
+
+    def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: Packed, scores: Scores) -> Tensor:
+        """One call; see `WholeKernel`."""
+        flash, options = import_flash_attn(), {**prepared.options, "softmax_scale": scores.scale}
+        at, ends = prepared.at, prepared.ends
+        if at is None:
+            out: Tensor = flash.flash_attn_func(q_BSHD, k_BSKD, v_BSKD, **options)
+            return out
+        B, S = q_BSHD.shape[:2]
+        q, k, v = (x.flatten(0, 1).index_select(0, at) for x in (q_BSHD, k_BSKD, v_BSKD))
+        packed = flash.flash_attn_varlen_func(q, k, v, ends, ends, prepared.longest, prepared.longest, **options)
+        whole: Tensor = packed.new_zeros(B * S, *packed.shape[1:]).index_copy(0, at, packed).unflatten(0, (B, S))
+        return whole
+
+
+register(FlashAttnKernel())

@@ -1,0 +1,256 @@
+"""Kernel "sdpa": whatever torch picks under `scaled_dot_product_attention`, called once for each run of tokens.
+
+Documents, padding and chunks are cut into calls of their own, so that the cost follows the mask; a short window runs as
+blocks of queries with two blocks of keys each. Gradients are autograd's.
+
+Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.attn.kernels.base import Blocks, Need, WholeKernel, register
+from longspan.attn.mask import Mask
+from longspan.attn.score import Scores
+from longspan.core.layout import Span
+from longspan.core.segments import Segments, chunk_segments
+
+SHORT_WINDOW = 256
+"""The longest window that "auto" gives to sdpa, whose mask of a window has twice the pairs that attend. Up to here that
+costs no more than the many small tiles of "tiled" (`benchmarks/mask_cost.py`)."""
+
+_FILLED = 1.25  # how much longer than its shortest segment a bucket may be, so that at most a fifth is filled in
+_MANY = 4  # calls that one bucket must save
+_GATHERED_BYTES = 1 << 15  # q, k and v of a segment, of the mean one: above, gathering costs more than a call saves
+
+
+def beyond_sdpa(need: Need) -> list[str]:
+    """What of mask and scores `sdpa` cannot do, by name."""
+    mask, scores = need.mask, need.scores
+    named = {
+        f"the mask {type(mask).__name__}": type(mask) is not Mask,  # a kind of one's own
+        "softcap": scores.softcap is not None,
+        "sinks": scores.sinks is not None,
+        "alibi": scores.alibi is not None,
+        "bias": scores.bias is not None,
+        "mask_mod": mask.mod is not None,
+        "prefix": mask.prefix is not None,
+        "a window to both sides": mask.window is not None and not mask.causal,
+        "keys of another sequence or length": mask.kv_segments is not None or mask.q_start > 0 or not need.same_length,
+    }
+    return [name for name, there in named.items() if there]
+
+
+def segments_with_chunks(blocks: Blocks) -> Segments | None:
+    """Chunks are runs of tokens that attend among themselves, as documents are: every document cut at their borders."""
+    mask, length = blocks.mask, blocks.lengths[1]
+    if mask.chunk is None or mask.kv_segments is not None:
+        return mask.segments
+    rows = mask.segments or (((0, length),),) * blocks.batch
+    starts = tuple(tuple(start for start, _ in row) for row in rows)  # chunks count from the sequence's start
+    return chunk_segments(rows, mask.chunk, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a row of the batch is cut into calls.
+
+    Attributes:
+        sizes: tokens of all parts in order, padding between segments too.
+        real: for each of them whether it is a segment; what is not gives zeros.
+    """
+
+    sizes: tuple[int, ...]
+    real: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, row: tuple[Span, ...], length: int) -> Cut:
+        """The cut at the borders of a row's segments."""
+        borders = sorted({0, length, *(i for segment in row for i in segment)})
+        starts = {start for start, stop in row if start < stop}
+        sizes = tuple(stop - start for start, stop in itertools.pairwise(borders))
+        return cls(sizes, tuple(start in starts for start in borders[:-1]))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Bucket:
+    """Segments of about one length, which run in one call: n segments of L tokens.
+
+    Shorter ones are filled up with their last token. Under a causal mask no real query sees what is filled in.
+
+    Attributes:
+        at: places in `[B * S]`, int64 [n, L].
+        real: which of the n * L are real, int64; None for all.
+        to: where these lie in `[B * S]`, int64.
+    """
+
+    at: Tensor
+    real: Tensor | None
+    to: Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SdpaCalls:
+    """All calls of a batch.
+
+    Attributes:
+        causal: whether each is causal.
+        window: tokens of a causal window; None for none.
+        cuts: for each row of the batch; one for all where they are cut alike; None for one call of everything.
+        buckets: instead of cuts, where there are many segments.
+    """
+
+    causal: bool
+    window: int | None
+    cuts: tuple[Cut, ...] | None
+    buckets: tuple[Bucket, ...] | None = None
+
+
+class SdpaKernel(WholeKernel):
+    """Causal or not, causal windows, segments and chunks."""
+
+    name = "sdpa"
+
+    def refuses(self, need: Need) -> str | None:
+        """Whatever else."""
+        more = beyond_sdpa(need)
+        if more:
+            return f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto', which takes one that can"
+        return None
+
+    def describe(self, need: Need) -> str:
+        """What it does."""
+        return "torch's scaled_dot_product_attention takes this mask, run by run"
+
+    def prepare_whole(self, blocks: Blocks) -> SdpaCalls:
+        """The calls of the batch."""
+        segments, mask = segments_with_chunks(blocks), blocks.mask
+        if segments is None:
+            return SdpaCalls(mask.causal, mask.window, None)
+        buckets = None if mask.window is not None else in_buckets(segments, blocks)
+        if buckets is not None:
+            return SdpaCalls(mask.causal, None, None, buckets)
+        rows = segments[:1] if len(set(segments)) == 1 else segments
+        return SdpaCalls(mask.causal, mask.window, tuple(Cut.of(row, blocks.lengths[0]) for row in rows))
+
+    def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
+        """All calls; see `WholeKernel`."""
+        if prepared.buckets is not None:
+            return _bucketed(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
+        if prepared.cuts is None:
+            return _one(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
+        if len(prepared.cuts) == 1:  # every row is cut alike: cut the batch as one
+            return _row(q_BSHD, k_BSKD, v_BSKD, prepared.cuts[0], prepared, scores)
+        rows = zip(q_BSHD.split(1), k_BSKD.split(1), v_BSKD.split(1), prepared.cuts, strict=True)
+        return torch.cat([_row(q, k, v, cut, prepared, scores) for q, k, v, cut in rows])
+
+
+def in_buckets(segments: Segments, blocks: Blocks) -> tuple[Bucket, ...] | None:
+    """Many segments as a few calls; None where that saves too few of them to be worth gathering their tokens."""
+    S = blocks.lengths[0]
+    spans = [(b * S + start, b * S + stop) for b, row in enumerate(segments) for start, stop in row if start < stop]
+    runs = sorted((stop - start, start) for start, stop in spans)
+    if not runs or sum(size for size, _ in runs) * blocks.token_bytes > _GATHERED_BYTES * len(runs):
+        return None
+    filled = _FILLED if blocks.mask.causal else 1.0
+    groups: list[list[tuple[int, int]]] = []
+    for run in reversed(runs):  # the longest of a bucket first
+        if not groups or run[0] * filled < groups[-1][0][0]:
+            groups.append([])
+        groups[-1].append(run)
+    calls = len(runs) if len(set(segments)) > 1 else len(segments[0])
+    if calls < _MANY * len(groups):
+        return None
+    return tuple(_bucket(group, blocks.device) for group in groups)
+
+
+def _bucket(group: list[tuple[int, int]], device: torch.device) -> Bucket:
+    sizes, starts = torch.tensor(group).unbind(1)
+    step = torch.arange(int(sizes[0]))
+    at = starts[:, None] + torch.minimum(step, sizes[:, None] - 1)
+    real = (step < sizes[:, None]).flatten()
+    places = None if bool(real.all()) else real.nonzero().flatten().to(device)
+    return Bucket(at.to(device), places, at.flatten()[real].to(device))
+
+
+def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
+    """Each bucket gathered, computed in one call, and put back; zeros between the segments (padding)."""
+    assert calls.buckets is not None
+    B, S, H = q_BSHD.shape[:3]
+    flat = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
+    outs = []
+    for bucket in calls.buckets:
+        q, k, v = (x.index_select(0, bucket.at.flatten()).unflatten(0, bucket.at.shape) for x in flat)
+        out = _one(q, k, v, calls, scores).flatten(0, 1)
+        outs.append(out if bucket.real is None else out.index_select(0, bucket.real))
+    whole = q_BSHD.new_zeros(B * S, H, v_BSKD.shape[3])
+    places = torch.cat([bucket.to for bucket in calls.buckets])
+    back: Tensor = whole.index_copy(0, places, torch.cat(outs)).unflatten(0, (B, S))
+    return back
+
+
+def _row(q: Tensor, k: Tensor, v: Tensor, cut: Cut, calls: SdpaCalls, scores: Scores) -> Tensor:
+    """Each run of tokens on its own, zeros between them (padding)."""
+    # One split, not many slices: the gradient of a split is one concatenation, that of a slice a whole zero tensor.
+    parts = zip(cut.real, q.split(cut.sizes, 1), k.split(cut.sizes, 1), v.split(cut.sizes, 1), strict=True)
+    out = [
+        _one(qi, ki, vi, calls, scores) if real else qi.new_zeros(*qi.shape[:3], vi.shape[3])
+        for real, qi, ki, vi in parts
+    ]
+    return torch.cat(out, 1)
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
+    if calls.window is not None and calls.window < q.shape[1]:
+        return _windowed(q, k, v, calls.window, scores)
+    k_BKSD, v_BKSD = k.transpose(1, 2), v.transpose(1, 2)
+    if q.device.type == "cpu":
+        # The CPU kernel reads K and V again for every block of queries: rows of a head side by side are worth a copy.
+        k_BKSD, v_BKSD = k_BKSD.contiguous(), v_BKSD.contiguous()
+    out_BHSD = _call(q.transpose(1, 2), k_BKSD, v_BKSD, is_causal=calls.causal, scale=scores.scale)
+    return out_BHSD.transpose(1, 2)
+
+
+def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
+    if q_BHSD.shape[1] != k_BKSD.shape[1]:  # a branch and not a value: compiled, a comparison of sizes may be symbolic
+        options["enable_gqa"] = True
+    out: Tensor = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, **options)
+    return out
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scores: Scores) -> Tensor:
+    """A causal sliding window in blocks of `window` queries, each with its own and the previous block of keys.
+
+    Costs O(S * window) time and memory. All blocks run as one batched call: B * blocks rows of `window` queries.
+    """
+    B, S = q.shape[:2]
+    w = max(window, min(S, 128))  # very small windows would make very many tiny blocks
+    blocks = -(-S // w)
+    pad = blocks * w - S
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (blocks, w)) for x in (q, k, v))
+    k, v = (torch.cat([F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:, :-1], x], 2) for x in (k, v))  # [B, blocks, 2w, K, D]
+    i = torch.arange(w, device=q.device)[:, None] + w
+    j = torch.arange(2 * w, device=q.device)[None]
+    allowed = (j <= i) & (i - j < window)
+    masks = allowed.expand(blocks, w, 2 * w).clone()
+    masks[0, :, :w] = False  # the first block has no block before it
+    out = _call(
+        q.flatten(0, 1).transpose(1, 2),
+        k.flatten(0, 1).transpose(1, 2),
+        v.flatten(0, 1).transpose(1, 2),
+        attn_mask=masks.repeat(B, 1, 1)[:, None],
+        scale=scores.scale,
+    )
+    blocks_BSHD: Tensor = out.transpose(1, 2).unflatten(0, (B, blocks)).flatten(1, 2)
+    return blocks_BSHD[:, :S]
+
+
+SDPA = SdpaKernel()
+register(SDPA)

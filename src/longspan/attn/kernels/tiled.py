@@ -1,0 +1,339 @@
+"""Kernel "tiled": attention to one block of keys and values by tiles, whatever the mask and scores.
+
+A tile is one kernel call. Tiles without a mask, and triangles, run in torch's flash attention; tiles whose mask or
+bias must be materialized run there too on a CPU (it takes a mask), else as matrix products of at most
+`longspan.core.regions.TILE`. Empty tiles do not exist, so the cost follows the mask.
+
+Shape suffixes: B batch, H query heads, K KV heads, G queries to a KV head, Q queries, T keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.mask import Mask
+from longspan.attn.score import ScoreKind, Scores
+from longspan.compat.torch_attention import flash_cpu as _flash_cpu
+from longspan.compat.torch_attention import flash_cpu_backward as _flash_cpu_backward
+from longspan.compat.torch_attention import flash_cuda as _flash_cuda
+from longspan.compat.torch_attention import flash_cuda_backward as _flash_cuda_backward
+from longspan.core.layout import Span
+from longspan.core.regions import Region, Tile, TileKind, tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One tile, with where it lies in the tensors: rows of the batch, my queries, the block's keys."""
+
+    rows: Span
+    queries: Span
+    keys: Span
+    tile: Tile
+
+    @property
+    def at_queries(self) -> tuple[slice, slice, slice]:
+        """Its queries in `[B, heads, Q, ...]`."""
+        return slice(*self.rows), slice(None), slice(*self.queries)
+
+    @property
+    def at_keys(self) -> tuple[slice, slice, slice]:
+        """Its keys in `[B, heads, T, ...]`."""
+        return slice(*self.rows), slice(None), slice(*self.keys)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TiledBlock:
+    """The tiles of my queries against one block of keys, and the mask that they belong to."""
+
+    calls: tuple[Call, ...]
+    mask: Mask
+
+
+def must_materialize(mask: Mask, kind: ScoreKind) -> bool:
+    """Whether every score is touched by something that no flash kernel computes."""
+    return mask.mod is not None or kind.softcap is not None or kind.has_bias
+
+
+def takes_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
+    """Whether torch's flash attention takes tiles of these tensors, of any size; if not, their scores are materialized.
+
+    For CPUs: everything. For GPUs: half precision, and heads of at most 256 that divide by 8.
+    """
+    if device.type == "cpu":
+        return True
+    dim = max(head_dims)
+    return dtype in (torch.float16, torch.bfloat16) and dim <= 256 and dim % 8 == 0
+
+
+class TiledKernel(BlockKernel):
+    """Every mask and score, by tiles; a subclass may compute a tile in another way."""
+
+    name = "tiled"
+
+    def refuses(self, need: Need) -> str | None:
+        """Nothing, on any device."""
+        return None
+
+    def describe(self, need: Need) -> str:
+        """What computes the tiles."""
+        if need.scores.softcap is not None:
+            return "tiles of 256 x 1024 as matrix products, because of the softcap"
+        if need.device.type == "cpu":
+            return "tiles through torch's flash attention for CPU, in fp32"
+        if not takes_flash(need.device, need.dtype, need.head_dims):
+            what = f"{str(need.dtype).removeprefix('torch.')} with head_dim {max(need.head_dims)}"
+            return f"tiles of 256 x 1024 as matrix products: torch's flash attention for GPUs does not take {what}"
+        if need.mask.mod is not None or need.scores.has_bias:
+            return "tiles of 256 x 1024 as matrix products, because mask or bias must be materialized"
+        return "tiles through torch's flash attention, those with a mask as matrix products"
+
+    def prepare(self, blocks: Blocks) -> Sequence[TiledBlock | None]:
+        """The tiles of each block."""
+        flash = takes_flash(blocks.device, blocks.dtype, blocks.head_dims)
+        materialized = must_materialize(blocks.mask, blocks.kind) or not flash
+        out: list[TiledBlock | None] = []
+        for parts in blocks.parts:
+            calls = [
+                Call(part.rows, (r.q0 + part.q_at, r.q1 + part.q_at), (r.k0 + part.k_at, r.k1 + part.k_at), tile)
+                for part in parts
+                for tile in tiles(part.region, materialized=materialized)
+                for r in (tile.region,)
+            ]
+            out.append(TiledBlock(tuple(calls), blocks.mask) if calls else None)
+        return out
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores) -> tuple[Tensor, Tensor]:
+        """All tiles, added up; see `BlockKernel`."""
+        into = SoftmaxAccumulator(q, v.shape[3])
+        self.accumulate(into, q, k, v, block, scores)
+        return into.out, into.lse
+
+    def backward(
+        self, done: Finished, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All tiles' gradients, added up in fp32 at least; see `BlockKernel`."""
+        dtype = done.lse.dtype
+        into = tuple(torch.zeros_like(x, dtype=dtype) for x in (done.q, k, v))
+        self.accumulate_gradients(into, done, k, v, block, scores)  # type: ignore[arg-type]
+        return into  # type: ignore[return-value]
+
+    def accumulate(
+        self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
+    ) -> None:
+        """Tile by tile, in place."""
+        q, k, v = _for_device(q, k, v)
+        for call in block.calls:
+            mine = q[call.at_queries]
+            how = _how(call, block.mask, scores, mine)
+            if how is not None:
+                out, lse = self.tile_forward(mine, k[call.at_keys], v[call.at_keys], how)
+                into.add(out, lse, call.rows, call.queries)
+
+    def accumulate_gradients(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        done: Finished,
+        k: Tensor,
+        v: Tensor,
+        block: TiledBlock,
+        scores: Scores,
+    ) -> None:
+        """Tile by tile, in place."""
+        q, out, grad, k, v = _for_device(done.q, done.out, done.grad, k, v)
+        done = Finished(q, out, grad, done.lse)
+        for call in block.calls:
+            part = done.at(*call.at_queries)
+            how = _how(call, block.mask, scores, part.q)
+            if how is not None:
+                parts = self.tile_backward(part, k[call.at_keys], v[call.at_keys], how)
+                places = call.at_queries, call.at_keys, call.at_keys
+                for total, at, more in zip(into, places, parts, strict=True):
+                    total[at] += more
+
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of one tile's keys alone: [B, H, Q, Dv] and [B, H, Q]."""
+        return _forward(q, k, v, how)
+
+    def tile_backward(self, done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
+        return _backward(done, k, v, how)
+
+
+TILED = TiledKernel()
+register(TILED)
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a tile makes its scores.
+
+    Attributes:
+        kind: of its mask.
+        bias: what is added, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for nothing.
+        scale: the factor of q.k.
+        softcap: as in `Scores`.
+    """
+
+    kind: TileKind
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+def _how(call: Call, mask: Mask, scores: Scores, q: Tensor) -> How | None:
+    """How `call` makes its scores; None where a mask function leaves nothing of the tile."""
+    of_kind = functools.partial(How, scale=scores.scale_of(q.shape[3]), softcap=scores.softcap)
+    if call.tile.kind != "masked":
+        return of_kind(call.tile.kind, None)
+    r = call.tile.region
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    i, j = torch.arange(r.q0, r.q1, device=q.device), torch.arange(r.k0, r.k1, device=q.device)
+    added = scores.bias_of(q.shape[1], i, j, dtype)
+    added = None if added is None else added[None]
+    allowed = _band(r, i, j)
+    if mask.mod is not None:
+        heads = scores.first_head, scores.first_head + q.shape[1]
+        of_mod = mask.mod_of(call.rows, heads, i, j)
+        allowed = of_mod if allowed is None else of_mod & allowed
+        if q.device.type == "cpu":  # on a GPU asking would wait for it
+            if not bool(allowed.any()):
+                return None
+            allowed = None if bool(allowed.all()) else allowed
+    if allowed is None:
+        return of_kind("full" if added is None else "masked", added)
+    if added is None:
+        added = torch.zeros((), dtype=dtype, device=q.device)
+    out = added.masked_fill(~allowed, -math.inf)
+    return of_kind("masked", out if out.dim() == 4 else out.view(1, 1, *out.shape[-2:]))
+
+
+def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
+    distance = i[:, None] - j[None]
+    allowed: Tensor | None = None
+    if r.lo is not None and r.lo_binds:
+        allowed = distance >= r.lo
+    if r.hi is not None and r.hi_binds:
+        near = distance <= r.hi
+        allowed = near if allowed is None else allowed & near
+    return allowed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One tile: out and log-sum-exp of its keys alone; gradients from the whole row's out and log-sum-exp.
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    flash = _flash_of(q, v, how)
+    if flash is None:
+        return _materialized(q, k, v, how)
+    v_dim, causal = v.shape[3], how.kind == "causal"
+    q, k, v = _one_dim(q, k, v)
+    if flash == "cpu":
+        out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
+        if how.bias is not None:  # the kernel says 0 for a row without any key
+            lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
+    else:
+        out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
+    return out[..., :v_dim], lse
+
+
+def _backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    flash = _flash_of(done.q, v, how)
+    if flash is None:
+        return _materialized_backward(done, k, v, how)
+    dim, v_dim, causal, lse = done.q.shape[3], v.shape[3], how.kind == "causal", done.lse
+    q, k, v, grad, out = _one_dim(done.q, k, v, done.grad, done.out)
+    if flash == "cpu":
+        dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
+    else:
+        lse = lse.float().contiguous()
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that is not used
+        sizes = q.shape[2], k.shape[2]
+        dq, dk, dv = _flash_cuda_backward(
+            grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, zero, zero, scale=how.scale
+        )
+    return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
+
+
+def _for_device(*xs: Tensor) -> list[Tensor]:
+    """On a CPU in fp32: partial outputs in bf16 would round once per block, and bf16 is no faster there."""
+    return _wide(*xs) if xs[0].device.type == "cpu" else list(xs)
+
+
+def _wide(*xs: Tensor) -> list[Tensor]:
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
+
+
+def _flash_of(q: Tensor, v: Tensor, how: How) -> str | None:
+    """Whose flash attention takes this tile: "cpu" (any dtype, a mask too), "cuda", or nobody's (None)."""
+    if how.softcap is not None:
+        return None
+    if q.device.type == "cpu":
+        return "cpu"
+    takes = takes_flash(q.device, q.dtype, (q.shape[3], v.shape[3]))
+    return "cuda" if q.is_cuda and takes and how.bias is None else None
+
+
+def _one_dim(*xs: Tensor) -> list[Tensor]:
+    """Zeros behind the shorter heads: flash attention wants one head_dim for q, k and v (MLA has two)."""
+    dim = max(x.shape[3] for x in xs)
+    return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
+
+
+def _scores(q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+    """Scores [B, H, Q, T] in fp32 at least, and tanh of the capped ones (its square is what the backward needs)."""
+    group = q.shape[1] // k.shape[1]
+    x = _by_q_head(torch.matmul(_by_kv_head(q, k), k.transpose(2, 3)), group).mul_(how.scale)
+    tanh: Tensor | None = None
+    if how.softcap is not None:
+        tanh = torch.tanh(x / how.softcap)
+        x = tanh * how.softcap
+    if how.bias is not None:
+        x = x + how.bias
+    if how.kind == "causal":
+        x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool, device=x.device).triu(1), -math.inf)
+    return x, tanh
+
+
+def _by_kv_head(x_BHQD: Tensor, k_BKTD: Tensor) -> Tensor:
+    """`[B, K, G * Q, ...]`: the rows of all query heads of a KV head below each other."""
+    rows: Tensor = x_BHQD.unflatten(1, (k_BKTD.shape[1], -1)).flatten(2, 3)
+    return rows
+
+
+def _by_q_head(x: Tensor, group: int) -> Tensor:
+    """The inverse: `[B, H, Q, ...]`."""
+    heads: Tensor = x.unflatten(2, (group, -1)).flatten(1, 2)
+    return heads
+
+
+def _materialized(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    q, k, v = _wide(q, k, v)
+    x, _ = _scores(q, k, how)
+    lse = torch.logsumexp(x, -1)
+    p = (x - torch.where(torch.isneginf(lse), 0.0, lse)[..., None]).exp_()
+    return _by_q_head(torch.matmul(_by_kv_head(p, k), v), q.shape[1] // k.shape[1]), lse
+
+
+def _materialized_backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    """dS = P * (dO V^T - rowsum(dO * O)), through the cap, and from there to Q and K."""
+    grad, q, k, v, out = _wide(done.grad, done.q, k, v, done.out)
+    x, tanh = _scores(q, k, how)
+    p = _by_kv_head(x.sub_(done.lse[..., None]).exp_(), k)  # [B, K, G * Q, T]
+    grad_rows, q_rows = _by_kv_head(grad, k), _by_kv_head(q, k)
+    delta = _by_kv_head((grad * out).sum(-1, keepdim=True), k)
+    dv = torch.matmul(p.transpose(2, 3), grad_rows)
+    ds = torch.matmul(grad_rows, v.transpose(2, 3)).sub_(delta).mul_(p)
+    if tanh is not None:
+        ds = ds.mul_(1 - _by_kv_head(tanh, k).square())
+    ds = ds.mul_(how.scale)
+    dq = _by_q_head(torch.matmul(ds, k), q.shape[1] // k.shape[1])
+    return dq, torch.matmul(ds.transpose(2, 3), q_rows), dv

@@ -1,0 +1,133 @@
+"""How scores are made from queries and keys, before the softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.attn.mask import over_indices
+from longspan.comm.arguments import check_tensor
+from longspan.core.checked import check_number, spell
+from longspan.core.errors import LongspanError
+
+Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`bias(h, q, kv) -> float`: what is added to the score of query head h, query position q and key position kv."""
+
+
+class ScoreKind(NamedTuple):
+    """What of `Scores` there is: the softcap itself, of the others whether they are given."""
+
+    softcap: float | None
+    sinks: bool
+    alibi: bool
+    bias: bool
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added that depends on positions."""
+        return self.alibi or self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """scale * q.k, then softcap, then biases; sinks join the softmax's denominator.
+
+    Attributes:
+        scale: None for 1/sqrt(head_dim).
+        softcap: scores become softcap * tanh(scores / softcap) (Gemma-2).
+        sinks: one learnt logit per query head, [H]; it takes weight from the keys and adds no value (gpt-oss).
+        alibi: one slope per query head, [H]: slope * -|i - j| is added (Press et al. 2021, arXiv:2108.12409).
+        bias: a function of head and positions whose value is added. Heads and positions are those of the whole model
+            and sequence, on every rank.
+        first_head: the number of the first query head here in the whole model: `bias` and a mask_mod count from 0
+            there.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi: Tensor | None = None
+    bias: Bias | None = None
+    first_head: int = 0
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None:
+            check_number(f"softcap={spell(self.softcap)}", self.softcap, 0, above=True)
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        for name in ("sinks", "alibi"):
+            if getattr(self, name) is not None:
+                check_tensor(name, getattr(self, name), 1)
+        if self.bias is not None and not callable(self.bias):
+            raise LongspanError(f"bias must be a function (h, q, kv) -> tensor, got {type(self.bias).__name__}")
+
+    @property
+    def kind(self) -> ScoreKind:
+        """What of it decides how an attention is computed: layers of one kind share a plan."""
+        return ScoreKind(self.softcap, self.sinks is not None, self.alibi is not None, self.bias is not None)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added that depends on positions."""
+        return self.alibi is not None or self.bias is not None
+
+    def scale_of(self, head_dim: int) -> float:
+        """The factor of q.k."""
+        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+    def of_heads(self, start: int, stop: int) -> Scores:
+        """The same for query heads [start, stop) of these."""
+        sinks = None if self.sinks is None else self.sinks[start:stop]
+        alibi = None if self.alibi is None else self.alibi[start:stop]
+        return replace(self, sinks=sinks, alibi=alibi, first_head=self.first_head + start)
+
+    def nothing(self, q: Tensor, v: Tensor) -> Tensor:
+        """The output of an attention without any query head, still part of the graph of all that it was given.
+
+        Else the exchange before it would have no backward on this rank, and the sinks no gradient, which FSDP sums over
+        all ranks alike.
+
+        Args:
+            q: no head; the output has its shape with the head_dim of v.
+            v: values.
+        """
+        zero = q.sum() if self.sinks is None else q.sum() + self.sinks.sum().to(q.dtype)
+        return q.new_empty(*q.shape[:3], v.shape[3]) + zero
+
+    def check(self, heads: int) -> None:
+        """Refuse what does not fit `heads` query heads.
+
+        Raises:
+            LongspanError: with the shapes.
+        """
+        for name in ("sinks", "alibi"):
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != (heads,):
+                raise LongspanError(f"`{name}` has the shape {tuple(value.shape)}, one per query head is {(heads,)}")
+        if self.bias is not None and not callable(self.bias):
+            raise LongspanError(f"bias must be a function (h, q, kv) -> tensor, got {type(self.bias).__name__}")
+
+    def bias_of(self, heads: int, i: Tensor, j: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """All that is added, for queries at positions `i` and keys at `j`: [H, Q, K] in `dtype`, None for nothing."""
+        total: Tensor | None = None
+        if self.alibi is not None:
+            distance = (i[:, None] - j[None]).abs().to(dtype)
+            total = -self.alibi.to(dtype)[:, None, None] * distance
+        if self.bias is not None:
+            h = torch.arange(self.first_head, self.first_head + heads, device=i.device)
+            added = over_indices(partial(_as, dtype, self.bias), h, i, j)
+            total = added if total is None else total + added
+        return total
+
+
+def _as(dtype: torch.dtype, bias: Bias, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    added: object = bias(h, q, kv)
+    if not isinstance(added, Tensor):
+        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {spell(added)}")
+    return added.to(dtype)

@@ -1,0 +1,83 @@
+"""Arguments of the public functions, checked: tensors, dimensions, groups, shardings.
+
+All from facts that are alike on every rank, and before anything is sent. (Numbers and flags: `checked.py`.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.core.checked import spell
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout
+
+
+def describe(value: object) -> str:
+    """What something is, for a message: of a tensor its dtype, shape and device."""
+    if isinstance(value, Tensor):
+        return f"a tensor {value.dtype} {tuple(value.shape)} on {value.device}"
+    return f"{spell(value)} ({type(value).__name__})"
+
+
+def check_tensor(name: str, x: Any, dims: int | None = None) -> None:
+    """Refuse what is no tensor, or none of so many dimensions.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if not isinstance(x, Tensor) or (dims is not None and x.dim() != dims):
+        wanted = "a tensor" if dims is None else f"a tensor of {dims} dimension{'s' * (dims != 1)}"
+        raise LongspanError(f"`{name}` must be {wanted}, got {describe(x)}")
+
+
+def check_integers(name: str, x: Any, dims: int | None = None) -> None:
+    """Refuse what is no tensor of integers.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    check_tensor(name, x, dims)
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise LongspanError(f"`{name}` must be a tensor of integers, got {describe(x)}")
+
+
+def check_dim(x: Tensor, dim: Any, name: str = "dim") -> int:
+    """A dimension of a tensor, counted from 0.
+
+    Raises:
+        LongspanError: if there is no such dimension.
+    """
+    n = x.dim()
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -n <= dim < n:
+        raise LongspanError(f"`{name}`={spell(dim)} is no dimension of a tensor of shape {tuple(x.shape)}")
+    return dim % n
+
+
+def check_group(group: Any, name: str = "group") -> None:
+    """Refuse what is no process group; None is a single process.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise LongspanError(
+            f"`{name}` must be a process group or None, got {describe(group)}; a sharding has sp.ulysses_group, "
+            "sp.ring_group and sp.group"
+        )
+
+
+def check_sharding(sp: Any) -> None:
+    """Refuse what is no `SequenceSharding`.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if not isinstance(getattr(sp, "layout", None), Layout):
+        raise LongspanError(
+            f"`sp` must be a longspan.SequenceSharding, got {describe(sp)}; make one of a mesh: "
+            "SequenceSharding(longspan.init_mesh(ulysses=4))"
+        )

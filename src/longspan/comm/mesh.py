@@ -1,0 +1,243 @@
+"""The device mesh and the sharding of a sequence over it: explicit values, no global state.
+
+A mesh has four named axes in a fixed order, `data`, `ring`, `ulysses`, `tensor`: neighbours in rank order share the
+axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node and `ring` and `data` span nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from longspan.compat.torch_api import find_group as find_group
+from longspan.compat.torch_api import flatten_mesh, give_up_like_the_job
+from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, spell
+from longspan.core.errors import LongspanError
+from longspan.core.layout import choose_layout, layout_names
+from longspan.ranks.rendezvous import meet, read_job
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+AXES = ("data", "ring", "ulysses", "tensor")
+GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
+
+
+class OneDeviceMesh:
+    """The mesh of a single process that has no process group: every axis has size 1.
+
+    It answers what `SequenceSharding` asks of a `DeviceMesh`, so that the same lines run on one device.
+    """
+
+    mesh_dim_names: tuple[str, ...] = AXES
+    shape: tuple[int, ...] = (1, 1, 1, 1)
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return 1
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"OneDeviceMesh(device_type={self.device_type!r})"
+
+
+def init_mesh(
+    data: int = 1,
+    ring: int = 1,
+    ulysses: int = 1,
+    tensor: int = 1,
+    *,
+    device_type: str | None = None,
+    timeout: float | None = None,
+) -> DeviceMesh | OneDeviceMesh:
+    """Build the mesh, joining the job that torchrun's environment describes if that has not been done.
+
+    Args:
+        data: number of replicas that read different sequences.
+        ring: size of the ring inside a sequence group.
+        ulysses: size of the All-to-All inside a sequence group.
+        tensor: size of the tensor-parallel group.
+        device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
+        timeout: seconds within which every rank must have come (by default 60, with GPUs 300), and, if given, after
+            which a collective of the process group made here, or of the mesh's, gives up (else torch's default: 10
+            minutes with GPUs, otherwise 30).
+
+    Returns:
+        A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; without any process group and with
+        every axis 1, a `OneDeviceMesh`.
+
+    Raises:
+        LongspanError: if an axis is no positive integer, the product is not the number of processes, a rank does not
+            come in time, or the environment describes a job that cannot be, or that nobody runs.
+    """
+    sizes = dict(zip(AXES, (data, ring, ulysses, tensor), strict=True))
+    for axis, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise LongspanError(f"`{axis}={spell(size)}` must be an integer of at least 1")
+    if device_type is not None:
+        check_choice("device_type", device_type, ("cpu", "cuda"))
+        if device_type == "cuda" and not torch.cuda.is_available():
+            raise LongspanError("device_type='cuda': torch finds no CUDA device here; leave it out, or take 'cpu'")
+    job = None if dist.is_initialized() else read_job()
+    world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
+    needed = math.prod(sizes.values())
+    if needed != world:
+        spelled = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise LongspanError(
+            f"init_mesh({spelled}) needs {needed} processes, this job has {world}; start it with "
+            f"`torchrun --nproc-per-node {needed} ...`, or choose axes whose product is {world}"
+        )
+    device_type = device_type or _device_type()
+    if not dist.is_initialized():
+        if world == 1:
+            return OneDeviceMesh(device_type)
+        default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
+        meet(timeout).init_process_group(device_type, timeout or default_s)
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    for group in mesh.get_all_groups():
+        give_up_like_the_job(group, device_type)
+    return mesh
+
+
+def _device_type() -> str:
+    if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi"):
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class SequenceSharding:
+    """How one sequence lies over the ranks of a mesh: a value that is passed explicitly to whatever shards.
+
+    Making one is collective (it may create process groups): every rank makes the same ones in the same order.
+
+    Args:
+        mesh: from `init_mesh`, or any `DeviceMesh` that has the four axes.
+        layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest ways under a sliding window; as
+            good for a bidirectional mask), any other that is registered (`longspan.core.layouts`), or "auto": zigzag
+            where there is a ring, else contiguous (a Ulysses exchange restores the order of the tokens, so no other
+            cut balances better).
+        kv_replication: whether one KV head may be sent to several ranks when there are more ranks than KV heads.
+        ring_impl: how keys and values go round: "p2p" (neighbour to neighbour, the next block in flight while the
+            current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
+            for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
+            overlap; see `longspan.core.routes.choose_impl`.
+
+    Attributes:
+        size: ranks of the sequence group.
+        rank: this rank's place in it.
+        group: its process group, None on a single process.
+        ring_size, ring_rank, ring_group: the same of the ring alone.
+        ulysses_size, ulysses_rank, ulysses_group: the same of the Ulysses group alone.
+        data_size: number of replicas.
+        data_rank: the replica this rank belongs to.
+
+    Raises:
+        LongspanError: for a mesh without the four axes, or an unknown layout or ring_impl.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | OneDeviceMesh,
+        layout: str = "auto",
+        *,
+        kv_replication: bool = True,
+        ring_impl: str = "auto",
+    ) -> None:
+        if not isinstance(mesh, DeviceMesh | OneDeviceMesh):
+            raise LongspanError(f"the mesh is {spell(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
+        names = tuple(mesh.mesh_dim_names or ())
+        if names != AXES:
+            raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
+        check_choice("layout", layout, layout_names())
+        check_choice("ring_impl", ring_impl, ("auto", "p2p", "allgather"))
+        check_flag("kv_replication", kv_replication)
+        sizes = dict(zip(AXES, mesh.shape, strict=True))
+        self.mesh = mesh
+        self.kv_replication = kv_replication
+        self.ring_impl = ring_impl
+        self.ring_size: int = sizes["ring"]
+        self.ulysses_size: int = sizes["ulysses"]
+        self.size: int = sizes["ring"] * sizes["ulysses"]
+        self.data_size: int = sizes["data"]
+        self.tensor_size: int = sizes["tensor"]
+        self.layout = choose_layout(layout, self.ring_size, self.ulysses_size)
+        self.device = torch.device(mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.group: dist.ProcessGroup | None = None
+        self.ring_group: dist.ProcessGroup | None = None
+        self.ulysses_group: dist.ProcessGroup | None = None
+        self.ring_rank = self.ulysses_rank = self.data_rank = 0
+        if isinstance(mesh, DeviceMesh):
+            self.ring_group, self.ring_rank = mesh.get_group("ring"), mesh.get_local_rank("ring")
+            self.ulysses_group, self.ulysses_rank = mesh.get_group("ulysses"), mesh.get_local_rank("ulysses")
+            self.data_rank = mesh.get_local_rank("data")
+            self.group = self._sequence_group(mesh)
+        self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        if self.ring_size > 1 and self.device.type == "cuda":
+            # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
+            # not concern all of them.
+            dist.barrier(group=self.ring_group, device_ids=[self.device.index])
+
+    def _sequence_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+        if self.ring_size == 1:
+            return self.ulysses_group
+        if self.ulysses_size == 1:
+            return self.ring_group
+        return give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh | None:
+        """The 1-D mesh of data x sequence, over which weights are sharded and gradients summed. None on one process."""
+        if not isinstance(self.mesh, DeviceMesh):
+            return None
+        flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
+        give_up_like_the_job(flat.get_group(), self.mesh.device_type)
+        return flat
+
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The process group of data x sequence: losses and gradients are summed over it. None on one process."""
+        return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in data x sequence."""
+        return self.data_size * self.size
+
+    def shard(self, x: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
+        """My part of the whole tensor `x` along `dim`; see `longspan.comm.shard.shard`."""
+        from longspan.comm.shard import shard
+
+        return shard(x, self, dim, pad_value)
+
+    def gather(self, x: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+        """All parts of `x` along `dim`, in order, on every rank; see `longspan.comm.shard.gather`."""
+        from longspan.comm.shard import gather
+
+        return gather(x, self, dim, length)
+
+    def positions(self, n: int) -> torch.Tensor:
+        """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
+        check_number("n", n, 1, LARGEST_COUNT, whole=True)
+        spans = self.layout.padded_spans(n, self.rank)
+        return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
+
+    def __repr__(self) -> str:
+        axes: Sequence[str] = [f"{axis}={size}" for axis, size in zip(AXES, self.mesh.shape, strict=True)]
+        return f"SequenceSharding({', '.join(axes)}, layout={self.layout.kind}, rank={self.rank} of {self.size})"
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name by which an operator finds its group again: operators take plain values only."""
+    name: Any = group.group_name
+    return str(name)

@@ -1,0 +1,96 @@
+"""One tensor of the whole sequence <-> this rank's part of it, differentiably.
+
+`shard` cuts as the layout says and pads; `gather` puts all parts in order again. (A whole training batch: `batch.py`.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longspan.comm.arguments import check_dim, check_tensor, describe
+from longspan.comm.mesh import group_name
+from longspan.core.checked import LARGEST_COUNT, check_number
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.core.layout import Layout
+
+
+def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -> Tensor:
+    """My part of `x` along `dim`, as `sp.layout` cuts it, padded with `pad_value` behind the end of the sequence.
+
+    Differentiable: the gradient of `x` is this rank's part of it, zero outside my tokens.
+
+    Raises:
+        LongspanError: for what is no tensor, a dimension that it does not have, or one without entries.
+    """
+    check_tensor("x", x)
+    dim = check_dim(x, dim)
+    if not isinstance(pad_value, int | float):
+        raise LongspanError(f"`pad_value` must be a number, got {describe(pad_value)}")
+    if sp.size == 1:
+        return x
+    n = x.shape[dim]
+    parts = []
+    for start, stop in sp.layout.padded_spans(n, sp.rank):
+        real = max(0, min(stop, n) - start)
+        if real:
+            parts.append(x.narrow(dim, start, real))
+        if real < stop - start:
+            shape = list(x.shape)
+            shape[dim] = stop - start - real
+            parts.append(x.new_full(shape, pad_value))
+    # A rank that holds padding alone still belongs to the graph of `x`.
+    if len(parts) == 1 and sp.layout.spans(n, sp.rank):
+        return parts[0]
+    return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
+
+
+def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = None) -> Tensor:
+    """All ranks' parts of `x` along `dim`, in the sequence's order, on every rank; cut to `length` tokens if given.
+
+    Differentiable: each rank uses the whole for its own part of the loss, so the gradient of my part is the sum of
+    what all ranks send back for it (a reduce-scatter).
+
+    Raises:
+        LongspanError: if `length` does not belong to parts of this size, or no sequence is cut into such parts; for
+            what is no tensor, or a dimension that it does not have.
+    """
+    check_tensor("x", x)
+    dim = check_dim(x, dim)
+    local = x.shape[dim]
+    total = local * sp.size
+    if sp.size > 1 and (local == 0 or sp.layout.local_length(total) != local):
+        raise LongspanError(
+            f"gather: no sequence gives {sp.size} ranks {local} entries each under the layout {sp.layout.kind}; gather "
+            "what sp.shard cut, along the same dim"
+        )
+    if length is not None:
+        check_number("length", length, 1, LARGEST_COUNT, whole=True)
+    if length is not None and sp.layout.local_length(length) != local:
+        lengths = range(max(1, total - 2 * sp.size), total + 1)
+        shortest = next((n for n in lengths if sp.layout.local_length(n) == local), total)
+        raise LongspanError(
+            f"gather: {sp.size} ranks hold {local} entries each, which is a sequence of {shortest} to {total}, not of "
+            f"length={length}"
+        )
+    if sp.size > 1:
+        assert sp.group is not None
+        first = x.movedim(dim, 0)
+        x = torch.ops.longspan.all_gather(first.contiguous(), sp.size, group_name(sp.group))
+        x = in_order(x, sp.layout, total).movedim(0, dim)
+    return x if length is None else x.narrow(dim, 0, length)
+
+
+def in_order(x: Tensor, layout: Layout, n: int) -> Tensor:
+    """Tokens along dimension 0, rank after rank, put into the sequence's order; `n` tokens, padding included."""
+    held = [span for rank in range(layout.size) for span in layout.padded_spans(n, rank)]
+    order = sorted(range(len(held)), key=lambda i: held[i])
+    if order == list(range(len(held))):
+        return x
+    pieces = x.split([stop - start for start, stop in held])
+    return torch.cat([pieces[i] for i in order])

@@ -1,0 +1,29 @@
+"""What is said where torch or transformers no longer has what longspan uses."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from longspan.core.errors import LongspanError
+
+#: The versions that the tests run with, oldest and newest.
+TESTED = {"torch": "2.11 to 2.13", "transformers": "5.5 to 5.23"}
+
+
+def gone(library: str, name: str, use: str, way_out: str = "") -> LongspanError:
+    """The error for a name that is no longer there.
+
+    Args:
+        library: "torch" or "transformers".
+        name: what is missing.
+        use: what longspan needs it for.
+        way_out: what else can be done, beside another version.
+    """
+    try:
+        installed = version(library)
+    except PackageNotFoundError:  # a build that was put in place by hand
+        installed = "of an unknown version"
+    other = f", or {way_out}" if way_out else ""
+    return LongspanError(
+        f"{library} {installed} has no {name}, which longspan needs for {use}; use {library} {TESTED[library]}{other}"
+    )

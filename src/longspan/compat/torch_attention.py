@@ -1,0 +1,102 @@
+"""torch's attention with log-sum-exp, forward and backward, and FlexAttention.
+
+`scaled_dot_product_attention` is public and gives the output alone; a ring adds blocks up by their log-sum-exps, which
+only the operators below it give. They are called as their schemas say, which a test compares.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from longspan.compat.gone import gone
+
+
+def _aten(name: str) -> Any:
+    """An operator; where torch has none of this name, something that says so when it is called.
+
+    (Not at the import: a run on CPUs needs no operator for GPUs.)
+    """
+    found = getattr(torch.ops.aten, name, None)
+    if found is not None:
+        return found
+
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        raise gone("torch", f"aten::{name}", "attention with its log-sum-exp", "kernel='eager'")
+
+    return missing
+
+
+# Of each operator: versions: torch 2.11 to 2.13. Public way: none gives the log-sum-exp. When gone: LongspanError when
+# it is called.
+
+flash_cpu = _aten("_scaled_dot_product_flash_attention_for_cpu")
+"""(q, k, v [B, H, S, D], dropout_p, is_causal, *, attn_mask, scale) -> (out, lse fp32 [B, H, S])."""
+
+flash_cpu_backward = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
+"""(grad_out, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask, scale) -> (dq, dk, dv)."""
+
+flash_cuda = _aten("_scaled_dot_product_flash_attention")
+"""(q, k, v [B, H, S, D], dropout_p, is_causal, return_debug_mask, *, scale) -> (out, lse, cu_seqlens of q, of k,
+longest q, longest k, rng state, an unused tensor, debug mask)."""
+
+flash_cuda_backward = _aten("_scaled_dot_product_flash_attention_backward")
+"""(grad_out, q, k, v, out, lse, cu_seqlens of q, of k, longest q, longest k, dropout_p, is_causal, rng seed, rng
+offset, *, scale) -> (dq, dk, dv)."""
+
+flash_varlen = _aten("_flash_attention_forward")
+"""(q, k, v [B, S, H, D] or packed [T, H, D], cu_seqlens of q, of k, longest q, longest k, dropout_p, is_causal,
+return_debug_mask, *, scale, window_size_left, window_size_right, ...) -> (out, lse, rng state, unused, debug mask)."""
+
+flash_varlen_backward = _aten("_flash_attention_backward")
+"""(grad_out, q, k, v, out, lse, cu_seqlens of q, of k, longest q, longest k, dropout_p, is_causal, rng state, unused,
+*, scale, window_size_left, window_size_right) -> (dq, dk, dv)."""
+
+cudnn = _aten("_scaled_dot_product_cudnn_attention")
+"""(q, k, v [B, H, S, D], attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale) ->
+(out, lse, cu_seqlens of q, of k, longest q, longest k, rng seed, rng offset, debug mask)."""
+
+cudnn_backward = _aten("_scaled_dot_product_cudnn_attention_backward")
+"""(grad_out, q, k, v, out, lse, rng seed, rng offset, attn_bias, cu_seqlens of q, of k, longest q, longest k,
+dropout_p, is_causal, *, scale) -> (dq, dk, dv)."""
+
+
+def flex() -> Any:
+    """The module `torch.nn.attention.flex_attention`: `flex_attention`, `create_block_mask`, `AuxRequest`, `BlockMask`.
+
+    Versions: torch 2.11 to 2.13; public, but log-sum-exps were asked for otherwise before 2.9 (`AuxRequest`). Public
+    way: this one. When gone: LongspanError.
+    """
+    try:
+        from torch.nn.attention import flex_attention
+    except ImportError as error:
+        raise gone("torch", "torch.nn.attention.flex_attention", "kernel='flex'", "kernel='auto'") from error
+    for name in ("flex_attention", "create_block_mask", "AuxRequest"):
+        if not hasattr(flex_attention, name):
+            raise gone("torch", f"torch.nn.attention.flex_attention.{name}", "kernel='flex'", "kernel='auto'")
+    return flex_attention
+
+
+def flex_attention(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention's output and log-sum-exp. Versions and public way: as `flex`."""
+    module = flex()
+    out, aux = module.flex_attention(*args, return_aux=module.AuxRequest(lse=True), **options)
+    return out, aux.lse
+
+
+def flex_block_mask(*args: Any, **options: Any) -> Any:
+    """FlexAttention's `create_block_mask`. Versions and public way: as `flex`."""
+    return flex().create_block_mask(*args, **options)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """What stands at the ends of nested lists, tuples and dicts.
+
+    Versions: torch 2.11 to 2.13. Public way: none yet. When gone: LongspanError.
+    """
+    try:
+        from torch.utils import _pytree
+    except ImportError as error:
+        raise gone("torch", "torch.utils._pytree", "looking at nested values") from error
+    return list(_pytree.tree_leaves(tree))

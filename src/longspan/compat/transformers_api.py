@@ -1,0 +1,113 @@
+"""transformers' private and version-bound names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+
+from longspan.compat.gone import gone
+
+
+def mask_function(kind: str) -> Any:
+    """The function of (batch, head, query, key) by which transformers says a "causal" or a "bidirectional" mask.
+
+    Versions: transformers 5.5 to 5.23. Public way: none. When gone: LongspanError.
+    """
+    found = getattr(masking_utils, f"{kind}_mask_function", None)
+    if found is None:
+        raise gone("transformers", f"masking_utils.{kind}_mask_function", "knowing the mask that a model asks for")
+    return found
+
+
+def parts_of(function: Any) -> Iterator[Any]:
+    """What a mask function closes over: transformers makes masks of functions, of tuples of them, and of tensors.
+
+    Versions: transformers 5.5 to 5.23. Public way: none. When gone (functions made otherwise): a mask is still compared
+    with what longspan knows, as it is for a function that closes over nothing, and refused if it is none of that.
+    """
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        yield from value if isinstance(value, tuple | list) else (value,)
+
+
+def register_attention(name: str, attention: Any, mask: Any) -> None:
+    """Put an attention and a mask into transformers' registries, beside those that stand there.
+
+    Versions: transformers 5.5 to 5.23. Public way: this one. When gone: an ImportError.
+    """
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Point a config at an attention of the registry.
+
+    Versions: transformers 5.5 to 5.23. Public way: `PreTrainedModel.set_attn_implementation`, which also asks each
+    sub-model whether it wants to, and has rules of its own for configs that are shared. When gone: LongspanError.
+    """
+    if not hasattr(type(config), "_attn_implementation"):
+        raise gone("transformers", "PreTrainedConfig._attn_implementation", "pointing a model at its attention")
+    config._attn_implementation = name
+
+
+def uses_registry(model: PreTrainedModel) -> bool:
+    """Whether a model's layers take their attention from the registry.
+
+    Versions: transformers 5.5 to 5.23. Public way: this one, of which its documentation says nothing. When gone:
+    LongspanError.
+    """
+    told: Any = getattr(model, "is_backend_compatible", None)
+    if told is None:
+        raise gone("transformers", "PreTrainedModel.is_backend_compatible", "knowing what a model's attention goes by")
+    return bool(told())
+
+
+def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
+    """A model of class `cls` as `from_config` makes it, whose own class an `AutoModel` would choose itself.
+
+    Args:
+        cls: of transformers.
+        config: of its weights; it may be changed.
+        dtype: of the weights; by default the config's.
+
+    Versions: transformers 5.5 to 5.23. Public way: `cls(config)`, in torch's default dtype. When gone: LongspanError.
+    """
+    make: Any = getattr(cls, "_from_config", None)
+    if make is None:
+        raise gone("transformers", "PreTrainedModel._from_config", "an untouched model to export by")
+    return make(config) if dtype is None else make(config, dtype=dtype)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Have a model compute its layers again in the backward, not reentrantly.
+
+    Versions: transformers 5.23 by the new name, before that by the old, of which it warns. Public way: this one. When
+    gone: an AttributeError.
+    """
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable: Any = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def router_loss(model: PreTrainedModel) -> Any:
+    """The load-balancing loss of a mixture of experts: (router logits, experts, top_k, mask) -> scalar; None for none.
+
+    Each family has a copy in the module of its model.
+
+    Versions: transformers 5.5 to 5.23. Public way: none. When gone: None, so that a model that is asked for its router
+    loss is refused.
+    """
+    modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
+    return next((f for m in modules if (f := getattr(m, "load_balancing_loss_func", None)) is not None), None)
+
+
+def has_no_sdpa(error: Exception) -> bool:
+    """Whether a model was not made because it has no attention by `scaled_dot_product_attention`.
+
+    Versions: transformers 5.5 to 5.23. Public way: none; there is only the text. When gone: False, and the error is
+    shown.
+    """
+    return isinstance(error, ValueError) and "scaled_dot_product_attention" in str(error)

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, checks of what a user wrote, layouts, heads, regions. Standard library only."""

@@ -1,0 +1,34 @@
+"""How many elements are handled at once, where the planner must know what the code does. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+GRADIENT_BUCKET = 1 << 25
+"""Elements of one all-reduce of `longspan.hf.gradients.GradientSum`, at least one parameter: so much is copied."""
+
+LOSS_TILE = (1 << 24, 1 << 20)
+"""Logits that the loss looks at together in fp32: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""
+
+
+def gradient_buckets(
+    sizes: Sequence[int], kinds: Sequence[Hashable] | None = None, limit: int = GRADIENT_BUCKET
+) -> list[range]:
+    """Gradients that are summed together: neighbours of one kind, about `limit` elements.
+
+    Args:
+        sizes: elements of each parameter, in the model's order.
+        kinds: what must be alike in a bucket (dtypes); None where all are.
+        limit: elements of a bucket; a larger parameter has one to itself.
+
+    Returns:
+        The places of each bucket's parameters.
+    """
+    starts: list[int] = []
+    held = 0
+    for i, size in enumerate(sizes):
+        if not starts or held + size > limit or (kinds is not None and kinds[i] != kinds[i - 1]):
+            starts.append(i)
+            held = 0
+        held += size
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]

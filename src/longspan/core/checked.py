@@ -1,0 +1,322 @@
+"""What a user wrote, checked before it is used: numbers and their ranges, paths, text files, TOML.
+
+Only the standard library. One place, so that every command refuses the same things in the same words.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import numbers
+import os
+import re
+import stat
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longspan.core.errors import LongspanError
+
+LARGEST_COUNT = 1 << 40
+"""The most of anything that is counted (tokens, steps, documents): more is a slip of the keyboard."""
+
+LARGEST_JOB = 1 << 16
+"""The most ranks, or GPUs, of a job."""
+
+LONGEST_WAIT_S = 30 * 24 * 3600
+"""The longest time-out in seconds."""
+
+LARGEST_SEED = (1 << 63) - 1
+"""The largest seed that torch, numpy and Python's own generator all take."""
+
+_LARGEST_TEXT = 64 << 20  # bytes; no file of settings is longer
+_LONGEST_PATH, _LONGEST_NAME = 4096, 255  # bytes, on every system that has a GPU's driver
+_FILE_ENDINGS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".csv", ".gz", ".zst", ".zip", ".safetensors", ".bin")
+
+
+def spell(value: object) -> str:
+    """A value in an error message, cut to a length that a line can hold."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of more digits than Python prints, an object whose repr fails
+        text = f"a value of type {type(value).__name__} that cannot be printed"
+    return text if len(text) <= 100 else f"{text[:60]}...{text[-12:]} ({len(text)} characters)"
+
+
+# --- numbers
+
+
+def check_number(
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    above: bool = False,
+    below: bool = False,
+    whole: bool = False,
+) -> None:
+    """Refuse what is no number, or none in its range; NaN and the infinities are in no range.
+
+    Args:
+        name: of the value in messages, as the user wrote it ("--lr").
+        value: what was given.
+        least: the smallest that will do; with `above` the largest that will not.
+        most: the largest that will do; with `below` the smallest that will not.
+        above: `least` itself is refused.
+        below: `most` itself is refused.
+        whole: only an integer will do.
+
+    Raises:
+        LongspanError: with the value and the range.
+    """
+    kinds = (int, numbers.Integral) if whole else (int, float, numbers.Real)  # numpy's as well
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    too_low = fits and not (value > least if above else value >= least)
+    too_high = fits and not (value < most if below else value <= most)
+    if fits and not too_low and not too_high and (isinstance(value, kinds[:1]) or math.isfinite(value)):
+        return
+    # Of a number, the side that it fails; of what is none, or is NaN, all that is wanted.
+    low = (
+        [f"{'above' if above else 'at least'} {least:,}"]
+        if least > -math.inf and not (too_high and not too_low)
+        else []
+    )
+    high = [f"{'below' if below else 'at most'} {most:,}"] if most < math.inf and not (too_low and not too_high) else []
+    endless = ["finite"] if most == math.inf and isinstance(value, float) and not math.isfinite(value) else []
+    wanted = " and ".join(endless + low + high)
+    form = "" if fits else "an integer " if whole else "a number "
+    raise LongspanError(f"{name} must be {(form + wanted).strip()}, got {spell(value)}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False: "no" is true, to Python.
+
+    Raises:
+        LongspanError: with the value.
+    """
+    if not isinstance(value, bool):
+        raise LongspanError(f"{name} must be True or False, got {spell(value)}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse what is none of the names.
+
+    Raises:
+        LongspanError: with the value and the names.
+    """
+    if not isinstance(value, str) or value not in choices:
+        names = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise LongspanError(f"{name}={spell(value)} is unknown; choose {names}")
+
+
+def check_processes(ranks: int, mesh: str) -> None:
+    """Refuse more ranks than one machine can start: each is a process that imports torch.
+
+    Args:
+        ranks: of the job, all on this machine.
+        mesh: how they were asked for, for the message.
+
+    Raises:
+        LongspanError: with the limit.
+    """
+    cores = os.cpu_count() or 1
+    most = max(64, 4 * cores)
+    if ranks > most:
+        raise LongspanError(
+            f"{mesh} starts {ranks} processes on this machine, which has {cores} cores; at most {most} are started "
+            "here: choose smaller degrees, or start the job by torchrun on several machines"
+        )
+
+
+# --- paths
+
+
+def check_text(name: str, text: str) -> str:
+    """Refuse text that no operating system takes for a name.
+
+    Raises:
+        LongspanError: for text with a NUL byte.
+    """
+    if "\0" in text:
+        raise LongspanError(f"{name} {spell(text)} has a NUL byte in it, which no name can have; remove it")
+    return text
+
+
+def check_name(name: str, text: str) -> None:
+    """Refuse an empty text where a name is wanted, and what `check_text` refuses.
+
+    Raises:
+        LongspanError: with the way out.
+    """
+    if not check_text(name, text):
+        raise LongspanError(f"{name} is empty; leave it out, or give a name")
+
+
+def path_of(name: str, text: str) -> Path:
+    """The path that a user wrote, with `~` expanded. Nothing need be there.
+
+    Raises:
+        LongspanError: for no text, a NUL byte, a user who does not exist, and what is longer than the system allows.
+    """
+    if not check_text(name, text):
+        raise LongspanError(f"{name} is empty; give a path")
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise LongspanError(f"{name} {text}: there is no user of that name here; write the path out") from error
+    encoded = os.fsencode(path)
+    too_long = len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME
+    try:
+        path.lstat()
+    except OSError as error:
+        too_long = too_long or error.errno == errno.ENAMETOOLONG
+    if too_long:
+        raise LongspanError(
+            f"{name} {spell(text)} is too long for a path: a system allows about {_LONGEST_NAME} bytes a name and "
+            f"{_LONGEST_PATH:,} in all; give a shorter one"
+        )
+    return path
+
+
+def existing_path(name: str, text: str) -> Path | None:
+    """The file or folder of that name, or None where there is nothing.
+
+    Raises:
+        LongspanError: as `path_of`, and for a link to nothing and for what may not be looked at.
+    """
+    path = path_of(name, text)
+    try:
+        if path.is_symlink() and not path.exists():
+            raise LongspanError(f"{name} {path} is a link to {os.readlink(path)}, which does not exist")
+        return path if path.exists() else None
+    except OSError as error:  # a folder that may not be searched, a loop of links
+        raise LongspanError(f"{name} {path} cannot be reached: {error.strerror or error}") from error
+
+
+def means_a_path(text: str) -> bool:
+    """Whether text that names nothing here can only have been meant as a path, and no hub should be asked for it.
+
+    A name on the Hugging Face hub is NAME or OWNER/NAME.
+    """
+    plain = re.fullmatch(r"[A-Za-z0-9_][\w.\-]*(/[A-Za-z0-9_][\w.\-]*)?(:[\w.\-]+)?", text, re.ASCII) is not None
+    return not plain or text.lower().endswith(_FILE_ENDINGS)
+
+
+def check_output(name: str, path: Path, *, folder: bool = False, example: str = "NAME") -> None:
+    """Refuse a file, or with `folder` a folder, that could not be written, without making anything.
+
+    Raises:
+        LongspanError: with the reason.
+    """
+    what = "folder" if folder else "file"
+    try:
+        if path.exists() and path.is_dir() != folder:
+            other = "file; give a folder" if folder else f"folder; give a file, such as {name} {path / example}"
+            raise LongspanError(f"{name} {path} is a {other}")
+        parent = path
+        while not parent.exists() and not parent.is_symlink() and parent != parent.parent:
+            parent = parent.parent
+        if parent.is_symlink() and not parent.exists():
+            raise LongspanError(f"{name} {path} cannot be written: {parent} is a link to nothing")
+        if parent != path and not parent.is_dir():
+            raise LongspanError(f"{name} {path} cannot be written: {parent} is not a folder; give another {what}")
+        if not os.access(parent, os.W_OK):
+            raise LongspanError(f"{name} {path} cannot be written: permission denied; give another {what}")
+    except OSError as error:
+        raise LongspanError(f"{name} {path} cannot be written: {error}; give another {what}") from error
+
+
+# --- files
+
+
+def read_text(name: str, path: Path) -> str:
+    """The text of a file of settings, UTF-8.
+
+    Raises:
+        LongspanError: for what is missing, no regular file, unreadable, too long, or no UTF-8.
+    """
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise LongspanError(f"{name} {path} cannot be read: it is a folder; give a file")
+        if not stat.S_ISREG(status.st_mode):
+            raise LongspanError(f"{name} {path} cannot be read: it is no regular file")
+        if status.st_size > _LARGEST_TEXT:
+            raise LongspanError(
+                f"{name} {path} has {status.st_size:,} bytes, more than the {_LARGEST_TEXT:,} that are read of it"
+            )
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise LongspanError(f"{name} {path} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise LongspanError(f"{name} {path} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Toml:
+    """A TOML file that was read: its values, and where they stand.
+
+    Attributes:
+        name: the flag that named the file.
+        path: the file.
+        values: what it holds.
+        lines: the line of each key, by the keys that lead to it.
+    """
+
+    name: str
+    path: Path
+    values: dict[str, Any]
+    lines: dict[tuple[str, ...], int]
+
+    def error(self, message: str, *keys: str) -> LongspanError:
+        """An error about the value that `keys` lead to, with the file and the line."""
+        return LongspanError(f"{self.name} {self.where(*keys)}: {message}")
+
+    def where(self, *keys: str) -> str:
+        """The file, and the line of the value that `keys` lead to (or of what holds it)."""
+        for known in (keys[:n] for n in range(len(keys), 0, -1)):
+            if known in self.lines:
+                return f"{self.path}, line {self.lines[known]}"
+        return str(self.path)
+
+
+def read_toml(name: str, path: Path) -> Toml:
+    """Read a TOML file.
+
+    Raises:
+        LongspanError: for a file that cannot be read, and for what is no TOML, with the line.
+    """
+    text = read_text(name, path)
+    try:
+        values = tomllib.loads(f"{text}\n")  # at the end of the text it would name no line
+    except RecursionError as error:
+        raise LongspanError(f"{name} {path} is not TOML that can be read: it is nested too deeply") from error
+    except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
+        raise LongspanError(f"{name} {path} is not TOML: {_no_longer(str(error))}") from error
+    return Toml(name, path, values, _lines(text))
+
+
+def _no_longer(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:150]}..."
+
+
+def _lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line of every key and table. Lines inside a text of several lines may look like keys: they name nothing."""
+    found: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+([^\[\]=]+)\]", line):
+            keys = table = _keys(header[1])
+        elif pair := re.match(r"\s*([\w\-.\"' ]+?)\s*=", line):
+            keys = (*table, *_keys(pair[1]))
+        else:
+            continue
+        for n in range(1, len(keys) + 1):
+            found.setdefault(keys[:n], number)
+    return found
+
+
+def _keys(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip("\"'") for part in dotted.split("."))

@@ -1,0 +1,180 @@
+"""Who may attend to whom, as rectangles with a diagonal band: a few integers instead of a tensor of S x S.
+
+Every mask that longspan knows by name is a set of such regions, so one piece of arithmetic says which blocks of a ring
+need each other, which tiles of a block are computed, and how much work that is. Standard library only: the planner
+counts with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.core.layout import Span
+
+TILE = (256, 1024)
+"""Largest tile (queries, keys) whose mask is written out: so much memory per head, and no more."""
+
+_NARROW = 128
+"""Tiles below this many queries cost more in calls than they save in work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Queries [q0, q1) attend to keys [k0, k1) wherever lo <= i - j <= hi. None: no limit on that side.
+
+    Positions count from the start of the sequence. Causal is lo = 0, a sliding window of W is hi = W - 1.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    lo: int | None = None
+    hi: int | None = None
+
+    def within(self, q: Span, k: Span) -> Region | None:
+        """The part of it among these queries and keys, trimmed to rows and columns that are not empty; None if none."""
+        q0, q1, k0, k1 = max(self.q0, q[0]), min(self.q1, q[1]), max(self.k0, k[0]), min(self.k1, k[1])
+        lo, hi = self.lo, self.hi
+        if lo is not None:
+            q0, k1 = max(q0, k0 + lo), min(k1, q1 - lo)
+        if hi is not None:
+            q1, k0 = min(q1, k1 + hi), max(k0, q0 - hi)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        return Region(q0, q1, k0, k1, lo, hi)
+
+    @property
+    def lo_binds(self) -> bool:
+        """Whether the lower border (causality) hides anything of the rectangle."""
+        return self.lo is not None and self.q0 - (self.k1 - 1) < self.lo
+
+    @property
+    def hi_binds(self) -> bool:
+        """Whether the upper border (a window) hides anything of the rectangle."""
+        return self.hi is not None and self.q1 - 1 - self.k0 > self.hi
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether it is a square under a diagonal: what kernels call causal."""
+        square = self.q1 - self.q0 == self.k1 - self.k0
+        return square and not self.hi_binds and self.lo is not None and self.q0 - self.k0 == self.lo
+
+    @property
+    def pairs(self) -> int:
+        """Number of (query, key) pairs that attend: the work, in units of one dot product per head."""
+        everything = (self.q1 - self.q0) * (self.k1 - self.k0)
+        above_lo = everything if self.lo is None else self._pairs_from(self.lo)
+        above_hi = 0 if self.hi is None else self._pairs_from(self.hi + 1)
+        return above_lo - above_hi
+
+    def _pairs_from(self, lo: int) -> int:
+        """Pairs of the rectangle with i - j >= lo."""
+        keys = self.k1 - self.k0
+        # Query i has min(k1, i - lo + 1) - k0 keys, from 0 at i = k0 + lo - 1 to all of them at i = k1 + lo - 1.
+        first, full = max(self.q0, self.k0 + lo), max(self.q0, min(self.q1, self.k1 + lo - 1))
+        rising = 0
+        if first < full:
+            a, b = first - lo + 1 - self.k0, full - lo - self.k0
+            rising = (a + b) * (full - first) // 2
+        return rising + max(0, self.q1 - full) * keys
+
+
+TileKind = Literal["full", "causal", "masked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One call of a kernel: a region whose mask is nothing ("full"), a triangle ("causal"), or its band ("masked")."""
+
+    region: Region
+    kind: TileKind
+
+
+def tiles(region: Region, *, materialized: bool = False) -> Iterator[Tile]:
+    """Cut a trimmed region into tiles that cover it: as few and as large as kernels take without a mask.
+
+    Args:
+        region: as `Region.within` returns it.
+        materialized: every tile needs its scores or mask written out (a bias, a softcap, a mask function), so that none
+            may be larger than `TILE`.
+    """
+    if materialized:
+        yield from _small(region)
+    elif region.hi_binds:
+        yield from _band(region)
+    elif not region.lo_binds:
+        yield Tile(region, "full")
+    elif region.is_triangle:
+        yield Tile(region, "causal")
+    else:
+        yield from _trapezium(region)
+
+
+def _trapezium(r: Region) -> Iterator[Tile]:
+    """A causal border that crosses a rectangle: what all queries see, a triangle, what the later queries see."""
+    assert r.lo is not None
+    corner = max(r.k0, r.q0 - r.lo)  # the last key that the first query sees
+    if corner > r.k0:
+        yield Tile(Region(r.q0, r.q1, r.k0, corner, r.lo, r.hi), "full")
+    size = min(r.k1 - corner, r.q1 - r.q0)
+    yield from _parts(r, (r.q0, r.q0 + size), (corner, corner + size))
+    yield from _parts(r, (r.q0 + size, r.q1), (corner, r.k1))
+
+
+def _parts(r: Region, q: Span, k: Span) -> Iterator[Tile]:
+    part = r.within(q, k)
+    if part is not None:
+        yield from tiles(part)
+
+
+def _band(r: Region) -> Iterator[Tile]:
+    """A window: blocks of queries about as long as the window; each sees its edges masked and its middle whole."""
+    assert r.hi is not None
+    width = r.hi - (r.lo if r.lo is not None else -r.hi) + 1
+    step = max(_NARROW, min(width, TILE[1]))
+    for start in range(r.q0, r.q1, step):
+        block = r.within((start, min(start + step, r.q1)), (r.k0, r.k1))
+        if block is None:
+            continue
+        left = min(max(block.q1 - 1 - r.hi, block.k0), block.k1)  # from here on every query of the block sees
+        right = block.k1 if r.lo is None else max(left, min(block.k1, block.q0 - r.lo + 1))
+        if right - left < _NARROW:
+            yield from _small(block)
+            continue
+        for keys in ((block.k0, left), (left, right), (right, block.k1)):
+            part = block.within((block.q0, block.q1), keys)
+            if part is not None and part.hi_binds:
+                yield from _small(part)
+            elif part is not None:
+                yield from tiles(part)
+
+
+def _small(r: Region) -> Iterator[Tile]:
+    for q in range(r.q0, r.q1, TILE[0]):
+        for k in range(r.k0, r.k1, TILE[1]):
+            part = r.within((q, q + TILE[0]), (k, k + TILE[1]))
+            if part is not None:
+                yield Tile(part, "masked")
+
+
+def meeting(
+    regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]
+) -> Iterator[tuple[int, int, Region]]:
+    """What of `regions` lies in which run of queries and which run of keys: their numbers, and the part.
+
+    Args:
+        regions: any number of them: a packed sequence has thousands, most of which meet few runs.
+        q_runs: disjoint, sorted.
+        k_runs: disjoint, sorted.
+    """
+    q_starts, k_starts = [start for start, _ in q_runs], [start for start, _ in k_runs]
+    for region in regions:
+        for m in range(max(0, bisect_right(q_starts, region.q0) - 1), bisect_left(q_starts, region.q1)):
+            for n in range(max(0, bisect_right(k_starts, region.k0) - 1), bisect_left(k_starts, region.k1)):
+                part = region.within(q_runs[m], k_runs[n])
+                if part is not None:
+                    yield m, n, part

@@ -1,0 +1,355 @@
+"""A whole training batch <-> this rank's part.
+
+`shard_batch` shifts the labels BEFORE the cut (a rank's last token is judged by the next rank's first), makes positions
+global, and carries what the attention must know of the whole sequence in one value, `SequenceInfo`, that travels with
+the batch through the model's own keyword arguments. It is never stored: gradient checkpointing may run a layer again
+long after the next batch has come in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
+from longspan.comm.arguments import check_sharding, describe
+from longspan.comm.shard import shard
+from longspan.core.checked import check_flag
+from longspan.core.errors import LongspanError
+from longspan.core.segments import Segments
+from longspan.hf.digests import Digester
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+IGNORE = -100
+"""The label of a token that no loss is computed for (the convention of `torch.nn.functional.cross_entropy`)."""
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """What one rank must know of the whole batch that its part was cut from.
+
+    Attributes:
+        length: real tokens of the sequence, padding by `shard` not counted.
+        segments: documents and padding, None where every token of a row sees its whole row.
+        max_position: the largest position id of the whole batch.
+        starts: for each run of `segments` the position id of its first token, where position ids restart; None: all 0.
+        shifted: whether the labels are shifted: those of a causal LM are, those of a masked LM are not.
+        digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
+            it is not on the CPU.
+        device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
+        plans: attentions prepared for this batch, one for each kind of layer; made by the first layer of a kind.
+    """
+
+    length: int
+    segments: Segments | None
+    max_position: int
+    starts: tuple[tuple[int, ...], ...] | None = None
+    shifted: bool = True
+    digest: int | None = None
+    device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def spell(self) -> str:
+        """Everything but the digests, in words: alike on all ranks of a sequence group."""
+        return repr(dataclasses.replace(self, digest=None))
+
+
+def digest(batch: Mapping[str, Any]) -> int:
+    """A checksum of a batch: names, shapes, dtypes and all bytes of its tensors, and its plain values."""
+    crc = 0
+    for key, value in sorted(batch.items()):
+        if isinstance(value, Tensor):
+            whole = value.detach().cpu().contiguous()
+            crc = zlib.crc32(f"{key} {tuple(whole.shape)} {whole.dtype}".encode(), crc)
+            crc = zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data, crc)
+        elif isinstance(value, bool | int | float | str):
+            crc = zlib.crc32(f"{key} {value!r}".encode(), crc)
+    return crc
+
+
+def device_digest(batch: Mapping[str, Any]) -> Tensor:
+    """A checksum of the values of a batch's tensors, made on their device without waiting for it; int64 []."""
+    tensors = [value for _, value in sorted(batch.items()) if isinstance(value, Tensor)]
+    device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+    return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
+
+
+_CUT = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids"}
+
+# What says which tokens belong together. It becomes `SequenceInfo.segments` and goes no further.
+_IDS = ("document_ids", "seq_idx")
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+
+def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
+    """Cut a batch beforehand, in the data loader: `model(**shard_batch(batch, sp))` is `model(**batch)`.
+
+    Args:
+        batch: the same full batch on every rank of a sequence group: `input_ids` [B, n] (or `inputs_embeds`
+            [B, n, d]), and as wanted `labels` [B, n] (unshifted, -100 where no loss is computed), or
+            `shift_labels` [B, n] (already shifted), `position_ids` [B, n] or [1, n], `token_type_ids` [B, n],
+            `attention_mask` [B, n] (1 real, 0 padding; padding at the left or right end). Packed documents are marked
+            in any of these ways: `document_ids` or `seq_idx` [B, n] (an id for every token, below 0 for padding),
+            `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] for a batch of one row (as transformers'
+            `DataCollatorWithFlattening` gives them, with `max_length_q` and `max_length_k`), or position ids that
+            restart. What is no tensor of the sequence passes through.
+        sp: the sharding.
+        shift: whether `labels` are to be shifted: the token at i + 1 is what the logits at i predict. True for a
+            causal LM, False for a masked LM (BERT), whose logits at i predict the token at i.
+
+    Returns:
+        The same keys with this rank's tokens, `labels` shifted, `position_ids` always present and global, the
+        `attention_mask` and what marks documents replaced by what they say, and the key `longspan` with the
+        `SequenceInfo`.
+
+        Documents never attend to each other. As in transformers (with `use_cache=False`), position ids that restart
+        mark documents only where no `attention_mask` is given; they do so for every family, also where transformers
+        parts such documents in its flash attention alone (gpt-oss, encoders). Position ids are taken as they are: those
+        that are not given count through the whole row, also where `document_ids` or `cu_seq_lens_q` mark documents.
+
+    Raises:
+        LongspanError: for a batch without tokens, tensors of another length, a mask with holes, labels on padding,
+            documents that do not fit the batch or are marked in two ways that contradict each other, or a key that has
+            the length of the sequence and is not understood.
+    """
+    check_sharding(sp)
+    check_flag("shift", shift)
+    if not isinstance(batch, Mapping):
+        raise LongspanError(f"a batch must be a dict of tensors, got {describe(batch)}")
+    if "longspan" in batch:
+        return dict(batch)
+    out = cut_batch(batch, sp, shift=shift)
+    on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
+    made = {"digest": digest(batch)} if on_cpu else {"device_digest": device_digest(batch)}
+    out["longspan"] = dataclasses.replace(out["longspan"], **made)
+    return out
+
+
+def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
+    """`shard_batch` without the digest, for one who has the whole batch at hand."""
+    batch_size, n, device = _batch_shape(batch)
+    _check_lengths(batch, batch_size, n)
+    own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST}
+    out = {key: value for key, value in batch.items() if key not in own}
+    for key in ("input_ids", "inputs_embeds", "token_type_ids"):
+        if batch.get(key) is not None:
+            out[key] = shard(batch[key], sp)
+    positions = batch.get("position_ids")
+    if positions is not None and positions.dim() == 1:
+        positions = positions[None]
+    rows, starts = _rows_of(batch, positions, batch_size, n)
+    labels = _labels_of(batch, shift)
+    if labels is not None:
+        if rows is not None:
+            _refuse_labels_on_padding(labels, rows, n, shift)
+        out["labels"] = shard(labels, sp, pad_value=IGNORE)
+    if positions is None:
+        out["position_ids"] = sp.positions(n).to(device)[None]
+        max_position = n - 1
+    else:
+        out["position_ids"] = shard(positions, sp)
+        max_position = int(positions.max())
+    out["longspan"] = SequenceInfo(n, rows, max_position, starts, shifted=shift)
+    return out
+
+
+def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
+    given = [key for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None]
+    if len(given) != 1:
+        raise LongspanError(
+            f"a batch needs `input_ids` or `inputs_embeds` (one of them), this one has {sorted(batch) or 'nothing'}"
+        )
+    tokens = batch[given[0]]
+    ndim = 2 if given == ["input_ids"] else 3
+    if not isinstance(tokens, Tensor) or tokens.dim() != ndim:
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise LongspanError(f"`{given[0]}` must be a tensor of {ndim} dimensions [batch, tokens, ...], got {shape}")
+    if tokens.shape[0] == 0 or tokens.shape[1] == 0:
+        raise LongspanError(f"a batch without tokens: `{given[0]}` has the shape {tuple(tokens.shape)}")
+    return tokens.shape[0], tokens.shape[1], tokens.device
+
+
+def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
+    for key, value in batch.items():
+        if value is None or key in ("input_ids", "inputs_embeds", *_BORDERS, *_LONGEST):
+            continue
+        if not isinstance(value, Tensor):
+            if key in _CUT or key in _IDS:
+                raise LongspanError(f"`{key}` must be a tensor, got {type(value).__name__}")
+            continue
+        shape = tuple(value.shape)
+        if key == "position_ids":
+            if shape not in ((batch_size, n), (1, n), (n,)):
+                raise LongspanError(
+                    f"`position_ids` has the shape {shape}, the batch has {batch_size} rows of {n} tokens"
+                )
+        elif key in _CUT or key in _IDS:
+            if shape != (batch_size, n):
+                hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
+                raise LongspanError(
+                    f"`{key}` has the shape {shape}, the batch has {batch_size} rows of {n} tokens{hint}"
+                )
+        elif value.dim() >= 1 and n in shape and n > 1:
+            raise LongspanError(
+                f"`{key}` of shape {shape} seems to have one entry per token, and longspan does not know how to cut "
+                f"it; it cuts {', '.join(sorted({*_CUT, *_IDS}))}"
+            )
+
+
+def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
+    """Labels such that entry i is the token that the logits at i predict."""
+    labels: Tensor | None = batch.get("labels")
+    shifted: Tensor | None = batch.get("shift_labels")
+    if shifted is not None:
+        if not shift:
+            raise LongspanError("`shift_labels` are labels of a causal LM; a masked LM takes `labels`")
+        return shifted
+    if labels is None or not shift:
+        return labels
+    out = torch.full_like(labels, IGNORE)
+    out[:, :-1] = labels[:, 1:]
+    return out
+
+
+def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device) -> Tensor:
+    """Which of my tokens are real, neither padding of the batch nor `shard`'s own; bool [B, n_local]."""
+    rows = info.segments or (((0, info.length),),) * batch_size
+    real = torch.zeros(batch_size, info.length, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        for start, stop in row:
+            real[b, start:stop] = True
+    return shard(real.to(device), sp)
+
+
+def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: bool) -> None:
+    for b, row in enumerate(rows):
+        ends = [0, *(i for run in row for i in run), n]
+        gaps = list(zip(ends[::2], ends[1::2], strict=True))
+        # Shifted, the last token of left-hand padding predicts the first real one, as in one process.
+        for start, stop in gaps[1:] if shift and row else gaps:
+            wrong = int((labels[b, start:stop] != IGNORE).sum()) if start < stop else 0
+            if wrong:
+                where = "right-hand padding" if stop == n else "padding"
+                also = " and of the first token behind it" if shift and stop < n else ""
+                raise LongspanError(
+                    f"`labels` of row {b} ask for a loss on {wrong} tokens of {where} (tokens {start} to {stop - 1}); "
+                    f"set the labels there{also} to {IGNORE}"
+                )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tokens belong together.
+
+
+def _rows_of(
+    batch: Mapping[str, Any], positions: Tensor | None, batch_size: int, n: int
+) -> tuple[Segments | None, tuple[tuple[int, ...], ...] | None]:
+    """`rows` and `starts` of the `SequenceInfo`, from all in the batch that says which tokens belong together."""
+    mask = batch.get("attention_mask")
+    documents = _documents_of(batch, n)
+    if documents is None:
+        if mask is not None:
+            return padding_segments(mask), None
+        if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
+            return None, None
+        documents = _restarts(positions).cumsum(-1).expand(batch_size, -1)
+    elif mask is not None:
+        documents = _without_padding(documents, mask)
+    rows = document_segments(documents)
+    for b, row in enumerate(rows or ()):
+        if not row:
+            raise LongspanError(f"every token of row {b} is padding; drop the row")
+    if rows is None or positions is None:
+        return rows, None
+    positions = positions.expand(batch_size, -1)
+    restarts = _restarts(positions)
+    _refuse_restarts_in_documents(restarts, documents)
+    if mask is not None or not bool(restarts.any()):
+        return rows, None
+    at = [torch.tensor([start for start, _ in row], dtype=torch.int64, device=positions.device) for row in rows]
+    starts = tuple(tuple(positions[b, i].tolist()) for b, i in enumerate(at))
+    return rows, starts if any(any(row) for row in starts) else None
+
+
+def _restarts(positions: Tensor) -> Tensor:
+    """Where a position id does not follow that of the token before, bool [B, n]."""
+    restarts = torch.zeros_like(positions, dtype=torch.bool)
+    restarts[:, 1:] = positions.diff(dim=-1) != 1
+    return restarts
+
+
+def _documents_of(batch: Mapping[str, Any], n: int) -> Tensor | None:
+    """The documents that the batch names, as ids [B, n], all below 0 for padding. None where it names none."""
+    found: dict[str, Tensor] = {key: batch[key].to(torch.int64) for key in _IDS if batch.get(key) is not None}
+    found |= {key: _ids_between(key, batch, n) for key in _BORDERS if batch.get(key) is not None}
+    if not found:
+        for key in _LONGEST:
+            if batch.get(key) is not None:
+                raise LongspanError(f"`{key}` is the length of the longest document; give cu_seq_lens_q with it")
+        return None
+    (first, ids), *others = found.items()
+    rows = document_segments(ids, first)
+    for key, also in others:
+        if (rows_of_key := document_segments(also, key)) != rows:
+            raise LongspanError(
+                f"`{first}` and `{key}` mark different documents: {_spell(rows, n)}, and {_spell(rows_of_key, n)}; "
+                f"give one of them"
+            )
+    return ids
+
+
+def _spell(rows: Segments | None, n: int) -> str:
+    """The first row's documents in words."""
+    row = ((0, n),) if rows is None else rows[0]
+    sizes = [str(stop - start) for start, stop in row[:6]]
+    return f"{len(row)} of {', '.join(sizes)}{', ...' if len(row) > 6 else ''} tokens in row 0"
+
+
+def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
+    """Ids from the borders of documents, as FlashAttention takes them."""
+    borders, tokens = batch[key], batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    if tokens.shape[0] != 1:
+        raise LongspanError(
+            f"`{key}` marks the documents of one row, the batch has {tokens.shape[0]}; give document_ids [B, n]"
+        )
+    if not isinstance(borders, Tensor) or borders.dim() != 1 or borders.is_floating_point():
+        got = f"the shape {tuple(borders.shape)}, {borders.dtype}" if isinstance(borders, Tensor) else repr(borders)
+        raise LongspanError(f"`{key}` must be a tensor of integers [documents + 1], got {got}")
+    sizes = [stop - start for start, stop in cu_seqlens_segments(borders, n, key)[0]]
+    longest = batch.get(f"max_length_{key[-1]}")
+    if longest is not None and int(longest) < max(sizes):
+        raise LongspanError(
+            f"`max_length_{key[-1]}` is {int(longest)}, the longest document of `{key}` has {max(sizes)} tokens"
+        )
+    lengths = torch.tensor(sizes, device=tokens.device)
+    return torch.arange(len(sizes), device=tokens.device).repeat_interleave(lengths)[None]
+
+
+def _without_padding(documents: Tensor, mask: Tensor) -> Tensor:
+    """`documents` with the mask's padding marked; padding may lie between documents, not inside."""
+    ids = documents.masked_fill(mask == 0, -1)
+    try:
+        document_segments(ids)
+    except LongspanError as error:  # the documents alone are sound, so it is the mask that parts one
+        raise LongspanError("`attention_mask` has zeros inside a document; only padding is supported") from error
+    return ids
+
+
+def _refuse_restarts_in_documents(restarts: Tensor, documents: Tensor) -> None:
+    inside = restarts.clone()
+    inside[:, 1:] &= (documents.diff(dim=-1) == 0) & (documents[:, 1:] >= 0)
+    if bool(inside.any()):
+        b, i = inside.nonzero()[0].tolist()
+        raise LongspanError(
+            f"`position_ids` restart at token {i} of row {b}, in the middle of a document; give position ids that "
+            f"restart where documents begin, or none"
+        )

@@ -1,0 +1,294 @@
+"""Hooks around the forward of a parallelized model: a full batch becomes this rank's, or is refused.
+
+At every forward all ranks compare their batches and hear of one another's errors before anyone raises (`alike.py`),
+because a rank that raises alone leaves the others waiting in the next collective.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longspan.compat.torch_api import version_of
+from longspan.core.errors import LongspanError
+from longspan.hf.across_ranks import is_on_cpu
+from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
+from longspan.hf.gradients import GradientSum
+from longspan.hf.loss import load_balancing_loss, mean_loss
+from longspan.hf.registry import ModelBinding, check_positions
+from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.hf.alike import BatchCheck
+    from longspan.hf.guards import Guard, RestCheck
+
+
+@dataclass
+class _Owed:
+    """What `leave` adds to the output of the forward under way.
+
+    Attributes:
+        labels: kept back from the model, `[B, L]`; None where there are none, or the model calls its loss function.
+        items: the divisor of the loss, None for the number of labels that count.
+        real: which of my tokens count in the router's loss, `[B, L]`; None where the model is not asked for it.
+        as_tuple: whether the caller wants a tuple.
+    """
+
+    labels: Tensor | None = None
+    items: Any = None
+    real: Tensor | None = None
+    as_tuple: bool = False
+
+
+class ForwardHooks:
+    """The hooks around a model's forward.
+
+    A causal LM calls its loss function, whose place `loss` takes. Where that is not so (a masked LM computes its own
+    cross entropy) or not enough (a mixture of experts adds the loss of its routers), the labels are kept back, and the
+    loss is computed from the logits when the forward has ended.
+
+    Args:
+        model: the transformers model with a language-model head.
+        sp: its sharding.
+        binding: what `bind_layers` made of it.
+        batches: compares the batches of all ranks; None where there is one.
+        guard: whether the model is still what it was when it was parallelized; None likewise.
+        rest: checksums of this rank's weights between steps, if asked for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sp: SequenceSharding,
+        binding: ModelBinding,
+        *,
+        batches: BatchCheck | None = None,
+        guard: Guard | None = None,
+        rest: RestCheck | None = None,
+    ) -> None:
+        self.batches, self.guard, self.rest = batches, guard, rest
+        self.name = type(model).__name__  # FSDP will make another class of it
+        self.sp = sp
+        self.binding = binding
+        self.owed = _Owed()
+        self.loss_due = False
+        self.computed: tuple[Tensor, int] | None = None
+        self.signature = inspect.signature(model.forward)
+        self.gradients: GradientSum | None = None
+        self.masked = is_masked_lm(model)
+        self.top_k = router_top_k(model)
+        self.dropout = attention_dropout(model)
+        self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
+
+    def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.gradients is not None:
+            self.gradients.forget_unfinished()
+        batch, cut = self._cut(model, args, kwargs)
+        info = cut["longspan"]
+        self.owed, self.computed = _Owed(), None
+        tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
+        if self._wants_router_loss(model, batch):
+            self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
+        if self.masked or self.owed.real is not None:
+            self.owed.labels, self.owed.items = cut.pop("labels", None), cut.pop("num_items_in_batch", None)
+            self.owed.as_tuple = not _or_default(
+                cut.pop("return_dict", None), getattr(model.config, "return_dict", True)
+            )
+            cut["return_dict"] = True
+        self.loss_due = cut.get("labels") is not None
+        self.binding.max_position = info.max_position
+        # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
+        # the whole sequence. Padding and documents are in `info` too.
+        cut["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        cut["use_cache"] = False
+        return (), cut
+
+    def leave(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
+        if self.loss_due:
+            raise LongspanError(
+                f"{self.name} computed a loss of its own instead of calling its loss_function, so it would "
+                f"be that of one rank's tokens; remove what patches its forward (a fused loss, say)"
+            )
+        idle = [layer.name for layer in self.binding.layers if not layer.seen]
+        if idle:
+            raise LongspanError(
+                f"layer {idle[0]} of {self.name} ({len(idle)} of {len(self.binding.layers)} layers) did not "
+                f"call its attention through transformers' registry; it cannot be sharded in this version"
+            )
+        if self.computed is not None:
+            self._check_nothing_was_added(output)
+        owed, self.owed, self.computed = self.owed, _Owed(), None
+        if owed.labels is None and owed.real is None:
+            return output
+        losses = self._losses(model, output, owed)
+        output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
+        return output.to_tuple() if owed.as_tuple else output
+
+    def loss(
+        self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, num_items_in_batch: Any = None, **_: Any
+    ) -> Tensor:
+        """Takes the place of the model's loss function. The hook before the forward has shifted the labels."""
+        self.loss_due = False
+        loss = self._mean(logits, labels, num_items_in_batch)
+        self.computed = loss, version_of(loss)
+        return loss
+
+    def _mean(self, logits: Tensor, labels: Tensor, items: Any) -> Tensor:
+        if self.batches is None:
+            return mean_loss(logits, labels, self.sp, items)[0]
+        loss, carried = mean_loss(logits, labels, self.sp, items, self.batches.to_carry())
+        self.batches.carried(carried)
+        return loss
+
+    def _check_nothing_was_added(self, output: Any) -> None:
+        """Another term of the loss would be that of one rank's tokens, and its gradient summed over the ranks."""
+        if torch.compiler.is_compiling() or self.computed is None:  # compiled, tensors have no identity
+            return
+        computed, version = self.computed
+        found = output.get("loss") if isinstance(output, dict) else output[0]
+        if found is not computed or version_of(computed) != version:
+            raise LongspanError(
+                f"{self.name} adds a term of its own to the loss of its tokens; longspan knows how to sum "
+                f"the load-balancing loss of a mixture of experts over the ranks, and no other"
+            )
+
+    def _wants_router_loss(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> bool:
+        asked = batch.get("output_router_logits")
+        return bool(_or_default(asked, getattr(model.config.get_text_config(), "output_router_logits", False)))
+
+    def _losses(self, model: PreTrainedModel, output: Any, owed: _Owed) -> dict[str, Tensor]:
+        """`loss` and `aux_loss` of the global batch, as far as they are owed."""
+        losses = {}
+        if owed.labels is not None:
+            losses["loss"] = self._mean(output["logits"], owed.labels, owed.items)
+        if owed.real is not None:
+            assert self.top_k is not None
+            logits = output["router_logits"]
+            if output["logits"].requires_grad and not any(x.requires_grad for x in logits):
+                raise LongspanError(
+                    "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
+                    'checkpointing loses it; pass {"use_reentrant": False}'
+                )
+            losses["aux_loss"] = load_balancing_loss(logits, self.top_k, self.sp, owed.real)
+            if "loss" in losses:
+                losses["loss"] = losses["loss"] + model.router_aux_loss_coef * losses["aux_loss"]
+        return losses
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        named = dict(zip(self.signature.parameters, args, strict=False))
+        twice = sorted(named.keys() & kwargs.keys())
+        if twice or len(named) < len(args):
+            self.signature.bind(*args, **kwargs)  # raises Python's own error
+        return {**named, **kwargs}
+
+    def _refuse(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+        if batch.get("past_key_values") is not None or batch.get("use_cache"):
+            raise LongspanError(
+                "a parallelized model keeps no KV cache in this version (generate() needs one): call it without "
+                "past_key_values and use_cache, or generate with a model that was not parallelized"
+            )
+        if batch.get("output_attentions"):
+            raise LongspanError(
+                "output_attentions=True is not supported on a parallelized model, attention weights are never made; "
+                "leave it out"
+            )
+        if self.top_k is None and self._wants_router_loss(model, batch):
+            raise LongspanError(no_router_loss(self.name))
+        keep = batch.get("logits_to_keep")
+        if keep is not None and not (isinstance(keep, int) and keep == 0):
+            raise LongspanError("logits_to_keep counts from the end of the sequence, which is cut here; leave it out")
+        if batch.get("encoder_hidden_states") is not None:
+            raise LongspanError(
+                f"encoder_hidden_states ask {self.name} for cross attention to another sequence; {HELP}"
+            )
+        if batch.get("labels") is not None and "labels" not in self.signature.parameters:
+            raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
+        if model.training and self.dropout is not None:
+            layer, p, key = self.dropout
+            raise LongspanError(
+                f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; set {key}=0.0 in "
+                f"the config that the model is made from, or call model.eval()"
+            )
+        if self.gradients is not None:
+            self.gradients.check(model)
+
+    def _cut(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The batch by name, and cut, when all ranks have heard whether everyone's is sound, and alike."""
+        problem: Exception | None = None
+        batch, cut = dict(kwargs), dict[str, Any]()
+        try:
+            if self.guard is not None:
+                self.guard.check(model)
+            batch = self._by_name(args, kwargs)
+            if self.rest is not None:
+                self.rest.before_forward()
+            self._refuse(model, batch)
+            if is_on_cpu(batch) or (self.batches is not None and self.batches.thorough):
+                _check_ids(model, batch, self.rotary)
+            cut = self._part_of(model, batch)
+            check_positions(model, cut["longspan"])
+        except Exception as error:  # of any kind: the other ranks must hear of it
+            problem = error
+        if self.batches is not None:
+            self.batches.compare(model, batch, self._wants_router_loss(model, batch), problem)
+        elif problem is not None:
+            raise problem
+        return batch, cut
+
+    def _part_of(self, model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
+        if "longspan" not in batch:
+            return cut_batch(batch, self.sp, shift=False) if self.masked else cut_batch(batch, self.sp)
+        info = batch["longspan"]
+        if not isinstance(info, SequenceInfo):
+            raise LongspanError(
+                f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
+            )
+        if batch.get("labels") is not None and info.shifted == self.masked:
+            kind = "masked LM, whose labels are not" if self.masked else "causal LM, whose labels are"
+            raise LongspanError(
+                f"{self.name} is a {kind} shifted; cut its batches with longspan.shard_batch(batch, sp, "
+                f"shift={not self.masked})"
+            )
+        return dict(batch)
+
+
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _check_ids(model: PreTrainedModel, batch: Mapping[str, Any], rotary: bool) -> None:
+    """Refuse ids that the model's tables do not have: cut, they would fail on the one rank that holds them."""
+    config = model.config.get_text_config()
+    size = config.vocab_size
+    for key in ("input_ids", "labels", "shift_labels"):
+        ids = batch.get(key)
+        if not isinstance(ids, Tensor) or ids.numel() == 0:
+            continue
+        wrong = (ids < 0) | (ids >= size)
+        if key != "input_ids":
+            wrong &= ids != IGNORE
+        if bool(wrong.any()):
+            but = "" if key == "input_ids" else f", or {IGNORE} where no loss is computed"
+            raise LongspanError(
+                f"`{key}` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}{but}"
+            )
+    types, positions = batch.get("token_type_ids"), batch.get("position_ids")
+    if isinstance(types, Tensor) and types.numel():
+        kinds = getattr(config, "type_vocab_size", None) or size
+        if not 0 <= int(types.min()) <= int(types.max()) < kinds:
+            raise LongspanError(
+                f"`token_type_ids` holds {int(types.min())} to {int(types.max())}, the model has {kinds} types from 0"
+            )
+    if isinstance(positions, Tensor) and positions.numel() and not rotary and int(positions.min()) < 0:
+        raise LongspanError(f"`position_ids` holds {int(positions.min())}, the model's learnt positions start at 0")

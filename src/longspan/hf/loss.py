@@ -1,0 +1,223 @@
+"""Losses over a sharded sequence: exact means over the global batch.
+
+Each rank sums over its own tokens; one all-reduce of a few numbers gives the sums and the counts of all ranks. The
+mean of ranks' means would be another number as soon as the ranks hold different counts of tokens; and the
+load-balancing loss of a mixture of experts is a product of two means, which no mean of ranks' products is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
+from longspan.comm.mesh import find_group, group_name
+from longspan.core.checked import check_number
+from longspan.core.errors import LongspanError
+from longspan.hf.batch import IGNORE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from longspan.comm.mesh import SequenceSharding
+
+TILE_ELEMENTS = (1 << 24, 1 << 20)
+"""Logits that are looked at together in fp32, whatever the vocabulary: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""
+
+
+def causal_lm_loss(
+    logits: Tensor, shifted_labels: Tensor, sp: SequenceSharding, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """The mean cross entropy of the global batch (data x sequence), the same number on every rank.
+
+    Its gradient on each rank is that rank's part: summed over all ranks, the parts are the gradient of the mean.
+
+    Args:
+        logits: my tokens, `[B, L, V]`, any floating dtype; softmax and sums run in fp32 (fp64 for fp64), tile by tile,
+            so that no second tensor of this size exists in the forward.
+        shifted_labels: what each of them should predict, int64 `[B, L]`, -100 where no loss is computed.
+        sp: the sharding.
+        num_items_in_batch: divide by this instead of the number of unmasked tokens; for gradient accumulation, where
+            it counts the unmasked tokens of all micro-batches of all ranks.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64). 0 where no token of the global batch is unmasked.
+
+    Raises:
+        LongspanError: if the shapes or dtypes do not fit, or (on a CPU) a label is no entry of the vocabulary.
+    """
+    check_sharding(sp)
+    check_tensor("logits", logits)
+    check_integers("shifted_labels", shifted_labels)
+    if logits.dim() < 2 or not logits.is_floating_point() or not logits.shape[-1]:
+        raise LongspanError(f"`logits` must be a floating tensor [batch, tokens, vocabulary], got {describe(logits)}")
+    _check_items(num_items_in_batch)
+    if shifted_labels.device.type == "cpu":  # elsewhere the host would wait; there torch's own check stops the kernel
+        _check_labels(shifted_labels, logits.shape[-1])
+    return mean_loss(logits, shifted_labels, sp, num_items_in_batch)[0]
+
+
+def mean_loss(
+    logits: Tensor,
+    shifted_labels: Tensor,
+    sp: SequenceSharding,
+    num_items_in_batch: Tensor | int | None = None,
+    carry: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`causal_lm_loss`, and beside it the sum of all ranks' `carry`, fp64 [] (by default 0): one all-reduce of three
+    numbers."""
+    if logits.shape[:-1] != shifted_labels.shape:
+        raise LongspanError(
+            f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
+        )
+    labels = shifted_labels.reshape(-1).to(logits.device)
+    total: Any = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), labels)  # type: ignore[no-untyped-call]
+    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
+    sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)
+    count = sums[1].detach().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, Tensor):
+        count = count.to(sums.device)
+    loss: Tensor = sums[0] / count
+    return loss.to(torch.promote_types(logits.dtype, torch.float32)), sums[2].detach()
+
+
+def _check_items(items: Any) -> None:
+    if isinstance(items, Tensor):
+        if items.numel() != 1 or items.is_complex():
+            raise LongspanError(f"`num_items_in_batch` must be one number, got {describe(items)}")
+    elif items is not None:
+        check_number("num_items_in_batch", items, 0, 1 << 62)
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
+    if len(wrong):
+        raise LongspanError(
+            f"{len(wrong)} labels are no entries of the vocabulary, the first is {int(wrong[0])}; labels are 0 to "
+            f"{vocabulary - 1}, or {IGNORE} where no loss is computed"
+        )
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Tensor], top_k: int, sp: SequenceSharding, real: Tensor | None = None
+) -> Tensor:
+    """The auxiliary loss of a mixture of experts, of the global batch (data x sequence), the same on every rank.
+
+    E * sum over experts e of f_e * p_e, where f_e is the number of times a token is sent to e, over the tokens, and p_e
+    the mean probability that the routers give e; means over the tokens of all layers (Switch Transformer,
+    arXiv:2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` extends them to top-k). Its gradient
+    on each rank is that rank's part, as that of `causal_lm_loss` is.
+
+    Args:
+        router_logits: of every layer with experts the logits of my tokens, `[tokens, E]` (rows of the batch side by
+            side).
+        top_k: experts per token.
+        sp: the sharding.
+        real: which of my tokens count, bool, as many in all; every one by default.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64).
+    """
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    return balance(sum_over_ranks(balance_sums(router_logits, top_k, real), sp)).to(dtype)
+
+
+def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:
+    """What the load-balancing loss needs of my tokens, fp64 [2 E + 1]: assignments, probabilities, number of tokens."""
+    assigned_E, p_E = (router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=torch.float64) for _ in range(2))
+    tokens = router_logits[0].new_zeros(1, dtype=torch.float64)
+    for logits_TE in router_logits:
+        p_TE = torch.softmax(logits_TE, -1)
+        chosen_Tk = p_TE.topk(top_k, -1).indices
+        counts_T = p_TE.new_ones(len(p_TE)) if real is None else real.reshape(-1).to(p_TE)
+        assigned_E = assigned_E.index_add(0, chosen_Tk.flatten(), counts_T.double().repeat_interleave(top_k))
+        p_E = p_E + (p_TE if real is None else p_TE * counts_T[:, None]).sum(0, dtype=torch.float64)
+        tokens = tokens + counts_T.sum(dtype=torch.float64)
+    return torch.cat([assigned_E, p_E, tokens])
+
+
+def balance(sums: Tensor) -> Tensor:
+    """The load-balancing loss from `balance_sums`."""
+    experts = len(sums) // 2
+    f_E, p_E = sums[: 2 * experts].view(2, experts) / sums[-1]
+    loss: Tensor = experts * (f_E * p_E).sum()
+    return loss
+
+
+def sum_over_ranks(parts: Tensor, sp: SequenceSharding) -> Tensor:
+    """The sum over data x sequence, on every rank; the gradient of `parts` is that of the sum."""
+    group = sp.world_group
+    if group is None or group.size() == 1:
+        return parts
+    total: Tensor = torch.ops.longspan.sum_of_parts(parts, group_name(group))
+    return total
+
+
+@torch.library.custom_op("longspan::sum_of_parts", mutates_args=())
+def _sum_of_parts(x: Tensor, group: str) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=find_group(group))
+    return out
+
+
+@_sum_of_parts.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+# The sum is one number that every rank holds; each rank's backward starts from it and goes on with its own part.
+_sum_of_parts.register_autograd(lambda ctx, grad: (grad, None))
+
+
+class _TokenLossSum(torch.autograd.Function):
+    """Sum of the tokens' cross entropies, in tiles over the tokens. No collective in here.
+
+    The forward keeps one number per token (log-sum-exp); the backward makes the gradient tile by tile from it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        lse_T = torch.empty(len(labels_T), dtype=dtype, device=logits_TV.device)
+        total = torch.zeros((), dtype=torch.float64, device=logits_TV.device)
+        for part in _tiles(logits_TV):
+            tile, labels = logits_TV[part], labels_T[part]
+            at = _index(labels)
+            log_p = torch.log_softmax(tile, -1, dtype=dtype).gather(-1, at)[:, 0]
+            lse_T[part] = tile.gather(-1, at)[:, 0].to(dtype) - log_p
+            total -= torch.where(labels == IGNORE, 0, log_p).sum(dtype=torch.float64)
+        ctx.save_for_backward(logits_TV, labels_T, lse_T)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """(softmax - one_hot) * grad, computed where it will stay if the dtype allows."""
+        logits_TV, labels_T, lse_T = ctx.saved_tensors
+        grad_TV = torch.empty_like(logits_TV)
+        scale_T = torch.where(labels_T == IGNORE, 0, grads[0]).to(lse_T.dtype)
+        in_place = grad_TV.dtype == lse_T.dtype
+        scratch: Tensor | None = None
+        for part in _tiles(logits_TV):
+            into = grad_TV[part]
+            if not in_place:  # one tile for all: the first is the largest
+                scratch = torch.empty_like(into, dtype=lse_T.dtype) if scratch is None else scratch
+                into = scratch[: len(into)]
+            p = torch.sub(logits_TV[part], lse_T[part, None], out=into).exp_().mul_(scale_T[part, None])
+            p.scatter_add_(-1, _index(labels_T[part]), -scale_T[part, None])
+            if not in_place:
+                grad_TV[part] = p
+        return grad_TV, None
+
+
+def _index(labels: Tensor) -> Tensor:
+    """Labels to index with; any class will do where none counts. Other labels out of range raise, as torch's do."""
+    return torch.where(labels == IGNORE, 0, labels)[:, None]
+
+
+def _tiles(logits_TV: Tensor) -> Iterator[slice]:
+    rows = max(1, TILE_ELEMENTS[logits_TV.device.type == "cpu"] // max(1, logits_TV.shape[-1]))
+    for i in range(0, len(logits_TV), rows):
+        yield slice(i, i + rows)

@@ -1,0 +1,231 @@
+"""One call that shards a Hugging Face language model: its sequence, and with FSDP2 its weights.
+
+    model = longspan.parallelize(model, sp)
+    out = model(**batch)            # the same full batch on every rank of a sequence group
+    out.loss.backward()             # gradients of the mean over the global batch
+
+Nothing of the training loop changes. Before the forward the batch is cut; inside, tokens stay where they are, but for
+two All-to-Alls around each attention; at the end the loss is the exact mean of the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from longspan.attn.kernels.choice import AnyKernel
+from longspan.core.errors import LongspanError
+from longspan.core.heads import split_heads
+from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
+from longspan.hf.alike import BatchCheck
+from longspan.hf.digests import digests_of, weights_of
+from longspan.hf.fsdp import apply_fsdp
+from longspan.hf.gradients import GradientSum
+from longspan.hf.guards import Guard, RestCheck, forbid
+from longspan.hf.hooks import ForwardHooks
+from longspan.hf.registry import bind_layers
+from longspan.hf.savers import refuse_savers
+from longspan.hf.support import check_model, transformers_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from longspan.comm.mesh import SequenceSharding
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    sp: SequenceSharding,
+    *,
+    fsdp: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    kernel: AnyKernel = "auto",
+    weights: Literal["same", "broadcast"] = "same",
+    check_batches: int | None = None,
+    check_weights: int = 100,
+    check_at_rest: bool = False,
+) -> Model:
+    """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
+
+    In place, and the model is returned. Call it on every rank, with the same weights, after PEFT has wrapped the model
+    and before the optimizer is made. What must be alike on all ranks (options, config, parameters, versions, weights)
+    is compared first.
+
+    Args:
+        model: a transformers causal or masked LM, or a PEFT model around one, on its device. With `fsdp` it may still
+            be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
+        sp: how the sequence lies over the ranks.
+        fsdp: shard weights, gradients and optimizer state by FSDP2: one group per decoder layer, gathered one layer
+            ahead in forward and backward, released after forward; embedding, and final norm and head, are groups of
+            their own unless they are tied (`longspan.hf.fsdp`). False: every rank holds all weights, and gradients are
+            summed over all ranks at the end of each backward.
+        mp_policy: FSDP's mixed precision; by default everything stays in the parameters' dtype.
+        kernel: the local attention, by name or any callable; see `longspan.attention`.
+        weights: "same": the ranks must hold the same weights, which a digest of each parameter and buffer shows.
+            "broadcast": every rank gets those of the first.
+        check_batches: for so many first forwards, compare over the ranks what the model is called with, before anything
+            in it could hang, and name the ranks that were given another batch (or no labels, another shape, another
+            mode). None: in every forward, which costs one gather of five numbers between the hosts. From the fourth
+            forward on, the values of a batch on a GPU are compared without waiting for it: by the loss's all-reduce, so
+            that a difference is reported some forwards later, and none where there are no labels. 0: never.
+        check_weights: with `fsdp=False`, every so many training forwards compare a digest of all weights over the
+            ranks, which should update them alike. 0: never.
+        check_at_rest: checksums of this rank's weights after each step of the optimizer, compared before its next one
+            and at each forward: finds memory that changed by itself. Each costs one pass over this rank's weights.
+
+    Returns:
+        `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
+        LM); `loss` is the mean over every unmasked token of the global batch, equal on every rank; `logits` are those
+        of this rank's tokens. With `output_router_logits=True` a mixture of experts adds its load-balancing loss over
+        all tokens of the global batch, `aux_loss`. There is no KV cache: `use_cache` is off.
+
+    Raises:
+        LongspanError: on every rank alike: for a model that would not compute the same when sharded (naming the layer
+            and the reason), heads that `sp` cannot hold, options that do not go together, or ranks that were given
+            different models, weights or options (naming the ranks and what differs).
+    """
+    options = {
+        "fsdp": fsdp,
+        "mp_policy": mp_policy,
+        "kernel": kernel,
+        "weights": weights,
+        "check_batches": check_batches,
+        "check_weights": check_weights,
+        "check_at_rest": check_at_rest,
+    }
+    inner: PreTrainedModel | None = None
+    facts, digests, problem = dict[str, str](), dict[str, int](), None
+    try:
+        inner = _checked(model, sp, options)
+        facts = _facts(model, sp, options)
+        if sp.world_size > 1 and weights == "same":
+            digests = digests_of(weights_of(model))
+    except Exception as error:  # of any kind: the other ranks must hear of it
+        problem = error
+    agree_on_model(sp, facts, digests, problem)
+    assert inner is not None
+    if weights == "broadcast":
+        broadcast_weights(inner, sp)
+    _warn_of_idle_ranks(inner, sp)
+    _warn_of_dropout(inner)
+    hooks = _set_hooks(inner, sp, kernel)
+    if sp.world_size > 1:
+        hooks.guard = Guard(inner, sp, mp_policy)
+        hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
+        forbid(model, inner)
+        if fsdp:
+            hooks.guard.remember(inner)
+            apply_fsdp(inner, sp, mp_policy)
+            refuse_savers(model, inner)
+        else:
+            hooks.gradients = GradientSum(inner.parameters(), sp)
+    if check_at_rest:
+        hooks.rest = RestCheck(inner)
+    return model
+
+
+def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> PreTrainedModel:
+    """The transformers model inside, or what speaks against sharding it."""
+    inner = transformers_model(model)
+    name = type(inner).__name__
+    if hasattr(inner, "longspan_hooks"):
+        raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
+    if sp.tensor_size > 1:
+        raise LongspanError(f"`tensor={sp.tensor_size}`: tensor parallelism is not in this version; use `tensor=1`")
+    fsdp, mp_policy, weights = (options[option] for option in ("fsdp", "mp_policy", "weights"))
+    if mp_policy is not None and (not fsdp or sp.world_size == 1):
+        why = "with fsdp=False" if not fsdp else "on one rank, where nothing is sharded,"
+        raise LongspanError(f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model")
+    if weights not in ("same", "broadcast"):
+        raise LongspanError(f"weights={weights!r} is unknown; choose 'same' or 'broadcast'")
+    for option in ("check_batches", "check_weights"):
+        value = options[option]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise LongspanError(f"{option}={value!r} must be a number of forwards, 0 for none")
+    for parameter, p in inner.named_parameters():
+        if isinstance(p, DTensor):
+            raise LongspanError(
+                f"parameter {parameter} of {name} is sharded already; give longspan.parallelize the plain model, it "
+                f"shards weights by itself (fsdp=True)"
+            )
+        if p.is_meta and (not fsdp or weights == "broadcast"):
+            raise LongspanError(
+                f"parameter {parameter} of {name} is on the meta device and has no values; load them first, or use "
+                f"fsdp=True with weights='same', then model.to_empty and load its shards"
+            )
+    check_model(inner, sp, options["kernel"])
+    return inner
+
+
+def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> dict[str, str]:
+    """What must be alike on every rank, by the name that a message gives it; weights aside."""
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else {}
+    facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in options.items()}
+    facts["kernel"] = getattr(options["kernel"], "name", facts["kernel"])
+    facts |= {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}",
+        "the model's class": type(model).__name__,
+    }
+    # Where files lie may differ from machine to machine.
+    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in settings.items() if k not in ("_name_or_path",)}
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, x in tensors:
+            trained = ", trained" if x.requires_grad else ""
+            values = ", no values (meta device)" if x.is_meta else ""
+            facts[f"{kind} {name}"] = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{trained}{values}"
+    return facts
+
+
+def _set_hooks(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ForwardHooks:
+    """Bind the layers and set the hooks."""
+    hooks = ForwardHooks(model, sp, bind_layers(model, sp, kernel))
+    model.longspan_hooks = hooks
+    model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+    model.register_forward_hook(hooks.leave)
+    model.loss_function = hooks.loss
+    return hooks
+
+
+def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:
+    config = model.config.get_text_config()
+    q_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    idle = sum(
+        share.q_heads == 0
+        for share in split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+    )
+    if idle:
+        fits = max(u for u in range(1, q_heads + 1) if sp.size % u == 0)
+        warnings.warn(
+            f"`ulysses={sp.ulysses_size}` is more than the model's {q_heads} query heads: {idle} of them compute no "
+            f"attention; try `ulysses={fits}, ring={sp.size // fits}`",
+            stacklevel=3,
+        )
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    active = [name for name, module in model.named_modules() if _draws(module)]
+    if active:
+        warnings.warn(
+            f"{len(active)} dropout layers ({active[0]}, ...): each rank draws for its own tokens, so a run depends on "
+            f"the number of ranks; give every rank a seed of its own",
+            stacklevel=3,
+        )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
+    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
+    return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)

@@ -1,0 +1,216 @@
+"""What a transformers model must be like to be sharded, and what the families of models differ in.
+
+A model is accepted where every token's way is known: attention through transformers' registry, positions given from
+outside, a loss per token. What is not known is refused, naming the layer and the reason. `longspan verify` measures the
+rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.attn.kernels.base import Need
+from longspan.attn.kernels.choice import AnyKernel, choose_kernel
+from longspan.attn.mask import Mask
+from longspan.attn.score import Scores
+from longspan.compat.transformers_api import router_loss, uses_registry
+from longspan.core.errors import LongspanError
+from longspan.hf.loss import balance, balance_sums
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+HELP = "it cannot be sharded in this version"
+
+# Layers that mix tokens by something else than the attention registry.
+_MIXERS = re.compile(
+    r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|Recurrent|ShortConv|Hyena|Retention|SSM"
+)
+
+# Attention to another sequence, by the name of the module or of its class.
+_CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
+
+# Embeddings that count positions themselves.
+_OWN_POSITIONS = re.compile(r"(Learned|Sinusoidal)Positional")
+
+# How configs call the probability of attention dropout.
+_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside: `model` itself, or what a PEFT wrapper holds.
+
+    Raises:
+        LongspanError: if there is none.
+    """
+    unwrap: Any = getattr(model, "get_base_model", None)
+    inner = model if unwrap is None else unwrap()
+    if not isinstance(inner, PreTrainedModel):
+        raise LongspanError(
+            f"parallelize needs a transformers model (or a PEFT model around one), got {type(model).__name__}; with a "
+            f"model of your own, call longspan.attention in it and cut its batch with longspan.shard_batch"
+        )
+    return inner
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention modules by name: the innermost ones whose class says so, and that know their number if any does."""
+    named = {name: module for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    named = {name: module for name, module in named.items() if hasattr(module, "layer_idx")} or named
+    return {n: m for n, m in named.items() if not any(other.startswith(n + ".") for other in named)}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the elements of every list of modules in which each element holds an attention layer.
+
+    Of lists within lists (ALBERT's groups of layers) the inner ones.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    layers = [layer for blocks in lists if all(attention_layers(b) for b in blocks) for layer in blocks]
+    found = set(layers)
+    return [layer for layer in layers if not any(m in found and m is not layer for m in layer.modules())]
+
+
+def is_masked_lm(model: PreTrainedModel) -> bool:
+    """Whether the logits at a token predict that token (BERT), and not the next one: its labels are not shifted."""
+    return bool(model.loss_type == "ForMaskedLM")
+
+
+def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
+    """The first attention layer with dropout: its name, the probability, and what its config calls it."""
+    config = model.config.get_text_config()
+    for path, layer in attention_layers(model).items():
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            found = getattr(layer, name, None)
+            p = found.p if isinstance(found, nn.Dropout) else found
+            if isinstance(p, int | float) and p > 0:
+                return path, float(p), next((k for k in _DROPOUT_KEYS if hasattr(config, k)), name)
+    return None
+
+
+def router_top_k(model: PreTrainedModel) -> int | None:
+    """Experts per token of a mixture of experts whose auxiliary loss is `longspan.hf.loss.load_balancing_loss`.
+
+    The family's own copy of that function is called on a small example, and has to agree. None for a
+    model without such a loss, or with another one.
+    """
+    theirs = router_loss(model)
+    top_k = getattr(model, "num_experts_per_tok", None)
+    if theirs is None or not isinstance(top_k, int) or not hasattr(model, "router_aux_loss_coef"):
+        return None
+    draw = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(12, 5, generator=draw) for _ in range(2))
+    real = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 1, 1, 0]])
+    for mask in (None, real):
+        try:
+            value = theirs(logits, 5, 2, mask)
+        except Exception:  # whatever a function of another form raises
+            return None
+        ours = balance(balance_sums(logits, 2, mask))
+        if not isinstance(value, Tensor) or not torch.allclose(value.double(), ours, rtol=1e-5):
+            return None
+    return top_k
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> None:
+    """Refuse a model that would not compute the same when its sequence is sharded.
+
+    Raises:
+        LongspanError: naming the layer and the reason.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise LongspanError(
+            f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "
+            f"with a length of its own; {HELP}"
+        )
+    _check_modules(model, name)
+    _check_config(model, name)
+    layers = attention_layers(model)
+    if not layers or not uses_registry(model):
+        which = f"layer {next(iter(layers))} of {name}" if layers else name
+        raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
+    if model.loss_type not in (None, "ForCausalLM", "ForMaskedLM"):
+        raise LongspanError(
+            f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal and masked language models"
+        )
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters:
+        raise LongspanError(
+            f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
+        )
+    for path, layer in layers.items():
+        _check_layer(path, layer, model.config.get_text_config(), kernel, sp)
+
+
+def _check_modules(model: PreTrainedModel, name: str) -> None:
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, PreTrainedModel):
+            continue
+        if _OWN_POSITIONS.search(kind) or any(
+            name.startswith("create_position_ids_from") for name in dir(type(module))
+        ):
+            raise LongspanError(
+                f"layer {path} ({kind}) of {name} makes positions of its own from tokens or mask, which are cut here; "
+                f"{HELP}"
+            )
+        if _CROSS.search(path) or "CrossAttention" in kind or getattr(module, "is_cross_attention", False):
+            raise LongspanError(
+                f"layer {path} ({kind}) of {name} is cross attention: it looks at another sequence than its own, with "
+                f"a length of its own; {HELP}"
+            )
+        if _MIXERS.search(kind) or isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+            raise LongspanError(f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}")
+        if kind.endswith("Pooler") or path.rpartition(".")[2] == "pooler":
+            raise LongspanError(
+                f"layer {path} ({kind}) of {name} looks at the first token, which one rank alone holds; take a model "
+                f"without it (add_pooling_layer=False)"
+            )
+
+
+def _check_config(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config()
+    for index, kind in enumerate(getattr(config, "layer_types", None) or []):
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+            raise LongspanError(f"layer {index} of {name} is of the type {kind}; {HELP}")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise LongspanError(f"every attention layer of {name} adds ALiBi biases to its scores; {HELP}")
+    if getattr(config, "trigram_input", False):
+        raise LongspanError(
+            f"the embeddings of {name} join each token with its neighbours (trigram_input=True); {HELP}"
+        )
+    if getattr(config, "output_router_logits", False) and router_top_k(model) is None:
+        raise LongspanError(no_router_loss(name))
+    if getattr(model.config, "output_attentions", False):
+        raise LongspanError(
+            f"{name} has output_attentions=True in its config; attention weights are never made here, set it False"
+        )
+
+
+def no_router_loss(name: str) -> str:
+    """What is said where router logits are asked of a model whose auxiliary loss is not known."""
+    return (
+        f"output_router_logits=True asks {name} for an auxiliary loss over all tokens, and it is not the "
+        f"load-balancing loss that longspan knows how to sum over the ranks; set output_router_logits=False"
+    )
+
+
+def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, sp: SequenceSharding) -> None:
+    sinks = getattr(layer, "sinks", None)
+    softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
+    scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
+    try:
+        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size))
+    except LongspanError as error:
+        raise LongspanError(f"layer {path}: {error}") from error

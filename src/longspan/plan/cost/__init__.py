@@ -1,0 +1,1 @@
+"""What a job costs on a mesh: bytes sent, FLOPs, memory, seconds."""

@@ -1,0 +1,119 @@
+"""What every collective of a step sends, counted as the code sends it.
+
+The rows for Ulysses, the ring, FSDP, the gradient sum and the loss are compared with the running code to the byte in
+the tests. Tensor parallelism, Megatron SP and LASP-2 are formulas (the sources stand beside them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longspan.plan.cost.local import local_batch, local_tokens, micro_batches, passes
+from longspan.plan.cost.sent import Sent
+from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from longspan.plan.hardware import Hardware
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.models.shape import LayerShape, ModelShape
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective in a step.
+
+    Attributes:
+        op: one of `longspan.plan.hardware.OPS`.
+        axis: the mesh axis it runs over; `fsdp` is data x ring x ulysses together, `sequence` ring x ulysses.
+        what: what is sent.
+        bytes_per_gpu: bytes that one GPU sends in one call (the GPU that sends most, where they differ).
+        count: calls in a step.
+        seconds: of all calls together.
+        link: "intra" or "inter": whether the group stays inside a node.
+        beside: what it runs beside (the attention to the block at hand, a neighbouring layer's computing); "" where
+            everything waits for it.
+        method: whether the sequence or tensor method sends it, rather than weights, gradients and loss.
+    """
+
+    op: str
+    axis: str
+    what: str
+    bytes_per_gpu: int
+    count: int
+    seconds: float
+    link: str
+    beside: str
+    method: bool
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that one GPU sends in a step."""
+        return self.bytes_per_gpu * self.count
+
+
+def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[Collective, ...]:
+    """Every collective of one step, in the order of the forward, equal ones counted together."""
+    together: dict[tuple[str, str, str, int, bool], int] = {}
+    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware)):
+        if sent.bytes and sent.calls and mesh.size(sent.axis) > 1:
+            key = (sent.op, sent.axis, sent.what, sent.bytes, sent.method)
+            together[key] = together.get(key, 0) + sent.calls
+    return tuple(
+        Collective(
+            op=op,
+            axis=axis,
+            what=what,
+            bytes_per_gpu=size,
+            count=count,
+            seconds=count * hardware.seconds(op, axis, size, mesh.stride(axis), mesh.size(axis)),
+            link=hardware.link_of(mesh.stride(axis), mesh.size(axis)),
+            beside=_beside(op, what) if hardware.overlaps else "",
+            method=method,
+        )
+        for (op, axis, what, size, method), count in together.items()
+    )
+
+
+def _beside(op: str, what: str) -> str:
+    if op == "p2p":
+        return "attention"
+    return "computing" if what in ("weights of a layer", "gradients of a layer") else ""
+
+
+def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]:
+    micro = micro_batches(job, mesh)
+    summed = 1 if once else micro
+    for layer, layers in model.layer_kinds:
+        for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
+            times = layers * (summed if sums_gradients(sent) else micro)
+            yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
+    for sent in around_the_layers(model, job, mesh):
+        times = summed if sums_gradients(sent) else micro
+        yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
+
+
+def layer_method(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
+    """What the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
+    return layer.mixer.sent(job, mesh) + _tensor(model, job, mesh)
+
+
+def _tensor(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+    """Two sums of the hidden state a layer: after attention and after the MLP (Megatron-LM, arXiv:1909.08053).
+
+    Megatron SP (arXiv:2205.05198) makes of each AllReduce an AllGather and a ReduceScatter: the same bytes.
+    """
+    t = mesh.tensor
+    if t == 1:
+        return []
+    forwards, backwards = passes(job)
+    hidden = job.bytes_per_element * local_batch(job, mesh) * local_tokens(job, mesh) * model.d_model
+    sums = 2 * (forwards + backwards)
+    if job.tensor_style == "tp":
+        return [Sent("all_reduce", "tensor", "hidden states summed", 2 * hidden * (t - 1) // t, sums)]
+    return [
+        Sent("all_gather", "tensor", "hidden states gathered", hidden * (t - 1) // t, sums),
+        Sent("reduce_scatter", "tensor", "hidden states summed", hidden * (t - 1) // t, sums),
+    ]

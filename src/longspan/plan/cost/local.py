@@ -1,0 +1,42 @@
+"""What of a job lies on one rank: tokens, sequences, heads, and how often it is computed."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from longspan.core.heads import HeadShard, split_heads
+from longspan.plan.job import layout_of
+
+if TYPE_CHECKING:
+    from longspan.plan.job import Job, Mesh
+
+
+def micro_batches(job: Job, mesh: Mesh) -> int:
+    """Forwards and backwards of one step: training takes a replica's sequences one after the other."""
+    return max(1, job.batch // mesh.data) if job.mode == "train" else 1
+
+
+def local_tokens(job: Job, mesh: Mesh) -> int:
+    """Tokens of one sequence on one rank, padding included; in decode one new token, held by every rank."""
+    return 1 if job.mode == "decode" else layout_of(job, mesh).local_length(job.context)
+
+
+def local_batch(job: Job, mesh: Mesh) -> int:
+    """Sequences that are on a GPU at once: one in training (the rest is accumulated), a replica's share otherwise."""
+    return 1 if job.mode == "train" else max(1, -(-job.batch // mesh.data))
+
+
+def passes(job: Job) -> tuple[int, int]:
+    """How often a layer's forward and its backward run."""
+    if job.mode != "train":
+        return 1, 0
+    return (2 if job.activation_checkpointing else 1), 1
+
+
+@functools.lru_cache(maxsize=4096)
+def heads_of(q_heads: int, kv_heads: int, tensor: int, ulysses: int) -> tuple[HeadShard, ...]:
+    """Which heads each Ulysses rank computes, of those that tensor parallelism leaves it."""
+    q = -(-q_heads // tensor)
+    kv = max(1, kv_heads // tensor)
+    return split_heads(q, kv if q % kv == 0 else q, ulysses)

@@ -1,0 +1,306 @@
+"""Where a GPU's memory goes, item by item, at the moment of a step when it holds most.
+
+A training step has such moments: the loss (all activations are kept, the logits exist); the backward of the last layer
+(activations are still kept, a layer's gradients are under way) and of the first (gradients of all others exist); the
+gradients of embeddings and head; the sum of gradients where weights are not sharded; the optimizer. Each is summed up
+from its items; the largest one is what must fit, and its items are what is reported. A forward alone has two: inside
+attention, and inside the MLP.
+
+What a layer saves is in `saved.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
+
+Letters: L tokens of a rank (all its sequences at once), b bytes per element, d hidden size, f MLP size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from longspan.core.buckets import GRADIENT_BUCKET, LOSS_TILE
+from longspan.plan.cost.local import local_batch, local_tokens
+from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, freed_per_token, norm_bytes, saved_per_token
+from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from longspan.plan.hardware import Hardware
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.models.shape import ModelShape
+
+ITEMS = {
+    "weights": "weights at rest: this GPU's shard",
+    "optimizer": "optimizer state",
+    "gradients": "gradients at rest, and of the layers under way",
+    "gathered_weights": "weights gathered to compute with: a layer, and the next one prefetched; embedding, head",
+    "activations_hidden": "kept for the backward: layers' inputs, what norms and products take in",
+    "activations_attention": "kept for the backward: Q, K, V, outputs, log-sum-exps",
+    "activations_mlp": "kept for the backward: intermediates of the MLPs",
+    "qkv": "Q, K and V of this GPU",
+    "attention_workspace": "buffers of the exchange, the attention's output, a ring's sums in fp32",
+    "mlp": "intermediates of the MLP under way",
+    "hidden": "hidden states under way, and their gradients",
+    "logits": "logits, their gradient, and the loss's fp32 tiles",
+    "kv_cache": "keys and values of all layers",
+    "comm_buffers": "buffers of the ring: blocks at hand and arriving, gradients that travel",
+    "reserve": "what torch, CUDA and NCCL keep for themselves",
+}
+"""The items of `memory`, and what they are."""
+
+PREFILL_TILES = 16
+"""Tiles of the MLP in prefill and decode where the job does not say: without a backward, tiles cost nothing."""
+
+
+def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
+    """Bytes of every item of `ITEMS` on the GPU that holds most, at the moment when they sum up to most."""
+    scale = Scale(
+        tokens=local_tokens(job, mesh) * local_batch(job, mesh),
+        b=job.bytes_per_element,
+        d=model.d_model,
+        on_cpu=hardware.on_cpu,
+        # Megatron SP shards what lies between the layers' matrices over the tensor ranks; plain TP repeats it.
+        hidden_shards=mesh.tensor if job.tensor_style == "megatron-sp" else 1,
+    )
+    constant = _weights(model, job, mesh)
+    if job.mode == "train":
+        moments = _training(model, job, mesh, scale, once=sums_gradients_once(model, job, mesh, hardware))
+    else:
+        moments = _forward(model, job, mesh, scale)
+        constant["kv_cache"] = sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
+    most = max(moments, key=lambda items: sum(items.values()))
+    constant["reserve"] = int(hardware.reserve_bytes)
+    return {name: int(constant.get(name, 0) + most.get(name, 0)) for name in ITEMS}
+
+
+def _weights(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
+    shard = elements_at_rest(model, job, mesh)
+    state = {"adamw": 8, "sgd": 0}[job.optimizer] if job.mode == "train" else 0
+    return {"weights": shard * job.bytes_per_weight, "optimizer": shard * state}
+
+
+def _ranks(job: Job, mesh: Mesh) -> int:
+    return mesh.weights if job.weight_sharding else 1
+
+
+def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
+    """Elements of all weights that a GPU holds."""
+    ranks = _ranks(job, mesh)
+    layers = sum(count * shard_elements(layer.parameters, ranks, mesh.tensor) for layer, count in model.layer_kinds)
+    return layers + shard_elements(model.root, ranks, mesh.tensor)
+
+
+def _outer(model: ModelShape) -> tuple[int, int]:
+    """Elements outside the layers: what FSDP keeps gathered all through a step (all of them, where embedding and head
+    are tied), and the head's own group. The embedding's is gathered in its forward alone.
+    """
+    sizes = {what: sum(p.numel for p in parameters) for what, parameters in outer_groups(model)}
+    head = sizes.get("final norm and head", 0)
+    return model.root_params - sizes.get("the embedding", 0) - head, head
+
+
+def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int, heads: int = 0) -> int:
+    """Bytes of gathered weights: what stays gathered, and of so many of the largest layers and of the head's group.
+    None where nothing is sharded.
+    """
+    if _ranks(job, mesh) == 1:
+        return 0
+    largest = max(layer.params for layer, _ in model.layer_kinds)
+    kept, head = _outer(model)
+    return (kept + heads * head + layers * largest) // mesh.tensor * job.bytes_per_element
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training.
+
+
+def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> list[dict[str, int]]:
+    """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
+    t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
+    sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
+    at_loss, last_layer, before_it, first_layer = _saved(model, job, mesh, s)
+    # The last norm, and the head's input.
+    at_head = at_loss + SavedActivations(hidden=tokens * (norm_bytes(s, s.d, autocast) + s.d * s.b))
+    largest = max(layer.params for layer, _ in model.layer_kinds) // t
+    head = model.vocab * s.d // t
+    logits, tile = _logits(model, job, mesh, s)
+    # Gradients of earlier micro-batches: whole ones until they are summed.
+    earlier = (model.params // t if once else shard) * 4 if job.batch > mesh.data else 0
+    casts = _cast_weights(model, mesh) if autocast else 0
+    # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
+    flat = (8 if s.on_cpu else 4) if sharded else 0
+    hidden = tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
+    # A head of its own: gathered beside the last layer (twice, until its copy is taken), scattered before that one's
+    # backward, in which what was sent of it is still held. A tied one stays to the end.
+    own_head = _outer(model)[1] // t * sharded
+    at_loss_gathered = casts + (_gathered(model, job, mesh, 0, heads=2) if own_head else _gathered(model, job, mesh, 1))
+    at_head_gathered = casts + _gathered(model, job, mesh, 1, heads=1)
+    two_gathered = casts + _gathered(model, job, mesh, 2)
+    sent_head = own_head * 4 + (0 if earlier else own_head * 4 // _ranks(job, mesh))
+    # Gradients in the compute dtype, of a layer and of a head that stays.
+    under_way = (largest + (0 if own_head else head)) * s.b
+    scattered = 0 if earlier else largest * 4 // _ranks(job, mesh)
+    backwards = [
+        (last_layer, {"gradients": earlier + under_way + sent_head, "gathered_weights": two_gathered}),
+        # The layer before it: what the last one kept is gone, its gradients are on their way.
+        (before_it, {"gradients": earlier + under_way + largest * flat + scattered, "gathered_weights": two_gathered}),
+        (
+            first_layer,
+            {
+                "gradients": shard * 4 + under_way * sharded + largest * flat,
+                "gathered_weights": _gathered(model, job, mesh, 1),
+            },
+        ),
+    ]
+    moments = [
+        {**at_head.items(), "logits": 2 * logits + tile, "gradients": earlier, "gathered_weights": at_loss_gathered},
+        {
+            **at_head.items(),
+            "logits": logits,
+            "hidden": hidden,
+            "gradients": earlier + head * (s.b if sharded else 4),
+            "gathered_weights": at_head_gathered,
+        },
+        *_in_a_backward(model, job, mesh, s, backwards, hidden),
+        # Embeddings (a tied head among them) come last, while the first layer's may still be on their way.
+        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t - own_head + largest) * flat},
+        {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
+    ]
+    if own_head:  # on its way, the last layer being gathered
+        flat_head = own_head * max(flat, 4 + s.b)
+        gathered = _gathered(model, job, mesh, 1)
+        moments.append(
+            {**at_loss.items(), "hidden": hidden, "gradients": earlier + flat_head, "gathered_weights": gathered}
+        )
+    if model.tied:  # the table's two gradients, and their sum
+        in_layers = shard - shard_elements(model.root, _ranks(job, mesh), t)
+        summing = {"gradients": in_layers * 4 + 3 * head * s.b + largest * flat}
+        moments.append({**summing, "gathered_weights": _gathered(model, job, mesh, 0)})
+    if not sharded and mesh.weights > 1:
+        moments.append({"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)})
+    return moments
+
+
+def _in_a_backward(
+    model: ModelShape,
+    job: Job,
+    mesh: Mesh,
+    s: Scale,
+    backwards: list[tuple[SavedActivations, dict[str, int]]],
+    hidden: int,
+) -> Iterator[dict[str, int]]:
+    """The moments inside some layers' backwards, from what is saved there and what else there is: in the MLP, and in a
+    ring's attention, when what comes behind it is gone. (An exchange's buffers are smaller than the MLP's.)
+    """
+    widest = 2 * _widest(model, mesh.tensor, s) * s.tokens // job.tiled_mlp
+    autocast = _autocast(job, mesh)
+    of_layers = [freed_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
+    freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
+    ring = _ring_buffers(model, job, mesh, s, backward=True)
+    for saved, rest in backwards:
+        yield {**saved.items(), **rest, "mlp": widest, "hidden": 2 * hidden}
+        if mesh.ring > 1:
+            yield {**(saved + freed * -1).items(), **rest, **ring.items(), "hidden": 2 * hidden}
+
+
+def _saved(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedActivations]:
+    """What is saved at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
+    autocast = _autocast(job, mesh)
+    layers = {layer: saved_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
+    largest = max(layers.values(), key=lambda saved: saved.total)
+    if not job.activation_checkpointing:
+        embedded = SavedActivations(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
+        together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
+        # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
+        smallest = min(layers.values(), key=lambda saved: saved.total)
+        before = together + smallest * -1 if len(model.layers) > 1 else together
+        return together, together, before, largest
+    # Every layer's input, and all that one layer keeps while it is computed again.
+    each = 0 if job.activation_offload else s.tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
+    inputs = SavedActivations(hidden=each * len(model.layers))
+    before = SavedActivations(hidden=each * max(1, len(model.layers) - 1))
+    return inputs, inputs + largest, before + largest, SavedActivations(hidden=each) + largest
+
+
+def _logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int]:
+    """Bytes of the logits, and of the loss's fp32 tile of them (twice where they are bf16: cast, then computed)."""
+    whole = s.tokens * (model.vocab // mesh.tensor)
+    tile = min(whole * 4, _tile(s)) * (2 if s.b == 2 else 1)
+    return (min(whole * s.b, _tile(s)) if job.tiled_loss else whole * s.b), tile
+
+
+def _autocast(job: Job, mesh: Mesh) -> bool:
+    """bf16 over fp32 weights that are not sharded: torch casts what goes into each product, and keeps the rest fp32."""
+    return job.dtype == "bf16" and not job.weight_sharding
+
+
+def _widest(model: ModelShape, tensor: int, s: Scale) -> int:
+    """Bytes per token of the widest MLP intermediate."""
+    return s.b * max(layer.mlp.width for layer, _ in model.layer_kinds) // tensor
+
+
+def _tile(s: Scale) -> int:
+    """Bytes of fp32 logits that the loss looks at together."""
+    return 4 * LOSS_TILE[s.on_cpu]
+
+
+def _ring_buffers(model: ModelShape, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
+    """What a ring holds while it computes, of the layer that needs most."""
+    each = [layer.mixer.ring_buffers(job, mesh, s, backward=backward) for layer, _ in model.layer_kinds]
+    return max(each, key=lambda buffers: buffers.total)
+
+
+@functools.lru_cache(maxsize=256)
+def _matrices(model: ModelShape) -> int:
+    layers = sum(
+        count * sum(p.numel for p in layer.parameters if len(p.shape) > 1) for layer, count in model.layer_kinds
+    )
+    return layers + model.vocab * model.d_model
+
+
+def _cast_weights(model: ModelShape, mesh: Mesh) -> int:
+    """bf16 copies of all matrices, which autocast makes once and the backward keeps."""
+    return 2 * _matrices(model) // mesh.tensor
+
+
+def _largest_shard(model: ModelShape, job: Job, mesh: Mesh) -> int:
+    ranks = _ranks(job, mesh)
+    sizes = [shard_elements((p,), ranks, mesh.tensor) for layer, _ in model.layer_kinds for p in layer.parameters]
+    return max(sizes + [shard_elements((p,), ranks, mesh.tensor) for p in model.root])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A forward alone.
+
+
+def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+    t, tokens = mesh.tensor, s.tokens
+    gathered, at_head = _gathered(model, job, mesh, 2), _gathered(model, job, mesh, 0, heads=2)
+    each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
+    qkv, out, packed = (max(sizes) for sizes in zip(*each, strict=True))
+    exchanged = mesh.ulysses > 1 and job.mode != "decode"
+    ring = _ring_buffers(model, job, mesh, s, backward=False)
+    # Sending: what is sent and what arrives. Computing: what arrived and the output, or what a ring adds it up in.
+    computing = max(out, ring.workspace)
+    workspace = max(2 * packed, packed + computing) if exchanged else computing
+    matrices = max(layer.mlp.matrices for layer, _ in model.layer_kinds)
+    tiles = job.tiled_mlp if job.tiled_mlp > 1 else PREFILL_TILES
+    return [
+        {
+            "gathered_weights": gathered,
+            "qkv": qkv,
+            "attention_workspace": workspace,
+            "hidden": tokens * s.d * s.b // s.hidden_shards,
+            "comm_buffers": ring.comm,
+        },
+        {
+            "gathered_weights": gathered,
+            "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
+            "mlp": tokens * _widest(model, t, s) * matrices // tiles,
+            "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
+        },
+        {
+            "gathered_weights": at_head,
+            "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
+            "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
+        },
+    ]

@@ -1,0 +1,111 @@
+"""Saved activations: what a layer saves for its backward, in bytes, tensor by tensor.
+
+It follows transformers' Llama layer and `longspan.attention`; tests compare what a layer saves with what autograd
+does. Experts and linear attention are estimates.
+
+Letters: b bytes per element, d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.models.shape import LayerShape
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What all items are made of, for one job on one mesh."""
+
+    tokens: int
+    b: int
+    d: int
+    on_cpu: bool
+    hidden_shards: int
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Bytes that layers save for their backward, by kind."""
+
+    hidden: int = 0
+    attention: int = 0
+    mlp: int = 0
+
+    def __add__(self, other: SavedActivations) -> SavedActivations:
+        return SavedActivations(self.hidden + other.hidden, self.attention + other.attention, self.mlp + other.mlp)
+
+    def __mul__(self, times: int) -> SavedActivations:
+        return SavedActivations(self.hidden * times, self.attention * times, self.mlp * times)
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return self.hidden + self.attention + self.mlp
+
+    def items(self) -> dict[str, int]:
+        """Under the names of `ITEMS`."""
+        return {
+            "activations_hidden": self.hidden,
+            "activations_attention": self.attention,
+            "activations_mlp": self.mlp,
+        }
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes of a ring beside what its layer saves: KV blocks on their way, and results under way."""
+
+    comm: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both together."""
+        return self.comm + self.workspace
+
+    def items(self) -> dict[str, int]:
+        """Under the names of `longspan.plan.cost.memory.ITEMS`."""
+        return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
+
+
+def norm_bytes(s: Scale, features: int, autocast: bool) -> int:
+    """Bytes per token that an RMSNorm saves: its input in fp32, one number, and the normalised input."""
+    return features * 4 + 4 + features * (4 if autocast else s.b)
+
+
+def saved_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
+    """Bytes per token of a rank that one layer saves for its backward."""
+    before, behind = _around(layer, s, autocast)
+    mixer = layer.mixer
+    attention = mixer.saved(mesh, s)
+    q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
+    if q_norm is not None:
+        heads = (mixer.q_heads + mixer.kv_heads) // mesh.tensor
+        # A norm of each head (Qwen3) saves a number a head, a norm of all of Q and one of all of K (OLMo-2) one each.
+        numbers = heads if q_norm.numel == mixer.head_dim else 2
+        attention += norm_bytes(s, heads * mixer.head_dim, autocast) + 4 * (numbers - 1)
+    return SavedActivations((before + behind) // s.hidden_shards, attention, _mlp(layer, job, mesh, s))
+
+
+def freed_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
+    """Of `saved_per_token`, what is gone when the backward reaches the attention itself: all that comes behind it."""
+    _, behind = _around(layer, s, autocast)
+    return layer.mixer.freed(SavedActivations(hidden=behind // s.hidden_shards, mlp=_mlp(layer, job, mesh, s)), mesh, s)
+
+
+def _around(layer: LayerShape, s: Scale, autocast: bool) -> tuple[int, int]:
+    """What norms save, and products take in, before the attention and behind it."""
+    norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
+    # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
+    q_k_v, gate_up = (3, 2) if autocast else (1, 1)
+    normed = norms * norm_bytes(s, s.d, autocast)
+    return normed + q_k_v * s.b * s.d, normed + gate_up * s.b * s.d
+
+
+def _mlp(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
+    # In tiles it is computed again, a tile at a time.
+    return layer.mlp.saved(s) // mesh.tensor if job.tiled_mlp == 1 else 0

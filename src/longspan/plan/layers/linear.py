@@ -1,0 +1,54 @@
+"""Linear attention and its gated kin: a state of fixed size in place of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longspan.plan.cost.local import local_batch, local_tokens, passes
+from longspan.plan.cost.sent import Sent
+from longspan.plan.layers.base import Mixer
+
+if TYPE_CHECKING:
+    from longspan.plan.cost.saved import Scale
+    from longspan.plan.job import Job, Mesh
+
+
+@dataclass(frozen=True)
+class Linear(Mixer):
+    """A state of [head_dim, v_head_dim] per value head, read and updated once per token (chunked)."""
+
+    @property
+    def name(self) -> str:
+        return "linear"
+
+    @property
+    def cached_per_token(self) -> int:
+        return 0
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state."""
+        return self.q_heads * self.head_dim * self.v_head_dim
+
+    def flops(self, job: Job, scale: float) -> float:
+        tokens = job.batch * (1 if job.mode == "decode" else job.context)
+        return scale * 4.0 * tokens * self.state_elements
+
+    def busiest_flops(self, job: Job, mesh: Mesh) -> float:
+        return 4.0 * local_batch(job, mesh) * local_tokens(job, mesh) * self.state_elements / mesh.tensor
+
+    def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
+        """One AllGather of the states, whatever the length (LASP-2: Sun et al. 2025, arXiv:2502.07563)."""
+        p = mesh.sequence
+        if p == 1 or job.mode == "decode":
+            return []
+        state = job.bytes_per_element * local_batch(job, mesh) * self.state_elements // mesh.tensor
+        return [Sent("all_gather", "sequence", "states of linear attention", state * (p - 1), sum(passes(job)))]
+
+    def cache_bytes(self, job: Job, mesh: Mesh) -> int:
+        return local_batch(job, mesh) * (self.state_elements // mesh.tensor) * job.bytes_per_element
+
+    def saved(self, mesh: Mesh, s: Scale) -> int:
+        """An estimate: what goes in and out, and the gates."""
+        return s.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // mesh.tensor

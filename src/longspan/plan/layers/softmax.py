@@ -1,0 +1,163 @@
+"""Softmax attention: full, windowed or chunked, with grouped, shared or latent keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from longspan.plan.cost.local import heads_of, local_batch, local_tokens
+from longspan.plan.cost.saved import Buffers, SavedActivations
+from longspan.plan.layers import exchange, on_ring
+from longspan.plan.layers.base import Mixer
+from longspan.plan.layers.reach import CAUSAL, Reach
+
+if TYPE_CHECKING:
+    from longspan.plan.cost.ring import RingSchedule
+    from longspan.plan.cost.saved import Scale
+    from longspan.plan.cost.sent import Sent
+    from longspan.plan.job import Job, Mesh
+
+
+@dataclass(frozen=True)
+class Softmax(Mixer):
+    """Attention over keys and values.
+
+    Attributes:
+        reach: what its queries see.
+        latent_dim: elements per token of MLA's compressed cache, 0 otherwise.
+        sinks: whether each query head has a learnt attention sink.
+    """
+
+    reach: Reach = CAUSAL
+    latent_dim: int = 0
+    sinks: bool = False
+
+    runs: ClassVar[bool] = True
+    deals_heads: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return self.reach.name
+
+    @property
+    def window(self) -> int | None:
+        return self.reach.limit
+
+    @property
+    def cached_per_token(self) -> int:
+        return self.latent_dim or self.kv_heads * (self.head_dim + self.v_head_dim)
+
+    def seen(self, context: int) -> int:
+        return self.reach.seen(context)
+
+    # What it computes: 2 * (D + Dv) FLOPs per query head and pair (query, key) that the mask allows.
+
+    def flops(self, job: Job, scale: float) -> float:
+        pairs = float(self.seen(job.context)) if job.mode == "decode" else self.reach.pairs(job.context)
+        each = 2.0 * self.q_heads * (self.head_dim + self.v_head_dim)
+        return scale * job.batch * pairs * each
+
+    def busiest_flops(self, job: Job, mesh: Mesh) -> float:
+        heads = max(share.q_heads for share in heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses))
+        if job.mode == "decode":
+            pairs = float(self.seen(job.context)) / mesh.ring
+        elif mesh.ring > 1:  # zigzag gives every rank the same share of a causal mask, contiguous blocks do not
+            pairs = float(max(self.ring_schedule(job, mesh).pairs))
+        else:
+            pairs = self.reach.pairs(job.context)
+        return 2.0 * local_batch(job, mesh) * pairs * heads * (self.head_dim + self.v_head_dim)
+
+    def added_up(self, job: Job, mesh: Mesh) -> tuple[float, float]:
+        """For every KV block that is computed: a partial output (read, weighted, added to the sum in fp32: six
+        passes); dQ, dK and dV (read and added in fp32: three).
+        """
+        if mesh.ring == 1:
+            return 0.0, 0.0
+        heads = exchange.busiest(self, mesh)
+        blocks = 1 + max(self.ring_schedule(job, mesh).received)
+        tokens = blocks * local_batch(job, mesh) * local_tokens(job, mesh) * mesh.ulysses
+        return 6.0 * 4 * tokens * heads.out, 3.0 * 4 * tokens * (heads.q + heads.kv)
+
+    # What it sends.
+
+    def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
+        return exchange.decode(self, job, mesh) if job.mode == "decode" else exchange.sequence(self, job, mesh)
+
+    def ring_schedule(self, job: Job, mesh: Mesh) -> RingSchedule:
+        return exchange.schedule(self, job, mesh)
+
+    def ring_impls(self, job: Job, mesh: Mesh) -> set[str]:
+        shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
+        return {exchange.impl(self, job, mesh, kv_heads) for kv_heads in {share.kv_heads for share in shares}}
+
+    # What it holds.
+
+    def cache_bytes(self, job: Job, mesh: Mesh) -> int:
+        """Its heads (ulysses), its tokens (ring)."""
+        batch = local_batch(job, mesh)
+        tokens = -(-self.seen(job.context) // mesh.ring)
+        if self.latent_dim:  # one latent vector serves all heads, so heads cannot share it out
+            return batch * tokens * self.latent_dim * job.bytes_per_element
+        heads = max(share.kv_heads for share in heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses))
+        return batch * tokens * heads * (self.head_dim + self.v_head_dim) * job.bytes_per_element
+
+    def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
+        kv, u = max(1, self.kv_heads // mesh.tensor), mesh.ulysses
+        if self.latent_dim or u <= kv:
+            return 0.0
+        most = max(share.kv_heads for share in heads_of(self.q_heads, self.kv_heads, mesh.tensor, u))
+        held = self.cache_bytes(replace(job, mode="prefill", batch=mesh.data), mesh)
+        return held * (1 - kv / u / most)
+
+    def saved(self, mesh: Mesh, s: Scale) -> int:
+        """Q, K, V, the output as computed and as it goes into the projection, and a log-sum-exp per head.
+
+        Per token of the rank: the heads of the rank with most, over the tokens of its Ulysses group.
+        """
+        u, heads = mesh.ulysses, exchange.busiest(self, mesh)
+        saved = u * (s.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads)
+        if s.on_cpu if mesh.ring == 1 else u > 1:
+            # Laid heads-first for the CPU's kernel; of a ring: packed as a message, beside what the exchange brought.
+            saved += u * s.b * heads.kv
+        return saved + self._projected(mesh, s)
+
+    def freed(self, behind: SavedActivations, mesh: Mesh, s: Scale) -> SavedActivations:
+        return behind + SavedActivations(attention=self._projected(mesh, s))
+
+    def _projected(self, mesh: Mesh, s: Scale) -> int:
+        """The output as it goes into the projection, where that is a tensor of its own: after an exchange or a ring."""
+        return s.b * self.q_heads * self.v_head_dim // mesh.tensor if mesh.sequence > 1 else 0
+
+    def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
+        if mesh.ring == 1 or job.mode == "decode":
+            return Buffers()
+        return on_ring.buffers_backward(self, job, mesh, s) if backward else on_ring.buffers_forward(self, job, mesh, s)
+
+    def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
+        kv = self.head_dim + self.v_head_dim
+        width = self.q_heads * self.head_dim + self.kv_heads * kv
+        shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
+        packed = max(share.q_heads * self.head_dim + share.kv_heads * kv for share in shares)
+        return (
+            s.tokens * width * s.b // mesh.tensor,
+            s.tokens * self.q_heads * self.v_head_dim * s.b // mesh.tensor,
+            s.tokens * mesh.ulysses * packed * s.b,
+        )
+
+    # What cannot be.
+
+    def length_refusal(self, context: int) -> str | None:
+        return self.reach.refusal(context)
+
+    def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
+        q, kv, t, u = self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses
+        if u > q // t:
+            held = f"tensor={t} leaves {q // t}" if t > 1 else f"the model has {q}"
+            ring = -(-u * mesh.ring * t // q)
+            return f"ulysses={u} needs at least {u} query heads, {held}; try ulysses={q // t}, ring={ring}"
+        if u > max(1, kv // t) and not job.kv_replication:
+            return (
+                f"ulysses={u} needs {u} KV heads or replication, the model has {max(1, kv // t)}; try "
+                f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
+            )
+        return None

@@ -1,0 +1,91 @@
+"""What cannot be on a mesh, and what to know of what can."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from longspan.plan.job import AXES, RUNS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.models.shape import LayerShape, ModelShape
+
+GB = 1e9
+
+LONGEST_RING = 1 << 11
+"""Ranks of a ring that is planned: each computes its share round by round, so a plan takes the square of them."""
+
+
+def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
+    """Why a mesh cannot hold a job, whatever the memory; None where it can."""
+    if job.batch % mesh.data:
+        return (
+            f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "
+            f"try batch={mesh.data} or data={math.gcd(job.batch, mesh.data)}"
+        )
+    if mesh.ring > LONGEST_RING:
+        return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that are planned; take more ulysses or data"
+    if mesh.sequence > job.context and job.mode != "decode":
+        return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
+    for layer, _ in model.layer_kinds:
+        problem = (
+            layer.mixer.length_refusal(job.context)
+            or _tensor_refusal(layer, mesh.tensor)
+            or layer.mixer.ulysses_refusal(job, mesh)
+        )
+        if problem is not None:
+            return problem
+    return None
+
+
+def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
+    q, kv, width = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn
+    if q % t or (kv % t and t % kv):
+        return f"tensor={t} does not divide the model's {q} query and {kv} KV heads; try tensor={math.gcd(q, t)}"
+    if width % t:
+        return f"tensor={t} does not divide the MLP's intermediate size {width}; try tensor={math.gcd(width, t)}"
+    return None
+
+
+def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
+    """What the user should know of a mesh that can be."""
+    replicated = [(count, layer.mixer.replicated_bytes(job, mesh)) for layer, count in model.layer_kinds]
+    once = job.mode == "train" and job.activation_checkpointing  # then one layer's K and V exist at a time
+    extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
+    kv = max(1, model.kv_heads // mesh.tensor)
+    if extra > 0:
+        kept = "KV cache" if job.mode != "train" else "K and V of a layer" if once else "K and V of all layers"
+        yield (
+            f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated, "
+            f"+{extra / GB:.1f} GB {kept} per GPU"
+        )
+    if model.max_position is not None and job.context > model.max_position:
+        yield f"the model's positions end at {model.max_position}: this context needs RoPE scaling"
+    if model.assumption:
+        yield model.assumption
+    if job.mode != "train":
+        yield f"`longspan generate` is not in this version: {job.mode} is planned from its formulas"
+    yield from not_in_this_version(model, job, mesh)
+
+
+def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
+    """What of the mesh, the model and the job is planned, and not run."""
+    said = [
+        f"{axis}={getattr(mesh, axis)} is planned from its formulas: this version of longspan does not run it"
+        for axis in AXES
+        if getattr(mesh, axis) > 1 and axis not in RUNS
+    ]
+    kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
+    said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
+    if job.mode != "train":
+        return said
+    asked = {"tiled MLP": job.tiled_mlp > 1, "tiled loss": job.tiled_loss, "activation offload": job.activation_offload}
+    said += [
+        f"{name} is planned, `longspan train` does not have it in this version" for name, on in asked.items() if on
+    ]
+    if job.optimizer != "adamw":
+        said.append(f"`longspan train` has AdamW only, not {job.optimizer}")
+    return said

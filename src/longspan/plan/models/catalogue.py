@@ -1,0 +1,129 @@
+"""Built-in models: the keys of each published `config.json` that decide its shape. Standard library only.
+
+Read them with `longspan.plan.read_model`. Keys left out have the defaults of the config class in transformers 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA_2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
+_LLAMA_3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+_QWEN_3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+}
+_QWEN_3_MOE = {
+    **_QWEN_3,
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+# The text part of the published configs. The 1B has a vocabulary and a context of its own.
+_GEMMA_3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "max_position_embeddings": 131072,
+}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+}
+# The GPT models of DeepSpeed-Ulysses (arXiv 2309.14509), of which the paper states the parameters alone: 1.2, 7 and
+# 30 billion. A guess: widths, depths and heads. They are those of "1.3B", "6.7B" and "30B" in the authors' launch
+# scripts (Megatron-DeepSpeed, examples_deepspeed/sequence_parallel), and give 1.21, 6.44 and 29.0 billion without the
+# embedding. A guess as well: the vocabulary (GPT-2's) and the tied head (Megatron's default). Sixteen heads allow the
+# smallest a Ulysses degree of 16; the paper ran it on 64 GPUs and does not say with which degree.
+# They are written as GPT-NeoX's, which is GPT-2's layer with rotary positions: at the paper's million tokens a table of
+# learnt positions would outweigh the smallest model.
+_GPT = {
+    "model_type": "gpt_neox",
+    "vocab_size": 50257,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1048576,
+}
+
+
+def _sizes(layers: int, d: int, ffn: int, heads: int) -> dict[str, Any]:
+    return {"num_hidden_layers": layers, "hidden_size": d, "intermediate_size": ffn, "num_attention_heads": heads}
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {**_LLAMA_2, **_sizes(32, 4096, 11008, 32)},
+    "llama-2-13b": {**_LLAMA_2, **_sizes(40, 5120, 13824, 40)},
+    "llama-2-70b": {**_LLAMA_2, **_sizes(80, 8192, 28672, 64), "num_key_value_heads": 8},
+    "llama-3.1-8b": {**_LLAMA_3, **_sizes(32, 4096, 14336, 32)},
+    "llama-3.1-70b": {**_LLAMA_3, **_sizes(80, 8192, 28672, 64)},
+    "llama-3.1-405b": {**_LLAMA_3, **_sizes(126, 16384, 53248, 128)},
+    "qwen3-0.6b": {**_QWEN_3, **_sizes(28, 1024, 3072, 16), "tie_word_embeddings": True},
+    "qwen3-1.7b": {**_QWEN_3, **_sizes(28, 2048, 6144, 16), "tie_word_embeddings": True},
+    "qwen3-4b": {**_QWEN_3, **_sizes(36, 2560, 9728, 32), "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN_3, **_sizes(36, 4096, 12288, 32)},
+    "qwen3-14b": {**_QWEN_3, **_sizes(40, 5120, 17408, 40)},
+    "qwen3-32b": {**_QWEN_3, **_sizes(64, 5120, 25600, 64)},
+    "qwen3-30b-a3b": {**_QWEN_3_MOE, **_sizes(48, 2048, 6144, 32), "moe_intermediate_size": 768},
+    "qwen3-235b-a22b": {**_QWEN_3_MOE, **_sizes(94, 4096, 12288, 64), "moe_intermediate_size": 1536},
+    # v0.1: the later versions of the 7B have no window.
+    "mistral-7b": {
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        **_sizes(32, 4096, 14336, 32),
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+    },
+    "gemma-3-1b": {
+        **_GEMMA_3,
+        **_sizes(26, 1152, 6912, 4),
+        "num_key_value_heads": 1,
+        "vocab_size": 262144,
+        "sliding_window": 512,
+        "max_position_embeddings": 32768,
+    },
+    "gemma-3-4b": {**_GEMMA_3, **_sizes(34, 2560, 10240, 8), "num_key_value_heads": 4},
+    "gemma-3-12b": {**_GEMMA_3, **_sizes(48, 3840, 15360, 16), "num_key_value_heads": 8},
+    "gemma-3-27b": {**_GEMMA_3, **_sizes(62, 5376, 21504, 32), "num_key_value_heads": 16, "head_dim": 128},
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
+    # Without the module for multi-token prediction, which transformers does not build.
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        **_sizes(61, 7168, 18432, 128),
+        "num_key_value_heads": 128,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163840,
+    },
+    "gpt-1.2b": {**_GPT, **_sizes(24, 2048, 8192, 16)},
+    "gpt-7b": {**_GPT, **_sizes(32, 4096, 16384, 32)},
+    "gpt-30b": {**_GPT, **_sizes(64, 6144, 24576, 64)},
+}
+"""A config by the name that `read_model` takes, in lower case."""

@@ -1,0 +1,59 @@
+"""Llama and its nearest kin: Mistral, Mixtral, Phi-3, OLMo-2, and what is read as a Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from longspan.plan.layers import Mlp, Softmax
+from longspan.plan.models.config import Config
+from longspan.plan.models.family import Family
+from longspan.plan.models.mixing import dense, experts, sliding_everywhere, softmax
+from longspan.plan.models.shape import Parameter
+from longspan.plan.models.weights import attention, gated, gated_mlp, linear, routed_experts
+
+
+def _llama_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
+    yield from gated("mlp", c.d, mlp.ffn, c.flag("mlp_bias"))
+
+
+def _phi3_attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
+    q, kv, dim = mixer.q_heads, mixer.kv_heads, mixer.head_dim
+    yield from linear("self_attn.o_proj", q * dim, c.d)
+    yield from linear("self_attn.qkv_proj", c.d, (q + 2 * kv) * dim)
+
+
+def _phi3_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
+    yield from linear("mlp.gate_up_proj", c.d, 2 * mlp.ffn)
+    yield from linear("mlp.down_proj", mlp.ffn, c.d)
+
+
+LOCAL_EXPERTS = {"num_experts": ("num_local_experts", "num_experts")}
+
+LLAMA_LIKE = Family(softmax(attention, chunk=True), dense(_llama_mlp), {"use_sliding_window": True}, listed=True)
+
+FAMILIES = {
+    "llama": Family(softmax(attention), dense(_llama_mlp), {"max_position_embeddings": 2048}),
+    "mistral": Family(
+        softmax(partial(attention, qkv_bias=False, out_bias=False)),
+        dense(gated_mlp),
+        {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
+        types=sliding_everywhere,
+    ),
+    "mixtral": Family(
+        softmax(partial(attention, qkv_bias=False, out_bias=False)),
+        experts(routed_experts, ffn="intermediate_size"),
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 8, "num_experts_per_tok": 2},
+        spellings=LOCAL_EXPERTS,
+        types=sliding_everywhere,
+    ),
+    "phi3": Family(
+        softmax(_phi3_attention), dense(_phi3_mlp), {"max_position_embeddings": 4096}, types=sliding_everywhere
+    ),
+    "olmo2": Family(
+        softmax(partial(attention, qk_norm="all heads")),
+        dense(gated_mlp),
+        {"max_position_embeddings": 2048},
+        order=("attention", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}

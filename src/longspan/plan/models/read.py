@@ -1,0 +1,194 @@
+"""A model's shape, read from its name or its `config.json`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from longspan.core.checked import existing_path, read_text, spell
+from longspan.core.errors import LongspanError
+from longspan.plan.layers import Mlp
+from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.config import Config
+from longspan.plan.models.families.llama import LLAMA_LIKE
+from longspan.plan.models.family import FAMILIES, Family, MixerOf
+from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
+from longspan.plan.models.weights import norm
+
+
+def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
+    """The shape of a built-in model, or of the model whose `config.json`, or folder with one, is at a path.
+
+    Built-in names may be written as on the Hugging Face hub ("meta-llama/Llama-2-70b-hf"). A name in the catalogue goes
+    before a folder of that name in the current directory: write "./llama-2-7b" for the folder.
+
+    Raises:
+        LongspanError: for an unknown name (the nearest are named), a file that is missing or is not a JSON object, and
+            what `shape_from_config` refuses.
+    """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise LongspanError(f"model {spell(name_or_path)} is no name and no path; there are {', '.join(CONFIGS)}")
+    name_or_path = os.fspath(name_or_path)
+    if name_or_path.lower() in CONFIGS:
+        return shape_from_config(CONFIGS[name_or_path.lower()], name_or_path.lower())
+    path = existing_path("--model", name_or_path)
+    if path is not None or name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
+        return shape_from_config(_read_json(path or Path(name_or_path)), name_or_path)
+    name = _plain_name(name_or_path)
+    if name in CONFIGS:
+        return shape_from_config(CONFIGS[name], name)
+    close = difflib.get_close_matches(name, CONFIGS, n=3, cutoff=0.5)
+    nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CONFIGS)}."
+    raise LongspanError(
+        f"model {name_or_path} is not built in; {nearest} For another model give the path of its config.json"
+    )
+
+
+def _plain_name(name: str) -> str:
+    """A hub name without what does not change the shape: the owner, and words for the format or the fine-tuning."""
+    words = name.lower().rstrip("/").rsplit("/", 1)[-1].split("-")
+    plain = "-".join(word for word in words if word not in ("hf", "meta", "chat", "instruct", "it", "pt"))
+    return "mistral-7b" if plain == "mistral-7b-v0.1" else plain
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise LongspanError(f"the folder {path} has no config.json; give a folder that has one, or the file itself")
+        path = path / "config.json"
+    if not path.exists():
+        raise LongspanError(f"there is no file {path}; give the path of a config.json, or one of {', '.join(CONFIGS)}")
+    text = read_text("--model", path)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LongspanError(f"{path} is not JSON ({error}); give the config.json of a Hugging Face model") from error
+    if not isinstance(config, dict):
+        raise LongspanError(
+            f"{path} holds a JSON {type(config).__name__}, not an object; give the config.json of a Hugging Face model"
+        )
+    return config
+
+
+def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape that transformers 5 gives to a config: a `config.json` as a dictionary.
+
+    Keys that are left out have the defaults of the config class, except for the sizes that every model must state. Of a
+    multimodal model the text part is read. A config of another model type is read as a Llama's if it has all that a
+    Llama's has and nothing that a Llama has not; `assumption` then says so, as biases or norms may be missing.
+
+    Args:
+        config: the keys of a `config.json`.
+        name: for the shape and for messages.
+
+    Raises:
+        LongspanError: for a model type that is not supported, missing sizes (all are named), and impossible values.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        outer = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
+        config = {**outer, **text}
+    model_type = str(config.get("model_type", "")).removesuffix("_text")
+    family = FAMILIES.get(model_type)
+    assumption = None
+    if family is None:
+        family = LLAMA_LIKE
+        _refuse_unless_llama_like(config, name, family)
+        assumption = f"model_type {config.get('model_type')!r} is not known; read as a Llama's"
+    missing = family.missing(config)
+    if missing:
+        raise LongspanError(
+            f"{name} has no {', '.join(missing)}; a config.json of model_type {model_type!r} must state "
+            f"{'it' if len(missing) == 1 else 'them'}"
+        )
+    return _shape(Config(config, family.defaults, family.spellings, name), family, assumption)
+
+
+def _refuse_unless_llama_like(config: Mapping[str, Any], name: str, family: Family) -> None:
+    foreign = sorted(key for key, value in config.items() if value and key.startswith(_FOREIGN))
+    missing = [key for key in (*family.missing(config), "rms_norm_eps") if config.get(key) is None]
+    activation = config.get("hidden_act")
+    reasons = []
+    if foreign:
+        reasons.append(f"it has {', '.join(foreign)}")
+    if missing:
+        reasons.append(f"it has no {', '.join(missing)}")
+    if activation not in ("silu", "swish"):
+        reasons.append(f"its hidden_act is {activation!r}, not 'silu'")
+    if config.get("sliding_window") and config.get("layer_types") is None and config.get("use_sliding_window", True):
+        reasons.append(f"it has sliding_window={config['sliding_window']} but no layer_types to say where")
+    if reasons:
+        raise LongspanError(
+            f"{name}: model_type {config.get('model_type')!r} is not supported, and it cannot be read as a Llama's: "
+            f"{'; '.join(reasons)}. Supported are {', '.join(sorted(FAMILIES))}"
+        )
+
+
+# Keys of models that are more than, or other than, Llama's layers: state spaces and other recurrences, encoders,
+# experts, latent attention, normed or shared heads, other modalities.
+_FOREIGN = (
+    "mamba", "ssm", "state_size", "d_state", "time_step", "conv_", "linear_", "attn_layer_", "recurrent", "rwkv",
+    "is_encoder_decoder", "encoder_", "decoder_", "num_decoder", "cross_attention", "add_cross_attention",
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_", "kv_lora_rank", "q_lora_rank", "qk_", "use_qk",
+    "use_bidirectional", "num_kv_shared_layers", "hidden_size_per_layer_input", "parallel_attn", "use_parallel",
+    "vision_", "audio_", "H_cycles", "L_cycles",
+)  # fmt: skip
+
+
+def _shape(c: Config, family: Family, assumption: str | None) -> ModelShape:
+    vocab, tied = c.count("vocab_size"), c.flag("tie_word_embeddings")
+    for key in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
+        if c.flag(key):
+            raise LongspanError(f"{c.where}: {key}=true; only causal decoders are supported, set it to false")
+    slots = [(mixer, family.mlp.build(c, i)) for i, mixer in enumerate(_mixers(c, family))]
+    distinct = {slot: _layer(c, family, *slot) for slot in dict.fromkeys(slots)}
+    embedding, positions, last = family.root
+    max_position = c.optional("max_position_embeddings")
+    root = [Parameter(f"{embedding}.weight", (vocab, c.d))]
+    if positions:
+        root.append(Parameter(f"{positions}.weight", (c.count("max_position_embeddings"), c.d)))
+    root.extend(norm(last, c.d, family.norm_bias))
+    if not tied:
+        root.append(Parameter("lm_head.weight", (vocab, c.d)))
+    layers = tuple(distinct[slot] for slot in slots)
+    return ModelShape(c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption)
+
+
+def _layer(c: Config, family: Family, of: MixerOf, mlp: Mlp) -> LayerShape:
+    mixer = of.build(c)
+    parts = {"attention": lambda: of.weights(c, mixer), "mlp": lambda: family.mlp.weights(c, mlp)}
+    weights = (parts[part]() if part in parts else norm(part, c.d, family.norm_bias) for part in family.order)
+    return LayerShape(mixer, mlp, tuple(chain.from_iterable(weights)))
+
+
+def _mixers(c: Config, family: Family) -> list[MixerOf]:
+    """Of each layer: as the config lists them, or as the family has them."""
+    types = [family.types(c, layer) for layer in range(c.count("num_hidden_layers"))]
+    given = c.values.get("layer_types")
+    if given is not None:
+        _check_layer_types(c, family, given, types)
+        types = given
+    return [family.mixers[layer_type] for layer_type in types]
+
+
+def _check_layer_types(c: Config, family: Family, given: Any, derived: list[str]) -> None:
+    if not isinstance(given, list) or len(given) != len(derived):
+        got = f"{len(given)} entries" if isinstance(given, list) else repr(given)
+        raise LongspanError(
+            f"{c.where}: layer_types must have one entry for each of the {len(derived)} layers, it has {got}"
+        )
+    for layer, layer_type in enumerate(given):
+        if not isinstance(layer_type, str) or layer_type not in family.mixers:
+            raise LongspanError(
+                f"{c.where}: layer_types[{layer}] is {layer_type!r}; supported are {', '.join(family.mixers)}"
+            )
+        if not family.listed and family.mixers[layer_type] is not family.mixers[derived[layer]]:
+            raise LongspanError(
+                f"{c.where}: layer_types[{layer}] is {layer_type!r}, but transformers does not read layer_types for "
+                f"this model_type and makes it {derived[layer]!r}; remove layer_types or change the model_type"
+            )

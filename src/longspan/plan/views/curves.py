@@ -1,0 +1,203 @@
+"""What-if data for the page and the drawing: the same job at other contexts and on other numbers of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+from longspan.core.checked import LARGEST_COUNT
+from longspan.core.layout import Span
+from longspan.plan.cost.local import heads_of
+from longspan.plan.cost.memory import ITEMS
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import AXES, Job, Mesh, layout_of
+from longspan.plan.limits import refusal
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
+
+BEST = 6
+"""Plans kept of every point, beside the pure meshes and the recommended one."""
+
+RANKS_SHOWN = 16
+"""Ranks whose heads are listed; a diagram of more has no room for them."""
+
+PARTS_SHOWN = 32
+"""Ranks of a sequence group whose tokens are told apart."""
+
+SHORTEST, LONGEST = 1 << 12, 1 << 24
+"""Tokens of the shortest and longest context of every grid; a job outside them widens it."""
+
+
+def contexts(job: Job) -> list[int]:
+    """Powers of two from 4k (or the job's own context) to 16M (or four times the job's), and the job's own."""
+    first = min(SHORTEST, 1 << (job.context.bit_length() - 1))
+    return _powers(first, min(max(LONGEST, 4 * job.context), LARGEST_COUNT), job.context)
+
+
+def gpu_counts(gpus: int) -> list[int]:
+    """Powers of two from 1 to at least eight times the job's GPUs (but no more than are searched), and its own."""
+    return _powers(1, min(8 * gpus, MOST_GPUS), gpus)
+
+
+def _powers(first: int, last: int, own: int) -> list[int]:
+    powers = {own}
+    while first < last:
+        powers.add(first)
+        first *= 2
+    return sorted({*powers, first})
+
+
+def best_plans(found: Search, gpus: int) -> list[Plan]:
+    """The first few plans, the recommended one and the pure meshes, in the order of the search."""
+    pure = {Mesh(**{axis: gpus}) for axis in AXES if axis != "data"}
+    if found.recommended is not None:
+        pure.add(found.recommended.mesh)
+    return [plan for i, plan in enumerate(found.plans) if i < BEST or plan.mesh in pure]
+
+
+def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str, Any]:
+    """The best plans at every context and number of GPUs.
+
+    Sizes in bytes, times in seconds (six digits). What repeats is written once: `items` names the numbers of a plan's
+    `memory`; `collectives` and `notes` hold what the first number of a row of `comm`, and the numbers of `notes`, point
+    to. A row of `comm` goes on with bytes per call, calls, and seconds of all calls. `lines` follows the meshes that
+    are best for the job itself along all contexts. `layouts` says who holds which tokens.
+
+    Returns:
+        A dict of plain data, with `points[i][j]` for `contexts[i]` on `gpus[j]`.
+
+    Raises:
+        LongspanError: if `gpus` is below 1.
+    """
+    collectives, notes = _Table(), _Table()
+    points = []
+    for context in contexts(job):
+        at_context = replace(job, context=context)
+        points.append([_point(search(model, at_context, n, hardware), n, collectives, notes) for n in gpu_counts(gpus)])
+    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
+    return {
+        "model": model.name,
+        "job": {**asdict(job), "gpus": gpus},
+        "hardware": {"name": hardware.name, "memory_bytes": int(hardware.memory_bytes)},
+        "contexts": contexts(job),
+        "gpus": gpu_counts(gpus),
+        "items": dict(ITEMS),
+        "heads": _heads(model, shown),
+        "layouts": held_tokens(job, shown),
+        "collectives": [
+            dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives.rows
+        ],
+        "notes": notes.rows,
+        "points": points,
+        "lines": [
+            _line(model, job, plan.mesh, hardware) for plan in best_plans(search(model, job, gpus, hardware), gpus)
+        ],
+    }
+
+
+class _Table:
+    """Distinct values in the order in which they came, each named by its place."""
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, int] = {}
+
+    def place(self, value: Hashable) -> int:
+        return self._places.setdefault(value, len(self._places))
+
+    @property
+    def rows(self) -> list[Any]:
+        return list(self._places)
+
+
+def _point(found: Search, gpus: int, collectives: _Table, notes: _Table) -> dict[str, Any]:
+    kept = best_plans(found, gpus)
+    return {
+        "legal": len(found.plans),
+        "rejected": len(found.rejected),
+        "recommended": None if found.recommended is None else kept.index(found.recommended),
+        "plans": [_compact(plan, collectives, notes) for plan in kept],
+    }
+
+
+def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
+    return {
+        "mesh": [getattr(plan.mesh, axis) for axis in AXES],
+        "ring_impl": plan.ring_impl,
+        "fits": plan.fits,
+        "runs": plan.runs,
+        "memory": [plan.memory_bytes[item] for item in ITEMS],
+        "step": _six(plan.step_seconds),
+        "compute": _six(plan.compute_seconds),
+        "exposed": _six(plan.exposed_seconds),
+        "tokens_per_second": _six(plan.tokens_per_second),
+        "mfu": _six(plan.mfu),
+        "comm": [
+            [collectives.place((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, _six(c.seconds)]
+            for c in plan.comm
+        ],
+        "notes": [notes.place(note) for note in plan.notes],
+    }
+
+
+def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
+    """One mesh at every context that it can be cut for; it fits the first `fitting` of them."""
+    jobs = [replace(job, context=context) for context in contexts(job)]
+    plans = [planned(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
+    return {
+        "mesh": str(mesh),
+        "contexts": [plan.job.context for plan in plans],
+        "fitting": sum(plan.fits for plan in plans),
+        "memory": [plan.memory_total_bytes for plan in plans],
+        "step": [_six(plan.step_seconds) for plan in plans],
+    }
+
+
+def _six(number: float) -> float:
+    """Six digits are more than a prediction has, and a third of the file."""
+    return float(f"{number:.6g}")
+
+
+def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
+    """The heads of the first layer whose heads are dealt, and who computes which: by "tensor,ulysses", for each Ulysses
+    rank. `mixed`: whether other layers keep all heads where their tokens are.
+
+    A share is [first query head, end, first KV head, end], counted within what tensor parallelism leaves the rank.
+    """
+    dealt = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.deals_heads]
+    mixed = 0 < len(dealt) < len(model.layer_kinds)
+    if not dealt:
+        return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}, "mixed": mixed}
+    q, kv = dealt[0].q_heads, dealt[0].kv_heads
+    shares = {}
+    for tensor, ulysses in sorted({(mesh.tensor, mesh.ulysses) for mesh in meshes}):
+        of_ranks = heads_of(q, kv, tensor, ulysses)[:RANKS_SHOWN]
+        shares[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in of_ranks]
+    return {"q": q, "kv": kv, "shares": shares, "mixed": mixed}
+
+
+def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
+    """Who holds which tokens: by "ring,ulysses" the layout's name, and at every context the runs of the first ranks of
+    a sequence group (`parts`) and of the first blocks of the ring; flat, [start, stop, start, stop, ...].
+
+    All parts are listed of groups of up to `PARTS_SHOWN` ranks; a diagram of more has no room for them.
+    """
+    found: dict[str, Any] = {}
+    for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):
+        layout = layout_of(job, Mesh(ring=ring, ulysses=ulysses))
+        parts = layout.size if layout.size <= PARTS_SHOWN else min(layout.size, RANKS_SHOWN)
+        found[f"{ring},{ulysses}"] = {
+            "kind": layout.kind,
+            "contexts": [
+                {
+                    "parts": [_flat(layout.spans(context, rank)) for rank in range(parts)],
+                    "blocks": [_flat(layout.block_spans(context, rank)) for rank in range(min(ring, RANKS_SHOWN))],
+                }
+                for context in contexts(job)
+            ],
+        }
+    return found
+
+
+def _flat(spans: Iterable[Span]) -> list[int]:
+    return [place for span in spans for place in span]

@@ -1,0 +1,146 @@
+"""Plans as plain data (the JSON of `longspan plan --json`), and as the command that runs them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import AXES, Job, Mesh, layout_of
+from longspan.plan.methods import Method
+from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import Plan, Search
+
+SCHEMA = "longspan.plan/1"
+"""Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
+
+
+def to_dict(
+    found: Search, model: ModelShape, job: Job, gpus: int, hardware: Hardware, methods: Sequence[Method] = ()
+) -> dict[str, Any]:
+    """Everything that was found. Sizes in bytes, times in seconds; documented in docs/plan.md."""
+    return {
+        "schema": SCHEMA,
+        "job": {**asdict(job), "gpus": gpus},
+        "model": model_dict(model),
+        "hardware": hardware_dict(hardware),
+        "recommended": None if found.recommended is None else plan_dict(found.recommended),
+        "plans": [plan_dict(plan) for plan in found.plans],
+        "rejected": [{"mesh": mesh_dict(mesh), "reasons": [reason]} for mesh, reason in found.rejected],
+        "methods": [method_dict(method) for method in methods],
+    }
+
+
+def mesh_dict(mesh: Mesh) -> dict[str, int]:
+    """Sizes of the four axes."""
+    return {axis: getattr(mesh, axis) for axis in AXES}
+
+
+def model_dict(model: ModelShape) -> dict[str, Any]:
+    """What the model is."""
+    return {
+        "name": model.name,
+        "params": model.params,
+        "active_params": model.active_params,
+        "layers": len(model.layers),
+        "d_model": model.d_model,
+        "q_heads": model.q_heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": max(layer.mixer.head_dim for layer, _ in model.layer_kinds),
+        "vocab": model.vocab,
+        "max_position": model.max_position,
+        "layer_kinds": [{"kind": layer.kind, "window": layer.window, "count": n} for layer, n in model.layer_kinds],
+    }
+
+
+def hardware_dict(hardware: Hardware) -> dict[str, Any]:
+    """What it runs on, with the efficiencies that were assumed."""
+    return {
+        "name": hardware.name,
+        "memory_bytes": int(hardware.memory_bytes),
+        "flops": hardware.flops,
+        "memory_bandwidth": hardware.memory_bandwidth,
+        "gpus_per_node": hardware.gpus_per_node,
+        "intra_bandwidth": hardware.intra.bandwidth,
+        "inter_bandwidth": hardware.inter.bandwidth,
+        "matmul_efficiency": hardware.matmul_efficiency,
+        "attention_efficiency": hardware.attention_efficiency,
+        "measured": bool(hardware.measured),
+    }
+
+
+def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
+    """One plan. `longest=False` leaves out `max_context`, which takes a search of its own."""
+    return {
+        "mesh": mesh_dict(plan.mesh),
+        "layout": layout_of(plan.job, plan.mesh).kind,
+        "ring_impl": plan.ring_impl,
+        "fsdp": plan.mesh.weights if plan.job.weight_sharding else 1,
+        "fits": plan.fits,
+        "runs": plan.runs,
+        "memory_bytes": dict(plan.memory_bytes),
+        "memory_total_bytes": plan.memory_total_bytes,
+        "headroom_bytes": plan.headroom_bytes,
+        "max_context": plan.max_context if longest else None,
+        "comm": [asdict(c) for c in plan.comm],
+        "comm_bytes_per_gpu_per_layer": plan.comm_bytes_per_gpu_per_layer,
+        "comm_seconds": plan.comm_seconds,
+        "exposed_comm_seconds": plan.exposed_seconds,
+        "compute_seconds": plan.compute_seconds,
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "reasons": list(plan.reasons),
+        "command": command(plan),
+    }
+
+
+def method_dict(method: Method) -> dict[str, Any]:
+    """One row of the comparison."""
+    return {
+        "name": method.name,
+        "ops_per_layer": method.ops_per_layer,
+        "method_bytes": method.method_bytes,
+        "method_seconds": method.method_seconds,
+        "seconds_per_layer_at_128_tokens": method.short_seconds,
+        "seconds_per_layer_across_nodes": method.apart_seconds,
+        "reason": method.reason,
+        "plan": None if method.plan is None else plan_dict(method.plan, longest=False),
+    }
+
+
+def command(plan: Plan) -> str | None:
+    """The command that runs a plan, where this version has one, quoted for a shell. DATA stands for the user's text."""
+    job, mesh = plan.job, plan.mesh
+    if job.mode != "train" or not plan.runs:
+        return None
+    words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
+    words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
+    words += ["--grad-checkpointing"] if job.activation_checkpointing else []
+    words += [] if job.weight_sharding else ["--no-fsdp"]
+    words.insert(0, _model_flag(plan.model.name))
+    nodes, per_node = -(-mesh.gpus // plan.hardware.gpus_per_node), min(mesh.gpus, plan.hardware.gpus_per_node)
+    if nodes == 1:
+        return " ".join(["longspan train", *words, f"--nproc {mesh.gpus}"])
+    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return " ".join([torchrun, "-m longspan train", *words])
+
+
+def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
+    if mesh.ring == 1:
+        return []
+    said = {"layout": job.layout, "ring-impl": job.ring_impl}
+    return [f"--ring {mesh.ring}", *(f"--{name} {value}" for name, value in said.items() if value != "auto")]
+
+
+def _model_flag(name: str) -> str:
+    if name in CONFIGS:
+        return f"--model PATH_OR_HUB_NAME_OF_{name.upper()}"
+    path = Path(name)
+    file = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
+    plain = f"./{file}" if str(file).startswith("-") else str(file)  # or it would be a flag
+    return f"--config {shlex.quote(plain)}"

@@ -1,0 +1,131 @@
+"""Cases of attention, and what runs one on any sharding: shared by the tests of methods, kernels and limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+
+import longspan
+from longspan.comm.mesh import OneDeviceMesh
+from tests.oracle import Case, errors, make, options
+from tests.tolerance import MARGIN
+
+PLAIN = {
+    "mha": Case(q_heads=4, kv_heads=4),
+    "gqa": Case(q_heads=8, kv_heads=4),
+    "fewer KV heads than ranks": Case(q_heads=8, kv_heads=2),
+    "mqa": Case(q_heads=4, kv_heads=1),
+    "length does not divide": Case(n=17),
+    "batch, length does not divide": Case(n=13, batch=3),
+    "shorter than the ranks": Case(n=3),
+    "heads do not divide": Case(q_heads=10, kv_heads=5),
+    "a KV group cut unevenly": Case(q_heads=6, kv_heads=3, n=9),
+    "7 queries to a KV head": Case(q_heads=14, kv_heads=2),
+    "a rank without heads": Case(q_heads=3, kv_heads=3, batch=2),
+    "one head": Case(q_heads=1, kv_heads=1),
+    "another head_dim for v": Case(v_dim=4),
+    "scale": Case(scale=0.3),
+    "bidirectional": Case(causal=False, n=11),
+    "window": Case(window=5, n=31, batch=2),
+    "window of one": Case(window=1, n=9),
+    "window over all": Case(window=99, n=9),
+    "long window": Case(window=140, n=301),
+    "long window by tiles": Case(window=300, n=701, q_heads=2, kv_heads=1),
+    "documents": Case(documents=(0,) * 5 + (1,) * 7 + (2,), n=13, batch=2),
+    "documents and padding": Case(documents=(-1,) * 2 + (7,) * 5 + (3,) * 4 + (-1,) * 3, n=14),
+    "documents and window": Case(documents=(0,) * 9 + (1,) * 12, n=21, window=4),
+}
+"""Masks that every kernel takes."""
+
+HARD = {
+    "chunks": Case(chunk=5, n=23, batch=2),
+    "chunks and documents": Case(chunk=6, documents=(0,) * 9 + (1,) * 11, n=20),
+    "bidirectional window": Case(window=4, causal=False, n=25),
+    "long bidirectional window": Case(window=150, causal=False, n=500, q_heads=2, kv_heads=1),
+    "prefix": Case(prefix=7, n=22),
+    "a prefix for each row": Case(prefix=(0, 9, 20), n=20, batch=3),
+    "prefix and documents": Case(prefix=9, documents=(0,) * 6 + (1,) * 9, n=15),
+    "softcap": Case(softcap=2.0, n=18, q_heads=6, kv_heads=2),
+    "sinks": Case(sinks=True, n=19, q_heads=6, kv_heads=2),
+    "sinks, softcap and window": Case(softcap=5.0, sinks=True, window=4, n=21, q_heads=6, kv_heads=2),
+    "sinks and documents with padding": Case(sinks=True, documents=(-1,) * 3 + (0,) * 8 + (1,) * 6 + (-1,) * 2, n=19),
+    "sinks on a rank without heads": Case(sinks=True, n=10, q_heads=1, kv_heads=1),
+    "alibi": Case(alibi=True, n=21, q_heads=6, kv_heads=3),
+    "alibi, bidirectional": Case(alibi=True, causal=False, n=21),
+    "a bias": Case(bias="waves", n=17, q_heads=6, kv_heads=2),
+    "a mask function": Case(mod="striped", n=21, q_heads=6, kv_heads=3, batch=2),
+    "a mask function that leaves rows empty": Case(mod="late", causal=False, n=17, batch=2),
+    "a mask function, documents, softcap": Case(mod="striped", documents=(0,) * 8 + (1,) * 5, n=13, softcap=3.0),
+    "many short documents": Case(documents=sum(((i,) * (1 + 7 * i % 4) for i in range(24)), ()), n=60, batch=2),
+    "many short documents, bidirectional, padding": Case(
+        causal=False, documents=(-1,) * 2 + sum(((i,) * (2 + i % 2) for i in range(20)), ()) + (-1,) * 3, n=55
+    ),
+    "cross attention": Case(causal=False, n=13, kv_n=30),
+    "cross attention, few keys": Case(causal=False, n=30, kv_n=5, batch=2),
+    "cross attention with documents": Case(
+        causal=False, n=10, kv_n=16, documents=(0,) * 4 + (1,) * 6, kv_documents=(1,) * 7 + (0,) * 6 + (-1,) * 3
+    ),
+    "chunked prefill": Case(n=9, kv_n=25, q_start=16),
+    "chunked prefill in the middle": Case(n=8, kv_n=40, q_start=11, window=9),
+    "chunked prefill with documents": Case(n=9, kv_n=25, q_start=16, documents=(0,) * 6 + (1,) * 14 + (2,) * 5),
+}
+"""Masks and scores that some kernels refuse."""
+
+CASES = {**PLAIN, **HARD}
+
+
+def sharding(ulysses: int, ring: int = 1, **more: Any) -> longspan.SequenceSharding:
+    """Over the ranks of the job; `more` is `SequenceSharding`'s."""
+    return longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses), **more)
+
+
+def one_device() -> longspan.SequenceSharding:
+    """A sharding over nothing."""
+    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
+
+
+def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, torch.Tensor]:
+    """Output and gradients of the whole attention, gathered and summed over the ranks of `sp`."""
+    x = make(case)
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
+    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
+    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options(case, x))
+    out.backward(sp.shard(x["grad"]))
+    result = {"out": sp.gather(out.detach(), length=case.n)}
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        if sp.size > 1:
+            dist.all_reduce(leaf.grad, group=sp.group)
+        result[f"d{name}"] = leaf.grad
+    return result
+
+
+def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, float]:
+    """Errors of output and gradients against the oracle."""
+    return errors(case, run(case, sp, kernel))
+
+
+def check_all(found: dict[str, dict[str, float]]) -> None:
+    """Every case's errors are within the limit."""
+    for name, of_case in found.items():
+        assert max(of_case.values()) <= MARGIN, (name, of_case)
+
+
+def drawn_cases(longest: int, **more: Any) -> Any:
+    """Cases of up to `longest` tokens, and what else is drawn for their fields."""
+    return st.builds(
+        lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
+        kv=st.integers(1, 6),
+        group=st.integers(1, 5),
+        n=st.integers(1, longest),
+        batch=st.integers(1, 3),
+        dim=st.sampled_from([4, 8, 24]),
+        v_dim=st.sampled_from([4, 8]),
+        causal=st.booleans(),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+        seed=st.integers(0, 3),
+        **more,
+    )

@@ -1,0 +1,19 @@
+"""Ranks of a world that is not there: a process group of torch's "fake" backend, which sends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one rank of `size`; what is received is whatever was in the buffer."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""Messages under way, watched: nobody reads what has not come, nobody changes or frees what has not left.
+
+On gloo a tensor that is read, changed or freed too early often goes unpunished: small messages are there at once, and
+the library keeps what it was given. `watched` puts every message on a copy of its own and makes the worst of it: a
+receive buffer holds NaN until it is waited for, and a tensor that is no longer what it was when it is waited for is an
+error. It holds no tensor of the caller's, so that what the caller lets go is really freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class InFlight(AssertionError):
+    """Something was done to a tensor while it was on its way."""
+
+
+@dataclasses.dataclass
+class Watch:
+    """What `watched` has seen.
+
+    Attributes:
+        works: messages that were posted.
+        faults: what was done to them.
+        forget: number of the message whose `wait` shall do nothing, to see that its absence is noticed. None for none.
+    """
+
+    works: list[_Work] = dataclasses.field(default_factory=list)
+    faults: list[str] = dataclasses.field(default_factory=list)
+    forget: int | None = None
+
+    @property
+    def posted(self) -> int:
+        return len(self.works)
+
+
+class _Weak:
+    """A tensor that is not kept alive, and can be reached as long as others do."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.storage = StorageWeakRef(x.untyped_storage())
+        self.like = x.dtype, x.storage_offset(), tuple(x.shape), x.stride()
+
+    def __call__(self) -> Tensor | None:
+        if self.storage.expired():
+            return None
+        dtype, offset, shape, stride = self.like
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+class _Work:
+    """One message: what `wait` finds out."""
+
+    def __init__(self, watch: Watch, sends: bool, x: Tensor) -> None:
+        self.watch, self.sends = watch, sends
+        self.number, self.done = watch.posted, False
+        watch.works.append(self)
+        self.real: Any = None
+        self.wire = x.detach().clone(memory_format=torch.contiguous_format)
+        if not sends:
+            with torch.no_grad():
+                x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min)
+        self.before = x.detach().clone()
+        self.where = _Weak(x)
+
+    def wait(self, *args: Any) -> bool:
+        if self.number == self.watch.forget:
+            return True
+        self.real.wait()
+        name = f"message {self.number}, a {'send' if self.sends else 'receive'} of {tuple(self.before.shape)}"
+        x = None if self.done else self.where()
+        if x is None and not self.done:
+            self.watch.faults.append(f"{name}: its tensor was freed before it was waited for")
+        elif x is not None:
+            if not _same_bits(x, self.before):
+                self.watch.faults.append(f"{name}: its tensor was changed before it was waited for")
+            if not self.sends:
+                x.copy_(self.wire.view_as(x))
+        self.done = True
+        return True
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.contiguous().view(torch.uint8).equal(b.contiguous().view(torch.uint8))
+
+
+@contextlib.contextmanager
+def watched(forget: int | None = None) -> Iterator[Watch]:
+    """Within this, messages that are posted in batches are watched.
+
+    Args:
+        forget: number of the message that arrives without being waited for, as if its `wait` were missing.
+
+    Raises:
+        InFlight: at the end, so that the other ranks are not left waiting, with all that was done.
+    """
+    watch = Watch(forget=forget)
+    original = dist.batch_isend_irecv
+
+    def batch_isend_irecv(ops: list[Any]) -> list[Any]:
+        works = [_Work(watch, op.op is dist.isend, op.tensor) for op in ops]
+        wires = [
+            dist.P2POp(op.op, work.wire, group=op.group, tag=op.tag, group_peer=op.group_peer)
+            for op, work in zip(ops, works, strict=True)
+        ]
+        for work, real in zip(works, original(wires), strict=True):
+            work.real = real
+        return works
+
+    dist.batch_isend_irecv = batch_isend_irecv
+    try:
+        yield watch
+    finally:
+        dist.batch_isend_irecv = original
+    left = [work.real for work in watch.works if not work.done]
+    for work in left:
+        work.wait()
+    if len(left) > (forget is not None):
+        watch.faults.append(f"{len(left)} of {watch.posted} messages were never waited for")
+    if watch.faults:
+        raise InFlight("\n".join(watch.faults))

@@ -1,0 +1,188 @@
+"""A GPU that is not there, and what waits for it: tensors that have shapes only, and Python code that is told "cuda".
+
+Within `on_gpu()` a tensor made on device "cuda" is one on torch's "meta" device, which has a shape and no data, and
+says that it is on cuda:0; tensors of the CPU are what they are. Whatever makes the host wait for the device is kept by
+name: a value that is asked for (`item`, `bool`, `tolist`), a shape that depends on values (`nonzero`, a boolean index),
+a copy to the host, and a copy from it that is not `non_blocking`, as in `torch.tensor(numbers, device="cuda")`. The
+host then goes on with zeros. What an operator does inside, in C++, is not seen; operators known to wait are listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import longspan
+from longspan.comm.mesh import OneDeviceMesh
+
+GPU = torch.device("cuda", 0)
+aten = torch.ops.aten
+
+SHAPES = {  # what has to read its input before it knows the shape of its output
+    "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "argwhere",
+}  # fmt: skip
+
+
+def one_gpu() -> longspan.SequenceSharding:
+    """The sharding of a single process on that GPU. Within `on_gpu()`."""
+    return longspan.SequenceSharding(OneDeviceMesh("cuda"))
+
+
+class Seen(list[str]):
+    """What has waited, by name.
+
+    Attributes:
+        largest: bytes of the largest tensor that was made on the device.
+    """
+
+    largest: int = 0
+
+
+@contextlib.contextmanager
+def on_gpu() -> Iterator[Seen]:
+    """Within this, device "cuda" exists; the list fills with what has waited for it."""
+    log = Seen()
+    pretends, backward = _Pretends(log), BackwardCFunction.apply
+
+    def in_backward(self: Any, *grads: Any) -> Any:
+        with pretends:  # the engine of autograd enters no function modes
+            return backward(self, *grads)
+
+    patches = [
+        mock.patch.object(BackwardCFunction, "apply", in_backward),
+        mock.patch("torch.cuda.current_device", lambda: 0),
+        mock.patch("torch.cuda.get_device_capability", lambda *a: (9, 0)),
+        mock.patch("torch.cuda.synchronize", lambda *a: log.append("torch.cuda.synchronize")),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(_Counts(log))
+        stack.enter_context(pretends)
+        yield log
+
+
+class _Pretends(TorchFunctionMode):
+    """Python's side: "cuda" becomes "meta" on the way in, and "meta" is called "cuda" on the way out."""
+
+    def __init__(self, log: Seen) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._property(func, args, kwargs)
+        if name == "cuda":
+            return args[0].to("meta")
+        if name == "pin_memory":
+            return args[0]
+        if name == "is_pinned":
+            return False
+        from_host = func in (torch.tensor, torch.as_tensor) and _is_gpu(kwargs.get("device"))
+        if (from_host and not isinstance(args[0], Tensor)) or (name == "new_tensor" and args[0].is_meta):
+            self.log.append(f"{name} of numbers, to the device")
+        if name in ("tolist", "numpy") and args[0].is_meta:
+            self.log.append(name)
+            return func(torch.zeros_like(args[0], device="cpu"))
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        if name == "to" and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], args[1].replace("cuda:0", "meta").replace("cuda", "meta"), *args[2:])
+        if isinstance(kwargs.get("device"), str):
+            kwargs["device"] = kwargs["device"].replace("cuda:0", "meta").replace("cuda", "meta")
+        return func(*args, **kwargs)
+
+    def _property(self, func: Any, args: Any, kwargs: Any) -> Any:
+        of = {Tensor.device: GPU, Tensor.is_cuda: True, Tensor.is_meta: False, Tensor.is_cpu: False}
+        for getter, value in of.items():
+            if func == getter.__get__ and args[0].is_meta:
+                return value
+        return func(*args, **kwargs)
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _to_meta(x: Any) -> Any:
+    return torch.device("meta") if isinstance(x, torch.device) and x.type == "cuda" else x
+
+
+class _Counts(TorchDispatchMode):
+    """The operators' side: what needs data that is not there is counted, and answered with zeros."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, log: Seen) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = self._run(func, args, kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.is_meta:
+                self.log.largest = max(self.log.largest, x.untyped_storage().nbytes())
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return _flex(func, *args)
+        packet = func.overloadpacket
+        name = packet.__name__
+        there = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_meta]
+        if packet is aten._to_copy or packet is aten.copy_:
+            return self._copy(func, args, kwargs)
+        if not there:
+            return func(*args, **kwargs)
+        if packet is aten._local_scalar_dense:
+            self.log.append("a value asked for (item, bool, int)")
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if packet is aten.equal or packet is aten.is_nonzero:
+            self.log.append(name)
+            return True
+        by_mask = packet in (aten.index, aten.index_put, aten.index_put_) and any(
+            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        )
+        if by_mask or name in SHAPES or (packet is aten.repeat_interleave and kwargs.get("output_size") is None):
+            self.log.append("a boolean index" if by_mask else name)
+            args, kwargs = tree_map(_zeros, (args, kwargs))
+            return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        into_place = func.overloadpacket is aten.copy_
+        source = args[1] if into_place else args[0]
+        target = args[0].device if into_place else kwargs.get("device") or source.device
+        later = args[2] if into_place and len(args) > 2 else kwargs.get("non_blocking", False)
+        if source.is_meta and target.type == "cpu":
+            self.log.append("a copy to the host")
+            zeros = torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+            return args[0].copy_(zeros) if into_place else zeros
+        if source.device.type == "cpu" and target.type == "meta" and source.dim() + source.numel() > 1 and not later:
+            self.log.append("a copy from the host")
+        return func(*args, **kwargs)
+
+
+def _flex(func: HigherOrderOperator, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    """FlexAttention, whose kernel is compiled and does not wait: the shapes of what it gives."""
+    if func.name() == "flex_attention":
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        return q.new_empty(*q.shape[:3], v.shape[3]), lse, lse.clone()
+    assert func.name() == "flex_attention_backward", func
+    captured = rest[-2]
+    return *(torch.empty_like(x) for x in (q, k, v)), tuple(None for _ in captured)
+
+
+def _zeros(x: Any) -> Any:
+    return torch.zeros(x.shape, dtype=x.dtype) if isinstance(x, Tensor) and x.is_meta else x

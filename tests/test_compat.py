@@ -1,0 +1,306 @@
+"""`compat` is the only place of private and version-bound names, and says what is done when one is gone."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+import longspan
+from longspan.compat import torch_api, torch_attention, torch_checkpoint, transformers_api
+from longspan.compat.gone import TESTED, gone
+from longspan.core.errors import LongspanError
+
+ROOT = Path(__file__).parents[1]
+SOURCES = Path(longspan.__file__).parent
+
+#: Public, but not in every version that longspan runs on, or of a library's inside all the same.
+VERSION_BOUND = {
+    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
+    "activation_checkpointing_enable", "gradient_checkpointing_enable", "set_force_sum_reduction_for_comms",
+    "queue_callback", "causal_mask_function", "bidirectional_mask_function", "load_balancing_loss_func",
+    "AuxRequest", "create_block_mask",
+}  # fmt: skip
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+
+
+def _own_names(tree: ast.Module) -> set[str]:
+    """Private names that a module makes itself: functions, classes, variables, attributes of `self`."""
+    own = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            own.add(node.attr)
+    return own
+
+
+def private_names(source: str) -> list[str]:
+    """Every private or version-bound name that a module uses and has not made itself, as `line: name`."""
+    tree = ast.parse(source)
+    own = _own_names(tree)
+
+    def is_foreign(name: str) -> bool:
+        return (_is_private(name) and name not in own) or name in VERSION_BOUND
+
+    def found() -> Iterator[tuple[int, str]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom | ast.Import):
+                names = [part for alias in node.names for part in alias.name.split(".")]
+                names += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+                yield from ((node.lineno, name) for name in names if is_foreign(name))
+            elif isinstance(node, ast.Attribute) and is_foreign(node.attr):
+                of_python = isinstance(node.value, ast.Name) and node.value.id in sys.stdlib_module_names
+                if not of_python:  # os._exit
+                    yield node.lineno, node.attr
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "attr" in node.func.id:
+                said = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+                yield from ((node.lineno, name) for name in said if is_foreign(name))
+
+    return [f"{line}: {name}" for line, name in sorted(found())]
+
+
+def test_no_other_module_uses_a_private_name_of_torch_or_transformers() -> None:
+    used = {}
+    for path in sorted(SOURCES.rglob("*.py")):
+        name = path.relative_to(SOURCES).as_posix()
+        if not name.startswith("compat/"):
+            used[name] = private_names(path.read_text())
+    assert {name: names for name, names in used.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.distributed.checkpoint._nested_dict import flatten_state_dict",
+        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
+        "import torch.distributed._tensor",
+        "from torch.utils._pytree import tree_leaves",
+        "torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)",
+        "mesh['ring', 'ulysses']._flatten('sequence')",
+        "model.config._attn_implementation = 'longspan'",
+        "local = getattr(p, '_local_tensor', p)",
+        "if hasattr(dist, 'all_gather_single'): pass",
+        "engine.queue_callback(self._finish)",
+        "from transformers.masking_utils import causal_mask_function",
+        "class A:\n    def f(self): return self._version",
+    ],
+)
+def test_a_private_name_is_found(line: str) -> None:
+    assert private_names(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os._exit(1)",
+        "class A:\n    def f(self): self._x = 1; return self._x",
+        "def _f(): pass\nmodule._f()",
+        "x.__dict__, type(x).__name__",
+        "from torch.distributed.tensor import DTensor",
+    ],
+)
+def test_what_is_not_foreign_is_not_found(line: str) -> None:
+    assert private_names(line) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said of each.
+
+
+def _said(path: Path) -> dict[str, str]:
+    """Docstrings of what a module offers: functions, classes, and the text below a constant."""
+    tree = ast.parse(path.read_text())
+    said = {n.name: ast.get_docstring(n) or "" for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    for node, after in zip(tree.body, tree.body[1:], strict=False):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            said[target.id] = str(after.value.value)
+    return {name: text for name, text in said.items() if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("module", ["torch_api", "torch_checkpoint", "transformers_api"])
+def test_everything_says_its_versions_the_public_way_and_what_is_done_when_it_is_gone(module: str) -> None:
+    said = _said(SOURCES / "compat" / f"{module}.py")
+    assert len(said) >= 3
+    for name, text in said.items():
+        flat = " ".join(text.split())
+        library, versions = ("transformers", "5.5|5.23") if module.startswith("trans") else ("torch", "2.11|2.13")
+        assert re.search(rf"Versions: {library} ({versions})", flat), name
+        assert "Public way: " in flat and re.search(r"When gone( \(.*\))?: ", flat), name
+
+
+def test_the_versions_are_those_that_are_tested() -> None:
+    """From the oldest that pyproject.toml allows to the newest that constraints.txt pins."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = "\n".join([*project["dependencies"], *project["optional-dependencies"]["hf"]])
+    pinned = (ROOT / "constraints.txt").read_text()
+    for library, said in TESTED.items():
+        floor, top = (
+            re.search(rf"^{library}>=([\d.]+)", wanted, re.M),
+            re.search(rf"^{library}==(\d+\.\d+)", pinned, re.M),
+        )
+        assert floor is not None and top is not None
+        assert said == f"{floor[1]} to {top[1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A version that does not have it.
+
+_LINEAR = torch.nn.Linear(1, 1)
+
+GONE: dict[str, tuple[Any, str, Callable[[], Any], str]] = {
+    "groups": (
+        dist.distributed_c10d, "_resolve_process_group", lambda: torch_api.find_group("0"), "torch 2.11 to 2.13",
+    ),
+    "store": (dist.distributed_c10d, "_get_default_store", torch_api.default_store, "call longspan.init_mesh before"),
+    "mesh": (
+        torch.distributed.device_mesh.DeviceMesh,
+        "_flatten",
+        lambda: torch_api.flatten_mesh(torch.distributed.device_mesh.DeviceMesh.__new__(
+            torch.distributed.device_mesh.DeviceMesh), "all"),
+        "only one of data, ring and ulysses",
+    ),
+    "engine": (
+        torch.autograd.Variable,
+        "_execution_engine",
+        lambda: torch_api.when_backward_ends(lambda: None),
+        "longspan.parallelize(..., fsdp=True)",
+    ),
+    "cast": (torch.nn.Module, "_apply", lambda: torch_api.before_casting(_LINEAR, print), "torch 2.11 to 2.13"),
+    "masks": (
+        masking_utils,
+        "bidirectional_mask_function",
+        lambda: transformers_api.mask_function("bidirectional"),
+        "transformers 5.5 to 5.23",
+    ),
+    "config": (
+        PreTrainedConfig,
+        "_attn_implementation",
+        lambda: transformers_api.set_attention(PreTrainedConfig(), "longspan"),
+        "transformers 5.5 to 5.23",
+    ),
+    "registry": (
+        PreTrainedModel,
+        "is_backend_compatible",
+        lambda: transformers_api.uses_registry(PreTrainedModel.__new__(PreTrainedModel)),
+        "transformers 5.5 to 5.23",
+    ),
+    "model": (
+        PreTrainedModel,
+        "_from_config",
+        lambda: transformers_api.new_model(PreTrainedModel, PreTrainedConfig()),
+        "transformers 5.5 to 5.23",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", GONE)
+def test_what_is_gone_is_named_with_the_versions_that_have_it(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    where, name, call, way_out = GONE[what]
+    monkeypatch.delattr(where, name)
+    with pytest.raises(LongspanError) as error:
+        call()
+    said = str(error.value)
+    assert name in said and way_out in said, said
+    assert re.search(r"^(torch|transformers) \d+\.\d+", said), said
+
+
+def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, call in (
+        ("torch.distributed.checkpoint._nested_dict", lambda: torch_checkpoint.flat_names({})),
+        ("torch.nn.attention.flex_attention", torch_attention.flex),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            patch.delattr(torch.nn.attention, "flex_attention", raising=False)
+            with pytest.raises(LongspanError, match=f"has no {re.escape(module)}, .*torch 2.11 to 2.13"):
+                call()
+
+
+def test_a_writer_without_a_file_system_of_its_own_is_refused(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path)
+    del writer.fs
+    with pytest.raises(LongspanError, match=r"has no FileSystemWriter.fs, .*torch 2.11 to 2.13"):
+        torch_checkpoint.write_through(writer, torch_checkpoint.FileSystem())
+
+
+def test_a_tensor_without_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(2)
+    before = torch_api.version_of(x)
+    x[:1].add_(1)
+    assert torch_api.version_of(x) > before
+    monkeypatch.setattr(torch_api, "_HAS_VERSIONS", False)
+    with pytest.raises(LongspanError, match=r"Tensor\._version"):
+        torch_api.version_of(x)
+
+
+def test_an_operator_that_is_gone_is_named_when_it_is_called() -> None:
+    missing = torch_attention._aten("_no_such_attention")
+    with pytest.raises(LongspanError, match=r"no aten::_no_such_attention, .*torch 2.11 to 2.13, or kernel='eager'"):
+        missing(1, scale=2)
+
+
+def test_a_library_of_no_known_version_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.compat import gone as module
+
+    def unknown(name: str) -> str:
+        raise module.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module, "version", unknown)
+    assert str(gone("torch", "a.b", "this", "that")) == (
+        "torch of an unknown version has no a.b, which longspan needs for this; use torch 2.11 to 2.13, or that"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators, by their schemas.
+
+_QKV, _ENDS = "query key value", "cum_seq_q cum_seq_k max_q max_k"
+_GRADS = f"grad_out {_QKV} out logsumexp"
+SCHEMAS = {
+    "flash_cpu": (f"{_QKV} dropout_p is_causal", "attn_mask scale", 2),
+    "flash_cpu_backward": (f"{_GRADS} dropout_p is_causal", "attn_mask scale", 3),
+    "flash_cuda": (f"{_QKV} dropout_p is_causal return_debug_mask", "scale", 9),
+    "flash_cuda_backward": (f"{_GRADS} {_ENDS} dropout_p is_causal philox_seed philox_offset", "scale", 3),
+    "flash_varlen": (
+        f"{_QKV} {_ENDS} dropout_p is_causal return_debug_mask", "scale window_size_left window_size_right", 5,
+    ),
+    "flash_varlen_backward": (
+        f"{_GRADS} {_ENDS} dropout_p is_causal rng_state unused", "scale window_size_left window_size_right", 3,
+    ),
+    "cudnn": (f"{_QKV} attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask", "scale", 9),
+    "cudnn_backward": (
+        f"{_GRADS} philox_seed philox_offset attn_bias {_ENDS} dropout_p is_causal", "scale", 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_operators_have_the_schemas_that_are_described(name: str) -> None:
+    """A newer torch may add keywords; what is passed by place must stay where it is."""
+    by_place, keywords, results = SCHEMAS[name]
+    schema = getattr(torch_attention, name).default._schema
+    assert [x.name for x in schema.arguments if not x.kwarg_only] == by_place.split()
+    assert [x.name for x in schema.arguments if x.kwarg_only][: len(keywords.split())] == keywords.split()
+    assert len(schema.returns) == results
+
+
+def test_flex_and_trees_are_torchs() -> None:
+    assert callable(torch_attention.flex().create_block_mask) and callable(torch_attention.flex().flex_attention)
+    assert torch_attention.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]

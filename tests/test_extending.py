@@ -1,0 +1,212 @@
+"""The worked examples of docs/extending.md, run as they stand there, and what they make checked against the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from markdown_it import MarkdownIt
+
+import longspan
+from longspan.attn.kernels.base import REGISTRY
+from longspan.core import layouts
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout, choose_layout
+from longspan.core.layouts import Contiguous, Placement, register_layout
+from longspan.core.regions import Region
+from longspan.plan import Job, Mesh, cost, read_hardware, read_model
+from longspan.plan.models import FAMILIES, register, shape_from_config
+from longspan.plan.views.curves import contexts, held_tokens
+from tests.pool import RankPool
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+LAYOUTS = "A striped layout"
+
+
+def run_section(title: str) -> dict[str, Any]:
+    """What the Python blocks of a section define, run in order."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    tokens, inside = MarkdownIt().parse(PAGE.read_text()), False
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if before is not None and before.type == "heading_open" and before.tag == "h2":
+            inside = token.content == title
+        elif inside and token.type == "fence" and token.info == "python":
+            exec(compile(token.content, f"{PAGE.name}: {title}", "exec"), namespace)
+    assert len(namespace) > 2, f"{PAGE} has no section {title!r} with Python in it"
+    return namespace
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Leaves no example behind."""
+    families, placements, kernels = dict(FAMILIES), dict(layouts.LAYOUTS), dict(REGISTRY)
+    yield
+    for registry, before in ((FAMILIES, families), (layouts.LAYOUTS, placements), (REGISTRY, kernels)):
+        registry.clear()  # type: ignore[attr-defined]
+        registry.update(before)  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_new_family_has_the_weights_of_transformers() -> None:
+    import transformers
+
+    run_section("A new family in the planner")
+    config = {
+        "model_type": "cohere2", "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 5, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    with torch.device("meta"):
+        made = transformers.CONFIG_MAPPING["cohere2"].from_dict(config)
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    shape = shape_from_config(config, "test")
+    theirs = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in model.model.layers]
+    assert [sorted((p.name, p.shape) for p in layer.parameters) for layer in shape.layers] == [*map(sorted, theirs)]
+    assert shape.params == sum(p.numel() for p in model.parameters())
+    assert [layer.kind == "sliding" for layer in shape.layers] == [
+        layer.self_attn.sliding_window is not None for layer in model.model.layers
+    ]
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_family_is_registered_once() -> None:
+    register("llama", FAMILIES["llama"])  # the same again is the same
+    with pytest.raises(LongspanError, match="'llama' is registered already"):
+        register("llama", FAMILIES["qwen3"])
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("name", ["striped", "by-work"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (3, 2), (4, 1)])
+def test_every_token_is_held_once(name: str, ring: int, ulysses: int) -> None:
+    run_section(LAYOUTS)
+    layout = choose_layout(name, ring, ulysses)
+    for n in (1, 63, 64, 500, 4096):
+        held = sorted(span for rank in range(layout.size) for span in layout.spans(n, rank))
+        assert [place for span in held for place in range(*span)] == list(range(n))
+        padded = {sum(b - a for a, b in layout.padded_spans(n, rank)) for rank in range(layout.size)}
+        assert padded == {layout.local_length(n)}
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_planner_and_its_page_know_the_new_layout() -> None:
+    run_section(LAYOUTS)
+    model, hardware = read_model("llama-3.1-8b"), read_hardware("h100")
+    # The last rank's stripes are each one stripe later than the first's: of 16, a sixteenth more than the mean.
+    seconds = {
+        name: cost(model, Job(context=1 << 17, layout=name), Mesh(ring=8), hardware).compute_seconds
+        for name in ("striped", "zigzag", "contiguous")
+    }
+    assert seconds["zigzag"] <= seconds["striped"] < (1 + 1 / 16) * seconds["zigzag"]
+    assert seconds["contiguous"] > 1.3 * seconds["striped"]
+    job = Job(context=4096, layout="striped")
+    told, layout = held_tokens(job, {Mesh(ring=2)})["2,1"], choose_layout("striped", 2, 1)
+    assert told["kind"] == "striped"
+    parts = told["contexts"][contexts(job).index(4096)]["parts"]
+    assert parts[1] == [place for span in layout.spans(4096, 1) for place in span]
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_layout_may_look_at_the_mask() -> None:
+    made = run_section(LAYOUTS)
+    documents: list[Region] = made["documents"]
+
+    def work(layout: Layout) -> list[int]:
+        parts = ((r, q) for r in range(4) for q in layout.block(2048, r))
+        found = [0] * 4
+        for rank, run in parts:
+            found[rank] += sum(part.pairs for d in documents if (part := d.within(run, (0, 2048))))
+        return found
+
+    assert max(work(made["layout"])) < 1.02 * sum(work(made["layout"])) / 4
+    # Without its mask it balances a causal one; a layout that does not look is the same under any mask.
+    assert made["layout"].block(2048, 0) != Layout(4, 1, "by-work").block(2048, 0)
+    zigzag = Layout(4, 1, "zigzag")
+    assert zigzag.under(documents) is zigzag and max(work(zigzag)) > 1.15 * sum(work(zigzag)) / 4
+
+
+class _Wrong(Placement):
+    name = "wrong"
+
+    def place(self, n: int, ring: int, mask: Any = None) -> Any:
+        return [[(0, n // ring)]] * ring
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_layout_that_is_wrong_is_refused() -> None:
+    register_layout(_Wrong())
+    with pytest.raises(LongspanError, match=r"'wrong' must place each of 8 tokens once, in 2 .* blocks of 4.*_Wrong"):
+        Layout(2, 1, "wrong").block(8, 0)
+    with pytest.raises(LongspanError, match="'wrong' already"):
+        register_layout(_Wrong())
+    with pytest.raises(LongspanError, match="'contiguous' already"):
+        register_layout(Contiguous())
+    with pytest.raises(LongspanError, match="'gone' is not registered; there are contiguous, zigzag"):
+        Layout(2, 1, "gone").block(8, 0)
+
+
+def _striped_attention(ring: int, n: int) -> float:
+    """The error of attention under the striped layout, against the oracle; run by every rank."""
+    if "striped" not in layouts.LAYOUTS:
+        run_section(LAYOUTS)
+    import torch.distributed as dist
+
+    mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
+    sp = longspan.SequenceSharding(mesh, layout="striped", ring_impl="p2p")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    mine = [sp.shard(x, dim=1) for x in (q, k, v)]
+    out = sp.gather(longspan.attention(*mine, sp, causal=True, length=n), dim=1, length=n)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    return float((out - expected).abs().max())
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_attention_is_exact_under_the_striped_layout(get_pool: Callable[[int], RankPool], ring: int) -> None:
+    assert max(get_pool(4).run(_striped_attention, ring, 500)) < 1e-12
+
+
+def _with_examples(ring: int) -> dict[str, list[float]]:
+    """Of each example in a ring, the differences of output and gradients from what longspan has itself."""
+    streaming = run_section("A mask: sink tokens and a window")["Streaming"](window=9, first=3)
+    mine = run_section("A kernel that serves in rings")["mine"]
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 40, heads, 8, generator=draw) for heads in (4, 2, 2)]
+
+    def both(ours: dict[str, Any], plain: dict[str, Any]) -> list[float]:
+        results = []
+        for options in (ours, plain):
+            q, k, v = (sp.shard(x).requires_grad_() for x in whole)
+            out = longspan.attention(q, k, v, sp, length=40, **options)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
+        return [float((a - b).abs().max()) for a, b in zip(*results, strict=True)]
+
+    documents = (torch.arange(40) // 15).expand(2, -1)
+    return {
+        "mask": both({"mask": streaming}, {"mask_mod": lambda b, h, i, j: (i - j < 9) | (j < 3)}),
+        "kernel": both({"kernel": mine, "documents": documents}, {"documents": documents}),
+        "registered": both({"kernel": "counted", "window": 7}, {"window": 7}),
+    }
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("ring", [2, 4])
+def test_the_mask_and_the_kernels_serve_in_rings(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_with_examples, ring):
+        for name, differences in found.items():
+            assert max(differences) < 1e-5, (name, differences)
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_registered_kernel_is_taken_by_its_name() -> None:
+    counted = run_section("A kernel that serves in rings")["Counted"]
+    made = run_section("A mask: sink tokens and a window")
+    q, k, v, sp = (made[name] for name in ("q", "k", "v", "sp"))
+    longspan.attention(q, k, v, sp, kernel="counted")
+    kernel: Any = REGISTRY["counted"]
+    assert isinstance(kernel, counted) and kernel.tiles == 1  # a causal mask on one device is one triangle

@@ -1,0 +1,115 @@
+"""The report of a GPU (`make gpu`), on shapes that a CPU can do: every item runs, and what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from benchmarks.gpu import __main__ as report
+from benchmarks.gpu import kernels
+from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("report")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--device", "cpu", "--out", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    (data,) = folder.glob("*-gpu-cpu.json")
+    (text,) = folder.glob("*-gpu-cpu.md")
+    return {"code": done.returncode, "text": text.read_text(), **json.loads(data.read_text())}
+
+
+@pytest.mark.launcher
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestReport:
+    def test_every_item_has_run(self, found: dict[str, Any]) -> None:
+        for name in report.ITEMS:
+            rows = found["results"][name]
+            assert rows, name
+            failed = [row for row in rows if row["verdict"].startswith((FAILED, "stopped"))]
+            assert not failed, (name, failed)
+            assert all(row["figure"] or row["verdict"].startswith("skipped: ") for row in rows), rows
+
+    def test_nothing_is_wrong(self, found: dict[str, Any]) -> None:
+        wrong = [
+            (name, row["what"]) for name, rows in found["results"].items() for row in rows if row["verdict"] == WRONG
+        ]
+        assert wrong == []
+        assert found["code"] == 0
+
+    def test_what_needs_a_gpu_says_so(self, found: dict[str, Any]) -> None:
+        assert [row["verdict"] for row in found["results"]["memory"]] == ["skipped: needs CUDA"]
+
+    def test_the_page_names_machine_date_command_and_versions(self, found: dict[str, Any]) -> None:
+        text, env = found["text"], found["environment"]
+        for part in (env["cpu"], env["date"], f"torch {torch.__version__}", "--quick --device cpu", "GPU: none"):
+            assert part in text, part
+        for _, _, title in report.ITEMS.values():
+            assert f"## {title}" in text
+
+
+def test_the_items_fit_into_eight_minutes() -> None:
+    assert sum(limit for _, limit, _ in report.ITEMS.values()) + report.GRACE_S <= 8 * 60
+
+
+SETUP = Setup("cpu", True, float("inf"))
+
+
+def test_a_kernel_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = kernels.cases(SETUP)["causal, fp32, D=16, 8/2 heads"]
+    right, wrong, breaks = {}, {}, {}
+    kernels._one(SETUP, "sdpa", "causal", case, right, set())
+    plain = longspan.attention
+    monkeypatch.setattr(longspan, "attention", lambda q, k, v, sp, **how: plain(q, k, v, sp, **how) * 1.0001)
+    kernels._one(SETUP, "sdpa", "causal", case, wrong, set())
+    monkeypatch.setattr(longspan, "attention", lambda *args, **how: 1 // 0)
+    kernels._one(SETUP, "sdpa", "causal", case, breaks, set())
+    verdicts = [
+        [row.verdict for row in kernels._rows("sdpa", "fp32", tally["sdpa", "fp32"])]
+        for tally in (right, wrong, breaks)
+    ]
+    assert verdicts == [[OK], [WRONG, WRONG], [FAILED]]
+
+
+def _good(setup: Setup) -> Iterator[Row]:
+    yield Row("one", "1", MEASURED)
+
+
+def _raises(setup: Setup) -> Iterator[Row]:
+    yield Row("one", "1", OK)
+    raise ValueError("no such thing")
+
+
+def _dies(setup: Setup) -> Iterator[Row]:
+    yield Row("one", "1", OK)
+    os._exit(9)
+
+
+def _hangs(setup: Setup) -> Iterator[Row]:
+    yield Row("one", "1", OK)
+    time.sleep(60)
+
+
+def test_an_item_that_fails_or_hangs_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "GRACE_S", 0)
+    ends = [[(row.what, row.verdict) for row in report._run(item, SETUP, 2)][-1] for item in (_good, _raises, _dies)]
+    assert ends == [("one", MEASURED), ("the rest", FAILED), ("the rest", FAILED)]
+    *_, last = report._run(_hangs, SETUP, 1.5)
+    assert last.verdict.startswith("stopped: killed after ")
+    assert [row.verdict for row in report._run(_good, SETUP, 0)] == ["stopped: the time of the whole report was up"]

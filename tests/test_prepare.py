@@ -1,0 +1,273 @@
+"""Plans: what is prepared once is what is executed, and a plan is refused where it does not belong. Masks and kernels
+of one's own, on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.attn.prepare import AttentionPlan
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Span
+from longspan.core.regions import Region
+from longspan.hf import registry
+from tests.attention import CASES, one_device, run
+from tests.attention import sharding as sharding_of
+from tests.models import batch, build, sharding
+from tests.oracle import errors, make, options, truth_of
+from tests.pool import RankPool
+from tests.tolerance import MARGIN
+
+
+def _tensors(n: int = 24, grad: bool = True) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(2, n, heads, 8, generator=draw).requires_grad_(grad) for heads in (4, 2, 2)]
+
+
+# --- a plan is what attention() would do
+
+
+def _by_plan(names: list[str], ring: int) -> dict[str, bool]:
+    """Whether output and gradients through a plan, used twice, are to the bit those of a call without."""
+    sp = sharding_of(dist.get_world_size() // ring, ring)
+    out = {}
+    for name in names:
+        case = CASES[name]
+        x = make(case)
+        told = options(case, x)
+        of_layer = {key: told.pop(key) for key in ("softcap", "alibi", "bias", "scale") if key in told}
+        if "sinks" in x:
+            of_layer["sinks"] = x["sinks"]
+        q, k, v = (sp.shard(x[key]).clone().requires_grad_() for key in "qkv")
+        plan = longspan.prepare_attention(q, k, v, sp, **told, **of_layer)
+        runs = [longspan.attention(q, k, v, sp, plan=plan, **of_layer) for _ in range(2)]
+        runs.append(longspan.attention(q, k, v, sp, **told, **of_layer))
+        grads = [torch.autograd.grad(run.square().sum(), [q, k, v]) for run in runs]
+        same = all(torch.equal(run, runs[0]) for run in runs)
+        out[name] = same and all(torch.equal(a, b) for grad in grads for a, b in zip(grad, grads[0], strict=True))
+    return out
+
+
+@pytest.mark.parametrize("ring", [1, 2])
+def test_a_plan_does_what_a_call_does(pool2: RankPool, ring: int) -> None:
+    names = [
+        "gqa",
+        "window",
+        "documents and padding",
+        "chunks",
+        "prefix",
+        "sinks",
+        "alibi",
+        "a mask function",
+        "softcap",
+    ]
+    for found in pool2.run(_by_plan, names, ring):
+        assert all(found.values()), found
+
+
+def test_layers_of_one_kind_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[AttentionPlan] = []
+
+    def counted(*args: Any, **more: Any) -> AttentionPlan:
+        made.append(original(*args, **more))
+        return made[-1]
+
+    original = registry.prepare
+    monkeypatch.setattr(registry, "prepare", counted)
+    model = longspan.parallelize(
+        build("Gemma3Text", num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+        one_device(),
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    first, second = model(**batch()), model(**batch(seed=2, n=17))
+    (first.loss + second.loss).backward()  # layers run again: with the plans of their own batch
+    assert len(made) == 4  # two kinds of layers, two batches
+    assert {plan.shapes.q[1] for plan in made} == {21, 17}
+
+
+# --- where it does not belong
+
+
+def test_a_plan_is_refused_for_other_tensors() -> None:
+    sp, (q, k, v) = one_device(), _tensors()
+    plan = longspan.prepare_attention(q, k, v, sp, window=5)
+    wrong: list[tuple[list[Tensor], dict[str, Any], str]] = [
+        (_tensors(23), {}, r"made for q \(2, 24, 4, 8\).* used with q \(2, 23, 4, 8\)"),
+        ([x.double() for x in (q, k, v)], {}, "float32 on cpu, it is used with .*float64"),
+        ([q, k, v], {"softcap": 3.0}, "another softcap"),
+        ([q, k, v], {"sinks": torch.zeros(4), "alibi": torch.zeros(4)}, "another sinks and alibi"),
+        ([q, k, v], {"window": 5}, "a plan has window already"),
+        ([q, k, v], {"causal": False, "kernel": "sdpa"}, "a plan has causal, kernel already"),
+        ([q, k, v[0]], {}, "four dimensions each"),
+    ]
+    for tensors, more, text in wrong:
+        with pytest.raises(LongspanError, match=text):
+            longspan.attention(*tensors, sp, plan=plan, **more)
+    with pytest.raises(LongspanError, match="'fast' is no plan; make one with longspan.prepare_attention"):
+        longspan.attention(q, k, v, sp, plan="fast")  # type: ignore[arg-type]
+    without = longspan.prepare_attention(*_tensors(grad=False), sp)
+    with pytest.raises(LongspanError, match="made where no gradients were asked for"):
+        longspan.attention(q, k, v, sp, plan=without)
+
+
+def test_a_call_sees_what_has_changed() -> None:
+    """attention() keeps the last plans; none is taken for another attention."""
+    sp, (q, k, v) = one_device(), _tensors()
+    reach = 3
+
+    def near(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i - j < reach)
+
+    outs = []
+    for reach in (3, 7):
+        by_function = longspan.attention(q, k, v, sp, causal=False, mask_mod=near)
+        assert torch.allclose(by_function, longspan.attention(q, k, v, sp, window=reach), atol=1e-6)
+        outs.append(by_function)
+    assert not torch.equal(*outs)
+    with pytest.raises(LongspanError, match=r"`sinks` has the shape \(3,\)"):
+        for heads in (4, 3):
+            longspan.attention(q, k, v, sp, sinks=torch.zeros(heads))
+
+
+# --- a mask of one's own
+
+
+@dataclass(frozen=True)
+class Streaming(longspan.Mask):
+    """StreamingLLM's mask (arXiv:2309.17453): the first few tokens, and a window."""
+
+    first: int = 3
+
+    def pairwise(self, q: Tensor, kv: Tensor, prefix: Tensor | int = 0) -> Tensor:
+        assert self.window is not None
+        return (kv <= q) & ((q - kv < self.window) | (kv < self.first))
+
+    def parts(self, row: int, queries: Span, keys: Span) -> Iterator[Region]:
+        assert self.window is not None
+        cut = min(max(self.first, keys[0]), keys[1])
+        if keys[0] < cut:
+            yield Region(*queries, keys[0], cut, 0)
+        if cut < keys[1]:
+            yield Region(*queries, cut, keys[1], 0, self.window - 1)
+
+
+def _streams(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (kv <= q) & ((q - kv < 5) | (kv < 3))
+
+
+def _own_mask(ring: int, documents: bool) -> list[float]:
+    """Differences from the same mask as a function, which every kernel asks element by element."""
+    sp = sharding_of(dist.get_world_size() // ring, ring)
+    whole = _tensors()
+    told = {"documents": (torch.arange(24) // 10).expand(2, -1)} if documents else {}
+    q, k, v = (sp.shard(x.detach()).requires_grad_() for x in whole)
+    results = []
+    for mask in ({"mask": Streaming(window=5)}, {"causal": False, "mask_mod": _streams}):
+        out = longspan.attention(q, k, v, sp, length=24, **mask, **told)  # type: ignore[arg-type]
+        results.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_a_mask_of_ones_own(pool4: RankPool, ring: int, documents: bool) -> None:
+    for found in pool4.run(_own_mask, ring, documents and ring < 3):
+        assert max(found) < 1e-5, found
+
+
+def test_a_mask_is_given_once() -> None:
+    sp, (q, k, v) = one_device(), _tensors()
+    with pytest.raises(LongspanError, match="`mask` says all of .*, and window was given too"):
+        longspan.attention(q, k, v, sp, mask=Streaming(window=5), window=3)
+    with pytest.raises(LongspanError, match="mask='causal' is no longspan.Mask"):
+        longspan.attention(q, k, v, sp, mask="causal")  # type: ignore[arg-type]
+    with pytest.raises(LongspanError, match="kernel='sdpa' cannot do the mask Streaming"):
+        longspan.attention(q, k, v, sp, mask=Streaming(window=5), kernel="sdpa")
+    twice = longspan.Mask(segments=(((0, 24),),) * 2)
+    with pytest.raises(LongspanError, match="documents are given twice"):
+        longspan.attention(q, k, v, sp, mask=twice, documents=(torch.arange(24) // 9).expand(2, -1))
+
+
+# --- a kernel of one's own
+
+
+@longspan.kernel_with_lse
+def plain_tile(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    group = q.shape[2] // k.shape[2]
+    x = torch.einsum("bqhd,bthd->bhqt", q, k.repeat_interleave(group, 2)) * scale
+    if bias is not None:
+        x = x + bias
+    if causal:
+        x = x.masked_fill(torch.ones(x.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return torch.einsum("bhqt,bthd->bqhd", x.softmax(-1), v.repeat_interleave(group, 2)), x.logsumexp(-1)
+
+
+def _own_kernel(names: list[str], ring: int) -> dict[str, dict[str, float]]:
+    sp = sharding_of(dist.get_world_size() // ring, ring)
+    return {name: errors(CASES[name], run(CASES[name], sp, plain_tile), truth_of(CASES[name])) for name in names}
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_a_kernel_of_ones_own_that_gives_the_lse_serves_in_rings(pool4: RankPool, ring: int) -> None:
+    names = ["gqa", "window", "documents and padding", "sinks", "alibi", "a mask function that leaves rows empty"]
+    for found in pool4.run(_own_kernel, names, ring):
+        for name, each in found.items():
+            assert max(each.values()) <= MARGIN, (name, each)
+
+
+def test_a_kernel_that_gives_something_else_is_refused() -> None:
+    sp, (q, k, v) = one_device(), _tensors()
+    bad = longspan.kernel_with_lse(lambda q, k, v, *, causal, scale, bias: q)  # type: ignore[arg-type, return-value]
+    with pytest.raises(LongspanError, match=r"returned \['Tensor'\]; \(out, lse\) of .*2, 24, 4, 8.*2, 4, 24"):
+        longspan.attention(q, k, v, sp, kernel=bad)
+    with pytest.raises(LongspanError, match="the kernel plain_tile cannot be told of softcap"):
+        longspan.attention(q, k, v, sp, kernel=plain_tile, softcap=3.0)
+
+
+def _in_a_model() -> None:
+    sp = sharding(ring=2)
+    model = longspan.parallelize(build("Llama"), sp, kernel=plain_tile)
+    other = longspan.parallelize(build("Llama"), sp)
+    losses = [float(m(**batch()).loss.detach()) for m in (model, other)]
+    assert abs(losses[0] / losses[1] - 1) < 1e-6
+
+
+def test_a_model_takes_a_kernel_of_ones_own_in_a_ring(pool4: RankPool) -> None:
+    pool4.run(_in_a_model)
+
+
+def test_what_a_kernel_is_told_of_blocks() -> None:
+    """The seam's own arithmetic: regions lie where positions say, in every block."""
+    from longspan.attn.kernels.base import Blocks
+    from longspan.attn.score import Scores
+    from longspan.core.layout import Layout
+
+    layout, n = Layout(2, 1, "zigzag"), 16
+    k_spans, owners = layout.runs(n)
+    for rank in range(2):
+        mask = longspan.Mask(window=6)
+        at = torch.device("cpu")
+        blocks = Blocks(mask, Scores().kind, 1, 2, 0, (n, n), layout.block(n, rank), k_spans, owners, at)
+        for block, parts in enumerate(blocks.parts):
+            i, j = blocks.positions(block)
+            dense = torch.zeros(len(i), len(j), dtype=torch.bool)
+            for part in parts:
+                r = part.region
+                rows, columns = slice(r.q0 + part.q_at, r.q1 + part.q_at), slice(r.k0 + part.k_at, r.k1 + part.k_at)
+                band = torch.ones(r.q1 - r.q0, r.k1 - r.k0, dtype=torch.bool)
+                distance = i[rows][:, None] - j[columns][None]
+                band &= (distance >= r.lo) if r.lo is not None else True
+                band &= (distance <= r.hi) if r.hi is not None else True
+                assert not (dense[rows, columns] & band).any()  # disjoint
+                dense[rows, columns] |= band
+            assert torch.equal(dense, mask.dense(1, 1, i, j)[0, 0])

@@ -1,0 +1,53 @@
+"""A small model to train, and what a run of `longspan train` says and logs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from longspan.train import TrainConfig
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""The config.json of a Llama over bytes."""
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """The config.json of `LLAMA` in `folder`, with changes; its path."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA | changes))
+    return path
+
+
+def train(config: TrainConfig) -> None:
+    """This rank's part of a run."""
+    from longspan.train.loop import Trainer
+
+    Trainer(config).run()
+
+
+def said_by(config: TrainConfig) -> str:
+    """What this rank prints in a run."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        train(config)
+    return out.getvalue()
+
+
+def losses_of(out: Path) -> dict[int, float]:
+    """Step -> loss, from what a run has logged."""
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
