@@ -137,6 +137,47 @@ def test_a_call_sees_what_has_changed() -> None:
             longspan.attention(q, k, v, sp, sinks=torch.zeros(heads))
 
 
+def test_a_bias_that_comes_to_be_learnt_is_refused_by_a_plan_that_was_made_before() -> None:
+    """Its gradient would be zero without a word: with a plan, given or kept, and with a kernel of one's own."""
+    sp, (q, k, v) = one_device(), _tensors()
+    fixed, learnt = torch.ones(4), torch.ones(4, requires_grad=True)
+    plan = longspan.prepare_attention(q, k, v, sp, alibi=fixed)
+    longspan.attention(q, k, v, sp, alibi=fixed)
+    calls: list[dict[str, Any]] = [{"plan": plan}, {}, {"kernel": plain_tile}]
+    for more in calls:
+        with pytest.raises(LongspanError, match="gives no gradient to a bias that is learnt; use kernel='eager'"):
+            longspan.attention(q, k, v, sp, alibi=learnt, **more)
+    eager = longspan.prepare_attention(q, k, v, sp, alibi=fixed, kernel="eager")
+    longspan.attention(q, k, v, sp, alibi=learnt, plan=eager).sum().backward()
+    assert learnt.grad is not None and learnt.grad.any()
+
+
+def test_two_models_may_be_called_with_one_batch_that_was_cut_before() -> None:
+    sp = one_device()
+    seen: list[int] = []
+
+    @longspan.kernel_with_lse
+    def noted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, bias: Tensor | None) -> Any:
+        seen.append(q.shape[1])
+        return plain_tile.function(q, k, v, causal=causal, scale=scale, bias=bias)
+
+    first, second = (longspan.parallelize(build("Llama"), sp, kernel=kernel) for kernel in ("auto", noted))
+    cut = longspan.shard_batch(batch(), sp)
+    losses = [float(model(**cut).loss.detach()) for model in (first, second)]
+    assert len(seen) >= 2 and abs(losses[0] / losses[1] - 1) < 1e-6
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "eager"])
+def test_autocast_does_not_reach_what_is_summed_in_fp32(kernel: str) -> None:
+    sp, (q, k, v) = one_device(), _tensors()
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = longspan.attention(q, k, v, sp, softcap=3.0, kernel=kernel)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [q, k, v])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 # --- a mask of one's own
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -198,11 +197,11 @@ def attention(
         causal, length, kv_length, window, chunk, prefix, documents, kv_documents, cu_seqlens, q_start, mask_mod, sinks,
         softcap, alibi, bias, scale, dropout, mask,
     )  # fmt: skip
-    options.check_dropout()
     scores = options.scores
     if plan is None:
         plan = _plan(q, k, v, sp, options, scores, kernel)
     else:
+        options.check_dropout()
         _check_plan(plan, options, kernel)
         plan.check(q, k, v, scores)
     return plan(q, k, v, scores)
@@ -229,11 +228,8 @@ def prepare_attention(
         LongspanError: as `attention`.
     """
     given = Options(**options)
-    given.check_dropout()
-    check_sharding(sp)
-    check_tensors(q, k, v)
-    mask, lengths = given.mask_of(q, k, sp)
-    return prepare(Shapes.of(q, k, v, given.scores), sp, mask, given.scores, lengths, kernel)
+    shapes, mask, lengths = _asked(q, k, v, sp, given)
+    return prepare(shapes, sp, mask, given.scores, lengths, kernel)
 
 
 def explain_kernel(
@@ -258,11 +254,7 @@ def explain_kernel(
         LongspanError: as `attention`.
     """
     given = Options(**options)
-    given.check_dropout()
-    check_sharding(sp)
-    check_tensors(q, k, v)
-    mask, lengths = given.mask_of(q, k, sp)
-    shapes = Shapes.of(q, k, v, given.scores)
+    shapes, mask, lengths = _asked(q, k, v, sp, given)
     check(shapes, sp, mask, given.scores, lengths)
     return choose(shapes, sp, mask, given.scores, lengths, kernel)[1]
 
@@ -277,25 +269,33 @@ def _plan(
     kernel: AnyKernel,
 ) -> AttentionPlan:
     """The plan for this call: one of the last few, where it is the same attention again (the next layer)."""
+    shapes, mask, lengths = _asked(q, k, v, sp, options)
+    # A function, or a mask of one's own, may have changed though it is equal; and a compiler must not look into the
+    # store.
+    unknown = mask.mod is not None or scores.bias is not None or type(mask) is not Mask
+    if unknown or not isinstance(kernel, Hashable) or torch.compiler.is_compiling():
+        return prepare(shapes, sp, mask, scores, lengths, kernel)
+    key = (shapes, mask, scores.kind, lengths, kernel)
+    plan = sp.plans.get(key)
+    if plan is None:
+        plan = sp.plans[key] = prepare(shapes, sp, mask, scores, lengths, kernel)
+        if len(sp.plans) > _KEPT_PLANS:
+            sp.plans.popitem(last=False)
+    else:
+        plan.check_scores(scores)
+        sp.plans.move_to_end(key)
+    return plan
+
+
+def _asked(
+    q: Tensor, k: Tensor, v: Tensor, sp: SequenceSharding, options: Options
+) -> tuple[Shapes, Mask, tuple[int, int]]:
+    """The tensors' shapes, the mask, and the lengths of queries and keys."""
+    options.check_dropout()
     check_sharding(sp)
     check_tensors(q, k, v)
     mask, lengths = options.mask_of(q, k, sp)
-    shapes = Shapes.of(q, k, v, scores)
-    # A function may have changed, though it is the same object; and a compiler must not look into the store.
-    unknown = mask.mod is not None or scores.bias is not None or not isinstance(kernel, Hashable)
-    if unknown or torch.compiler.is_compiling():
-        return prepare(shapes, sp, mask, scores, lengths, kernel)
-    kept: OrderedDict[Any, AttentionPlan] = sp.__dict__.setdefault("_plans", OrderedDict())
-    key = (shapes, mask, scores.kind, lengths, kernel)
-    plan = kept.get(key)
-    if plan is None:
-        plan = kept[key] = prepare(shapes, sp, mask, scores, lengths, kernel)
-        if len(kept) > _KEPT_PLANS:
-            kept.popitem(last=False)
-    else:
-        scores.check(shapes.q[2])
-        kept.move_to_end(key)
-    return plan
+    return Shapes.of(q, k, v, options.scores), mask, lengths
 
 
 def _check_plan(plan: AttentionPlan, options: Options, kernel: AnyKernel) -> None:

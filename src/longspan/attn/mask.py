@@ -286,7 +286,7 @@ def _ids(rows: Segments, positions: Tensor) -> Tensor:
     """The number of the run that each position lies in, int64 [B, len(positions)]; -1 for none."""
     ids = torch.full((len(rows), len(positions)), -1, dtype=torch.int64, device=positions.device)
     for b, row in enumerate(rows):
-        # By a search and not run by run: there may be thousands, and this is asked for in every layer.
+        # By a search and not run by run: there may be thousands.
         runs = sorted((start, stop, number) for number, (start, stop) in enumerate(row) if stop > start)
         if runs:
             starts, stops, numbers = torch.tensor(list(zip(*runs, strict=True)), device=positions.device)

@@ -8,13 +8,13 @@ and device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, Kernel, Need, WholeKernel
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, gives_lse, tell
+from longspan.attn.kernels.base import Blocks, Kernel, Need, WholeKernel
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, gives_lse, refuse_learnt_biases, tell
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.methods.base import Method
@@ -75,12 +75,14 @@ class AttentionPlan:
         kind: of the scores (`Scores.kind`).
         choice: the kernel, and why.
         method: what executes it.
+        learns: whether a bias that is learnt gets its gradient.
     """
 
     shapes: Shapes
     kind: ScoreKind
     choice: Choice
     method: Method
+    learns: bool
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         """Execute it: `[batch, tokens, query heads, head_dim of v]`."""
@@ -106,7 +108,17 @@ class AttentionPlan:
             pairs = zip(("softcap", "sinks", "alibi", "bias"), self.kind, scores.kind, strict=True)
             unlike = [name for name, made_with, given in pairs if made_with != given]
             raise LongspanError(f"the plan was made with another {' and '.join(unlike)}; make one with these options")
-        scores.check(q.shape[2])
+        self.check_scores(scores)
+
+    def check_scores(self, scores: Scores) -> None:
+        """Refuse scores of another number of heads, and a bias whose gradient would silently be missing.
+
+        Raises:
+            LongspanError: with the way out.
+        """
+        scores.check(self.shapes.q[2])
+        if self.shapes.grad and not self.learns:
+            refuse_learnt_biases(self.choice.name, scores, self.shapes.device)
 
 
 def prepare(
@@ -140,7 +152,7 @@ def prepare(
     method = _inner(shapes, sp, mask, scores, lengths, found, mine)
     if sp.ulysses_size > 1 and sp.ulysses_group is not None:
         method = Ulysses(sp.ulysses_group, shards, method, lengths if sp.ring_size == 1 else None)
-    return AttentionPlan(shapes, scores.kind, choice, method)
+    return AttentionPlan(shapes, scores.kind, choice, method, learns=not gives_lse(found))
 
 
 def _inner(
@@ -153,27 +165,23 @@ def _inner(
     mine: HeadShard,
 ) -> Method:
     """Attention of a block's tokens (of all, without a ring) on my heads."""
-    spread = mine.kv_head_index
-    index = None if spread is None else torch.tensor(spread, device=shapes.device)
-    if sp.ring_size == 1:
-        blocks = _blocks(shapes, Layout(), mask, scores, lengths, mine, 0)
-        if kernel is not EAGER and not gives_lse(kernel):
-            whole: WholeKernel = kernel  # type: ignore[assignment]
-            return Whole(whole, whole.prepare_whole(blocks) if mine.q_heads else None, index)
-    else:
-        blocks = _blocks(shapes, sp.layout, mask, scores, lengths, mine, sp.ring_rank)
-    group = sp.ring_group if sp.ring_size > 1 else None
+    heads = mine.kv_head_index
+    index = None if heads is None else torch.tensor(heads, device=shapes.device)
+    # Without a ring the tokens of the Ulysses ranks are one block, their padding cut off.
+    layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
+    blocks = _blocks(shapes, layout, mask, scores, lengths, mine, sp.ring_rank)
     if kernel is EAGER:
         return ReferenceRing(group, sp.ring_rank, blocks, index)
-    assert gives_lse(kernel)
-    block_kernel: BlockKernel = kernel  # type: ignore[assignment]
-    work = work_of_blocks(sp.layout if sp.ring_size > 1 else Layout(), lengths, mask, shapes.q[0])
+    if not gives_lse(kernel):
+        whole = cast(WholeKernel, kernel)
+        return Whole(whole, whole.prepare_whole(blocks) if mine.q_heads else None, index)
+    work = work_of_blocks(layout, lengths, mask, shapes.q[0])
     routes = ring_routes([[pairs > 0 for pairs in row] for row in work])
     width = mine.kv_heads * (shapes.k[3] + shapes.v[3])
     kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * width * shapes.dtype.itemsize * sp.ring_size
     impl = choose_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
-    prepared = tuple(block_kernel.prepare(blocks)) if mine.q_heads else (None,) * blocks.count
-    return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, block_kernel, prepared, index)
+    prepared = tuple(kernel.prepare(blocks)) if mine.q_heads else (None,) * blocks.count
+    return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, prepared, index)
 
 
 def _blocks(

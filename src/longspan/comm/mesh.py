@@ -7,6 +7,7 @@ axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node a
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,7 @@ class SequenceSharding:
         check_flag("kv_replication", kv_replication)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
+        self.plans: OrderedDict[Any, Any] = OrderedDict()  # of `longspan.attention`: the last few, by what they are for
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.ring_size: int = sizes["ring"]

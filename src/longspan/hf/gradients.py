@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from longspan.compat.torch_api import when_backward_ends
+from longspan.core.buckets import GRADIENT_BUCKET, gradient_buckets
 from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
 
@@ -68,7 +69,7 @@ class GradientSum:
     run before the sum: use FSDP with those.
     """
 
-    bucket_elements = 1 << 25
+    bucket_elements = GRADIENT_BUCKET
 
     def __init__(self, parameters: Iterable[nn.Parameter], sp: SequenceSharding) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -137,8 +138,9 @@ class GradientSum:
             if p not in self.fresh:
                 self._lay_aside(p)
                 p.grad = torch.zeros_like(p)
-        for bucket in self._buckets(summed):
-            self._sum(bucket)
+        kinds = [p.dtype for p in summed]
+        for places in gradient_buckets([p.numel() for p in summed], kinds, self.bucket_elements):
+            self._sum([summed[i] for i in places])
         for p, grad in self.earlier.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
         self.earlier.clear()
@@ -160,18 +162,6 @@ class GradientSum:
                 self._lay_aside(p)
             p.grad = grad if p.grad is None else grad.add_(p.grad)
         self.waiting.clear()
-
-    def _buckets(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Runs of parameters of one dtype, about `bucket_elements` each, so that the copy stays small."""
-        buckets: list[list[nn.Parameter]] = []
-        size = 0
-        for p in parameters:
-            if not buckets or size + p.numel() > self.bucket_elements or buckets[-1][0].dtype != p.dtype:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(p)
-            size += p.numel()
-        return buckets
 
     def _sum(self, bucket: list[nn.Parameter]) -> None:
         """One all-reduce, in fp32 at least: a sum of many ranks in bf16 would round at every step."""

@@ -53,11 +53,15 @@ _NO_MEANING = {
 
 @dataclass
 class LayerBinding:
-    """What is written on an attention layer: how it is sharded, and whether it has been seen at work."""
+    """What is written on an attention layer: how it is sharded, by which kernel, and whether it has been seen at work.
+
+    `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
+    """
 
     name: str
     sp: SequenceSharding
     kernel: AnyKernel
+    model: object
     seen: bool = False
 
 
@@ -194,8 +198,7 @@ def longspan_attention(
             f"registry; {HELP}"
         )
     scores = _scores(layer, attention_mask, info, scaling, dropout, more)
-    if not layer.seen:
-        layer.seen = True
+    layer.seen = True
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     try:
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
@@ -208,7 +211,7 @@ def _plan(
     layer: LayerBinding, request: MaskRequest, info: SequenceInfo, shapes: Shapes, scores: Scores
 ) -> AttentionPlan:
     """The plan of this batch for layers like this one: made by the first of them, executed by all."""
-    key = request, shapes, scores.kind
+    key = layer.model, request, shapes, scores.kind
     compiling = torch.compiler.is_compiling()  # a compiler would take the store's content for constants
     plan = None if compiling else info.plans.get(key)
     if plan is None:
@@ -286,9 +289,9 @@ def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel)
         config = module.__dict__.get("config")
         if isinstance(config, PreTrainedConfig):
             set_attention(config, NAME)
-    binding = ModelBinding()
+    binding, model_key = ModelBinding(), object()
     for path, layer in attention_layers(model).items():
-        bound = LayerBinding(path, sp, kernel)
+        bound = LayerBinding(path, sp, kernel, model_key)
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):

@@ -34,7 +34,7 @@ NUDGES = 2
 
 One run is one draw: where a single number near the end of a model (a norm's statistics of one token) makes most of the
 error of a gradient, that run may have it right by luck, and its error is then no measure of another's. So it is run
-again with weights that differ in their last place, which is what one more rounding of each would do.
+again with weights that differ in their last place, about as one more rounding of each would make them.
 """
 
 FEW = 64

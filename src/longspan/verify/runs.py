@@ -137,7 +137,7 @@ def _widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def nudged(model: nn.Module, seed: int) -> nn.Module:
-    """A copy whose weights were each rounded once more: moved at random, by at most one unit in the last place."""
+    """A copy whose weights were each rounded once more: moved at random, by at most eps relative."""
     moved = copy.deepcopy(model)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -294,7 +294,7 @@ class WholeKernel(Kernel, Protocol):
 
 
 REGISTRY: dict[str, Kernel] = {}
-"""Kernels by name; read by `longspan.attention`, the command line and the planner."""
+"""Kernels by name: what `kernel=` takes in `longspan.attention` and `longspan.parallelize`."""
 
 ALIASES = {"block": "tiled"}
 """Older names."""

@@ -6,13 +6,13 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from longspan.attn.kernels import flash_attn as flash_attn  # registers itself
-from longspan.attn.kernels.base import ALIASES, REGISTRY, BlockKernel, Kernel, Need, WholeKernel
+from longspan.attn.kernels.base import ALIASES, REGISTRY, BlockKernel, Kernel, Need
 from longspan.attn.kernels.custom import FunctionKernel
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.kernels.flex import FLEX, compiles
@@ -54,11 +54,13 @@ def choose_kernel(kernel: AnyKernel, need: Need) -> tuple[Kernel, Choice]:
         raise LongspanError(
             f"kernel={kernel!r} is unknown; choose {', '.join(('auto', *REGISTRY))}, or pass a callable"
         )
-    if isinstance(kernel, str) and kernel != "eager" and need.grad:
-        _refuse_learnt_biases(kernel, need.scores, need.device)
-    if kernel == "auto":
-        return _auto(need)
-    found = as_kernel(kernel)
+    found, choice = _auto(need) if kernel == "auto" else _asked_for(as_kernel(kernel), need)
+    if need.grad and gives_lse(found):
+        refuse_learnt_biases(found.name, need.scores, need.device)
+    return found, choice
+
+
+def _asked_for(found: Kernel, need: Need) -> tuple[Kernel, Choice]:
     refusal = found.refuses(need)
     if refusal is not None:
         raise LongspanError(refusal)
@@ -70,8 +72,7 @@ def choose_kernel(kernel: AnyKernel, need: Need) -> tuple[Kernel, Choice]:
             f"the kernel {found.name} gives no log-sum-exps, by which a ring of {need.ring} adds up blocks; use "
             f"kernel='auto', or ring=1 with more ulysses"
         )
-    asked = found in (SDPA, FLEX) or found.name == "flash_attn"
-    return found, Choice(found.name, "asked for" if asked else found.describe(need))
+    return found, Choice(found.name, found.describe(need))
 
 
 def as_kernel(kernel: AnyKernel) -> Kernel:
@@ -91,7 +92,7 @@ def as_kernel(kernel: AnyKernel) -> Kernel:
     return FunctionKernel(function)
 
 
-def gives_lse(kernel: Kernel) -> bool:
+def gives_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
     """Whether a kernel computes block by block, with log-sum-exps (`BlockKernel`)."""
     return all(hasattr(kernel, name) for name in ("prepare", "forward", "backward", "accumulate"))
 
@@ -115,7 +116,12 @@ def _auto(need: Need) -> tuple[Kernel, Choice]:
     return TILED, Choice(TILED.name, f"{wanted}; {tiles}")
 
 
-def _refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:
+def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:
+    """Refuse a bias that is learnt, with a kernel that gives it no gradient: one that computes block by block.
+
+    Raises:
+        LongspanError: with the way out.
+    """
     learnt = scores.alibi is not None and scores.alibi.requires_grad
     if scores.bias is not None and not learnt:
         at = torch.zeros(1, dtype=torch.int64, device=device)
@@ -132,8 +138,3 @@ def _refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> 
 def tell(choice: Choice) -> None:
     """Log a choice, the first time that it is made in this process."""
     _log.info("attention kernel %s", choice)
-
-
-__all__ = [
-    "AnyKernel", "BlockKernel", "Choice", "Kernel", "WholeKernel", "as_kernel", "choose_kernel", "gives_lse", "tell",
-]  # fmt: skip

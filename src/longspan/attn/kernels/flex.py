@@ -110,7 +110,7 @@ class FlexKernel(BlockKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores) -> tuple[Tensor, Tensor]:
         """One call; see `BlockKernel`."""
         heads = q.shape[1]
-        return _flex_attention(q.device.type != "cpu")(  # type: ignore[no-any-return]
+        found: tuple[Tensor, Tensor] = _flex_attention(q.device.type != "cpu")(
             q,
             k,
             v,
@@ -119,6 +119,7 @@ class FlexKernel(BlockKernel):
             scale=scores.scale,
             enable_gqa=k.shape[1] != heads,
         )
+        return found
 
     def backward(
         self, done: Finished, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores

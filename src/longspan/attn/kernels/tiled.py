@@ -121,9 +121,9 @@ class TiledKernel(BlockKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All tiles' gradients, added up in fp32 at least; see `BlockKernel`."""
         dtype = done.lse.dtype
-        into = tuple(torch.zeros_like(x, dtype=dtype) for x in (done.q, k, v))
-        self.accumulate_gradients(into, done, k, v, block, scores)  # type: ignore[arg-type]
-        return into  # type: ignore[return-value]
+        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (done.q, k, v))
+        self.accumulate_gradients((dq, dk, dv), done, k, v, block, scores)
+        return dq, dk, dv
 
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
