@@ -60,6 +60,7 @@ HARD = {
     "a mask function that leaves rows empty": Case(mod="late", causal=False, n=17, batch=2),
     "a mask function, documents, softcap": Case(mod="striped", documents=(0,) * 8 + (1,) * 5, n=13, softcap=3.0),
     "many short documents": Case(documents=sum(((i,) * (1 + 7 * i % 4) for i in range(24)), ()), n=60, batch=2),
+    "many documents of about one length": Case(documents=sum(((i,) * (7 + i % 2) for i in range(8)), ()), n=60),
     "many short documents, bidirectional, padding": Case(
         causal=False, documents=(-1,) * 2 + sum(((i,) * (2 + i % 2) for i in range(20)), ()) + (-1,) * 3, n=55
     ),
