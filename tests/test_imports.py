@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import pkgutil
@@ -137,3 +139,22 @@ def test_what_tests_share_is_in_no_test_module() -> None:
     tests = (ROOT / "tests").rglob("*.py")
     found = {p.name: re.findall(r"^\s*(?:from|import) tests\.(?:\w+\.)?test_\w+", p.read_text(), re.M) for p in tests}
     assert len(found) > 50 and not {name: lines for name, lines in found.items() if lines}
+
+
+def _imported_from_longspan(path: Path) -> list[tuple[str, str]]:
+    """Every name that a file imports from longspan, inside functions too, with its module."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longspan")]
+    return [(str(node.module), alias.name) for node in froms for alias in node.names]
+
+
+def test_what_benchmarks_and_examples_import_is_there() -> None:
+    # They run for minutes, or on a GPU, so no test runs them whole: a name that moved would be found by their users.
+    files = [path for folder in ("benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    imported = {(path.name, *name) for path in files for name in _imported_from_longspan(path)}
+    assert len(imported) > 30
+    gone = []
+    for where, module, name in sorted(imported):
+        if not hasattr(importlib.import_module(module), name) and f"{module}.{name}" not in MODULES:
+            gone.append(f"{where}: from {module} import {name}")
+    assert not gone

@@ -1,6 +1,7 @@
 """Ranks that are killed, stopped, that leave early or were told something else: a seeded, bounded campaign.
 
     python -m tests.chaos.ranks --seed 1 --tries 10
+    python -m tests.chaos.ranks --seed 1 --tries 100 --kinds kill
 
 Every fault is put into a real job of 4 ranks at a random moment (start-up, steps, saves, export). A job must end by
 itself within the limit, with a message that names the rank; after a kill, a stop or an early exit, the job goes on from
@@ -38,6 +39,7 @@ LIMIT_S = 180.0
 """A job that has not ended by then, after its fault, hangs."""
 TIMEOUT_S = 20
 """--timeout of the jobs."""
+KINDS = ("kill", "stop", "leave", "mismatch")
 CHANGES: list[dict[str, Any]] = [
     {"lr": 0.5},
     {"clip": 9.0},
@@ -298,13 +300,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tries", type=int, default=5, help="faults of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
         return _run_job(args.job)
     print(f"seed {args.seed}")
     with tempfile.TemporaryDirectory(prefix="longspan-chaos-") as folder:
-        outcomes = campaign(args.seed, dict.fromkeys(("kill", "stop", "leave", "mismatch"), args.tries), Path(folder))
+        outcomes = campaign(args.seed, dict.fromkeys(args.kinds, args.tries), Path(folder))
     print(table(outcomes))
     good = all(o.verdict in ("named", "too late") and o.recovered is not False for o in outcomes)
     return 0 if good else 1
