@@ -16,7 +16,7 @@ import torch
 
 import longspan
 from benchmarks.gpu import __main__ as report
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, model
 from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup
 
 ROOT = Path(__file__).parent.parent
@@ -113,3 +113,9 @@ def test_an_item_that_fails_or_hangs_leaves_the_others_alone(monkeypatch: pytest
     *_, last = report._run(_hangs, SETUP, 1.5)
     assert last.verdict.startswith("stopped: killed after ")
     assert [row.verdict for row in report._run(_good, SETUP, 0)] == ["stopped: the time of the whole report was up"]
+
+
+def test_the_plan_that_peak_memory_is_compared_with() -> None:
+    # A CPU skips the item, so what it takes from the planner is asked for here; it grows with the tokens.
+    small, large = (model.planned_bytes({"ring": 2, "ulysses": 4}, 8 * local) for local in (32768, 262144))
+    assert 1 << 30 < small < large / 4

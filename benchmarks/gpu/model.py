@@ -10,6 +10,8 @@ import torch
 
 import longspan
 from benchmarks.gpu.setup import BELOW, FAILED, MEASURED, OK, SKIPPED, STOPPED, Row, Setup, brief, needs_cuda
+from longspan.plan import Job, Mesh, cost, read_hardware
+from longspan.plan.models.read import shape_from_config
 from tests.fakes import fake_world
 
 LLAMA: dict[str, Any] = {
@@ -54,18 +56,12 @@ def memory(setup: Setup) -> Iterator[Row]:
     if line is not None:
         yield line
         return
-    from longspan.plan import Job, Mesh, cost, read_hardware
-    from longspan.plan.shapes import shape_from_config
-
     capacity = torch.cuda.get_device_properties(0).total_memory
     for axes in ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4}):
         for local in (32768, 65536, 131072, 262144):
             context = 8 * local
             what = f"{local:,} tokens a rank, {' x '.join(f'{axis} {size}' for axis, size in axes.items())}"
-            job = Job(context=context, dtype="bf16", activation_checkpointing=True, ring_impl="p2p")
-            shape = shape_from_config({"model_type": "llama", **LONG}, "benchmark")
-            plan = cost(shape, job, Mesh(**axes), read_hardware("h100"))
-            planned = plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)
+            planned = planned_bytes(axes, context)
             # Per rank and layer 4 D H S^2 / 2 / 8 in the forward, once more recomputed, 2.5 times in the backward.
             seconds = 4.5 * LONG["num_hidden_layers"] * 4 * LONG["hidden_size"] * context**2 / 2 / 8 / 3e14
             if planned > 0.9 * capacity:
@@ -77,6 +73,14 @@ def memory(setup: Setup) -> Iterator[Row]:
                     yield _memory_of(setup, what, axes, context, planned)
                 except Exception as error:
                     yield Row(what, brief(error), FAILED)
+
+
+def planned_bytes(axes: dict[str, int], context: int) -> float:
+    """What the planner says that a step of this item takes, without what it leaves free."""
+    job = Job(context=context, dtype="bf16", activation_checkpointing=True, ring_impl="p2p")
+    shape = shape_from_config({"model_type": "llama", **LONG}, "benchmark")
+    plan = cost(shape, job, Mesh(**axes), read_hardware("h100"))
+    return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)
 
 
 def _memory_of(setup: Setup, what: str, axes: dict[str, int], context: int, planned: float) -> Row:

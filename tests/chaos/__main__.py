@@ -109,7 +109,7 @@ def ranks(budget: Budget) -> Counts:
     counts = Counts("ranks")
     names = {"named": "refused", "too late": "harmless", "not named": "wrong"}
     for seed in budget.seeds(3):
-        kinds = dict.fromkeys(("kill", "stop", "leave", "mismatch"), 1)
+        kinds = dict.fromkeys(part.KINDS, 1)
         folder = budget.folder / f"{seed}"
         folder.mkdir()
         for outcome in part.campaign(seed, kinds, folder, budget.more):
