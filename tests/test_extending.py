@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from markdown_it import MarkdownIt
 
 import longspan
 from longspan.attn.kernels.base import REGISTRY
+from longspan.attn.prepare import work_of_blocks
+from longspan.attn.segments import document_segments
 from longspan.core import layouts
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, choose_layout
@@ -20,6 +24,7 @@ from longspan.core.regions import Region
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
 from longspan.plan.views.curves import contexts, held_tokens
+from tests.models import Run, Truth, batch, build, compare, run_of, truth_by
 from tests.pool import RankPool
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -39,14 +44,20 @@ def run_section(title: str) -> dict[str, Any]:
     return namespace
 
 
-@pytest.fixture
-def registries() -> Iterator[None]:
-    """Leaves no example behind."""
+@contextlib.contextmanager
+def leaving_no_example() -> Iterator[None]:
+    """The registries afterwards as before."""
     families, placements, kernels = dict(FAMILIES), dict(layouts.LAYOUTS), dict(REGISTRY)
     yield
     for registry, before in ((FAMILIES, families), (layouts.LAYOUTS, placements), (REGISTRY, kernels)):
         registry.clear()  # type: ignore[attr-defined]
         registry.update(before)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    with leaving_no_example():
+        yield
 
 
 @pytest.mark.usefixtures("registries")
@@ -147,10 +158,10 @@ def test_a_layout_that_is_wrong_is_refused() -> None:
         Layout(2, 1, "gone").block(8, 0)
 
 
+@leaving_no_example()
 def _striped_attention(ring: int, n: int) -> float:
     """The error of attention under the striped layout, against the oracle; run by every rank."""
-    if "striped" not in layouts.LAYOUTS:
-        run_section(LAYOUTS)
+    run_section(LAYOUTS)
     import torch.distributed as dist
 
     mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
@@ -170,6 +181,57 @@ def test_attention_is_exact_under_the_striped_layout(get_pool: Callable[[int], R
     assert max(get_pool(4).run(_striped_attention, ring, 500)) < 1e-12
 
 
+DOCUMENTS = 128
+
+
+@leaving_no_example()
+def _model_by_work(truth: Truth, ring: int) -> tuple[list[int], list[int]]:
+    """A model under a layout that looks at each batch's mask; the pairs of each ring rank, with it and under zigzag."""
+    run_section(LAYOUTS)
+    mesh = longspan.init_mesh(ring=ring, ulysses=4 // ring)
+    sp = longspan.SequenceSharding(mesh, layout="by-work")
+    whole = _documents()
+    model = longspan.parallelize(build("Llama"), sp, fsdp=True)
+    compare(truth, model, whole, sp)
+    placed = sp.with_layout(longspan.shard_batch(whole, sp)["longspan"].layout)
+    for refused in (
+        lambda: sp.shard(whole["input_ids"]),
+        lambda: sp.positions(9),
+        lambda: sp.gather(torch.zeros(1, 16)),
+    ):
+        with pytest.raises(LongspanError, match=r"'by-work' places tokens by the mask.*sp\.under\("):
+            refused()
+    zigzag = longspan.SequenceSharding(mesh, layout="zigzag").layout
+    mask = longspan.Mask(segments=document_segments(whole["document_ids"]))
+    by_rank = [work_of_blocks(layout, (DOCUMENTS, DOCUMENTS), mask, 1) for layout in (placed.layout, zigzag)]
+    return tuple([sum(row) for row in work] for work in by_rank)  # type: ignore[return-value]
+
+
+def _documents() -> dict[str, Any]:
+    """One row: a long document behind short ones."""
+    ids = torch.tensor([0] * 9 + [1] * 13 + [2] * 8 + [3] * 10 + [4] * (DOCUMENTS - 40))[None]
+    return {**batch(1, DOCUMENTS), "document_ids": ids}
+
+
+def _by_documents(model: Any) -> Run:
+    """One process takes documents as a mask over pairs."""
+    whole = _documents()
+    ids = whole.pop("document_ids")
+    places = torch.arange(DOCUMENTS)[None]
+    mask = (ids[:, :, None] == ids[:, None, :]) & (places[:, :, None] >= places[:, None, :])
+    bias = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -math.inf)[:, None]
+    return run_of(model, {**whole, "attention_mask": bias})
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("ring", [2, 4])
+def test_a_layout_that_looks_at_the_mask_of_each_batch(pool4: RankPool, ring: int) -> None:
+    truth = truth_by(build("Llama"), _by_documents)
+    for by_work, zigzag in pool4.run(_model_by_work, truth, ring):
+        assert max(by_work) < 1.1 * sum(by_work) / ring < max(zigzag)
+
+
+@leaving_no_example()
 def _with_examples(ring: int) -> dict[str, list[float]]:
     """Of each example in a ring, the differences of output and gradients from what longspan has itself."""
     streaming = run_section("A mask: sink tokens and a window")["Streaming"](window=9, first=3)

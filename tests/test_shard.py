@@ -168,8 +168,8 @@ def _meshes() -> None:
     usp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=2))
     assert usp.layout == Layout(2, 2, "zigzag") and usp.size == 4
     assert (usp.rank, usp.ring_rank, usp.ulysses_rank) == (dist.get_rank(), dist.get_rank() // 2, dist.get_rank() % 2)
-    with pytest.raises(LongspanError, match="layout='striped' is unknown; choose 'auto', 'contiguous' or 'zigzag'"):
-        longspan.SequenceSharding(longspan.init_mesh(ulysses=4), layout="striped")
+    with pytest.raises(LongspanError, match="layout='diagonal' is unknown; choose 'auto', 'contiguous' or 'zigzag'"):
+        longspan.SequenceSharding(longspan.init_mesh(ulysses=4), layout="diagonal")
     with pytest.raises(LongspanError, match="ring_impl='bus' is unknown; choose 'auto', 'p2p' or 'allgather'"):
         longspan.SequenceSharding(longspan.init_mesh(ring=4), ring_impl="bus")
     sp = _sp(data=2, ulysses=2)

@@ -193,6 +193,14 @@ def run(part: str, seed: int, minutes: float, share: float) -> Counts:
     return counts
 
 
+class _Stopped(BaseException):
+    """SIGTERM as an exception, so that what was made is removed. Not SystemExit, which a command under test answers."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the parts one after the other, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,9 +213,12 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 < args.minutes < 24 * 60:
         parser.error(f"--minutes {args.minutes:g}: give a number above 0, of a day at most")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was made is removed
+    signal.signal(signal.SIGTERM, _stop)
     shares = sum(PARTS[part][1] for part in args.only)
-    rows = [run(part, args.seed, args.minutes, PARTS[part][1] / shares) for part in args.only]
+    try:
+        rows = [run(part, args.seed, args.minutes, PARTS[part][1] / shares) for part in args.only]
+    except _Stopped:
+        return 143
     print(f"\nseed {args.seed}, {args.minutes:g} minutes\n{table(rows)}")
     return 0 if all(row.good for row in rows) else 1
 

@@ -251,6 +251,7 @@ def check(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, leng
     Raises:
         LongspanError: with the numbers.
     """
+    sp.check_placed()
     for name, shape, n in (("length", shapes.q, lengths[0]), ("kv_length", shapes.k, lengths[1])):
         local = sp.layout.local_length(n)
         if local != shape[1]:

@@ -6,6 +6,7 @@ axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node a
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from functools import cached_property
@@ -24,6 +25,9 @@ from longspan.ranks.rendezvous import meet, read_job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from longspan.core.layout import Layout
+    from longspan.core.regions import Region
 
 AXES = ("data", "ring", "ulysses", "tensor")
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
@@ -197,6 +201,35 @@ class SequenceSharding:
             return self.ring_group
         return give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
 
+    def under(self, mask: Sequence[Region]) -> SequenceSharding:
+        """The sharding of sequences with this mask: another one only where the layout looks at masks. Not collective.
+
+        Args:
+            mask: which queries attend to which keys (`Mask.regions`); of several rows of a batch, those of all.
+        """
+        return self.with_layout(self.layout.under(mask))
+
+    def with_layout(self, layout: Layout) -> SequenceSharding:
+        """The same ranks and groups, another place for each token. Not collective."""
+        if layout == self.layout:
+            return self
+        other = copy.copy(self)
+        other.layout, other.plans = layout, OrderedDict()
+        return other
+
+    def check_placed(self) -> None:
+        """Refuse to place tokens by a mask that nobody has told.
+
+        Raises:
+            LongspanError: with the way out.
+        """
+        if self.layout.placement.sees_mask and self.layout.mask is None:
+            raise LongspanError(
+                f"layout {self.layout.kind!r} places tokens by the mask of each batch; say which: "
+                "sp.under(mask.regions(row, length, length)), or sp.with_layout(batch['longspan'].layout) for a batch "
+                "of longspan.shard_batch"
+            )
+
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
         """The 1-D mesh of data x sequence, over which weights are sharded and gradients summed. None on one process."""
@@ -231,6 +264,7 @@ class SequenceSharding:
     def positions(self, n: int) -> torch.Tensor:
         """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
         check_number("n", n, 1, LARGEST_COUNT, whole=True)
+        self.check_placed()
         spans = self.layout.padded_spans(n, self.rank)
         return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
 

@@ -34,6 +34,7 @@ def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -
         raise LongspanError(f"`pad_value` must be a number, got {describe(pad_value)}")
     if sp.size == 1:
         return x
+    sp.check_placed()
     n = x.shape[dim]
     parts = []
     for start, stop in sp.layout.padded_spans(n, sp.rank):
@@ -62,6 +63,7 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
     """
     check_tensor("x", x)
     dim = check_dim(x, dim)
+    sp.check_placed()
     local = x.shape[dim]
     total = local * sp.size
     if sp.size > 1 and (local == 0 or sp.layout.local_length(total) != local):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.attn.mask import Mask
 from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
 from longspan.comm.arguments import check_sharding, describe
 from longspan.comm.shard import shard
@@ -27,6 +28,7 @@ from longspan.hf.digests import Digester
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+    from longspan.core.layout import Layout
 
 IGNORE = -100
 """The label of a token that no loss is computed for (the convention of `torch.nn.functional.cross_entropy`)."""
@@ -40,6 +42,7 @@ class SequenceInfo:
         length: real tokens of the sequence, padding by `shard` not counted.
         segments: documents and padding, None where every token of a row sees its whole row.
         max_position: the largest position id of the whole batch.
+        layout: where its tokens lie: the sharding's, under this batch's mask.
         starts: for each run of `segments` the position id of its first token, where position ids restart; None: all 0.
         shifted: whether the labels are shifted: those of a causal LM are, those of a masked LM are not.
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
@@ -51,6 +54,7 @@ class SequenceInfo:
     length: int
     segments: Segments | None
     max_position: int
+    layout: Layout
     starts: tuple[tuple[int, ...], ...] | None = None
     shifted: bool = True
     digest: int | None = None
@@ -138,15 +142,16 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
     """`shard_batch` without the digest, for one who has the whole batch at hand."""
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
+    positions = batch.get("position_ids")
+    if positions is not None and positions.dim() == 1:
+        positions = positions[None]
+    rows, starts = _rows_of(batch, positions, batch_size, n)
+    sp = _under_its_mask(sp, rows, batch_size, n, causal=shift)
     own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST}
     out = {key: value for key, value in batch.items() if key not in own}
     for key in ("input_ids", "inputs_embeds", "token_type_ids"):
         if batch.get(key) is not None:
             out[key] = shard(batch[key], sp)
-    positions = batch.get("position_ids")
-    if positions is not None and positions.dim() == 1:
-        positions = positions[None]
-    rows, starts = _rows_of(batch, positions, batch_size, n)
     labels = _labels_of(batch, shift)
     if labels is not None:
         if rows is not None:
@@ -158,8 +163,18 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
     else:
         out["position_ids"] = shard(positions, sp)
         max_position = int(positions.max())
-    out["longspan"] = SequenceInfo(n, rows, max_position, starts, shifted=shift)
+    out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shifted=shift)
     return out
+
+
+def _under_its_mask(
+    sp: SequenceSharding, segments: Segments | None, batch_size: int, n: int, causal: bool
+) -> SequenceSharding:
+    """The sharding of this batch: where a layout looks at masks, that of a layer that sees whole documents."""
+    if not sp.layout.placement.sees_mask:
+        return sp
+    mask = Mask(causal=causal, segments=segments)
+    return sp.under([region for row in range(batch_size) for region in mask.regions(row, n, n)])
 
 
 def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
@@ -227,7 +242,7 @@ def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, devic
     for b, row in enumerate(rows):
         for start, stop in row:
             real[b, start:stop] = True
-    return shard(real.to(device), sp)
+    return shard(real.to(device), sp.with_layout(info.layout))
 
 
 def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: bool) -> None:

@@ -216,7 +216,7 @@ def _plan(
     plan = None if compiling else info.plans.get(key)
     if plan is None:
         mask, lengths = _mask(request, info), (info.length, info.length)
-        plan = prepare(shapes, layer.sp, mask, scores, lengths, layer.kernel)
+        plan = prepare(shapes, layer.sp.with_layout(info.layout), mask, scores, lengths, layer.kernel)
         if not compiling:
             info.plans[key] = plan
     return plan
@@ -352,7 +352,7 @@ def _count_in_the_whole(sp: SequenceSharding) -> Callable[..., Any]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         info = kwargs.get("longspan")
         if isinstance(info, SequenceInfo):
-            kwargs = {**kwargs, "past_key_values": _TokensBefore(sp.positions(info.length))}
+            kwargs = {**kwargs, "past_key_values": _TokensBefore(sp.with_layout(info.layout).positions(info.length))}
         return args, kwargs
 
     return hook
