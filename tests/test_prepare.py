@@ -3,6 +3,7 @@ of one's own, on every mesh."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
+from longspan.attn.kernels import tiled
 from longspan.attn.prepare import AttentionPlan
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
@@ -20,6 +22,7 @@ from longspan.core.regions import Region
 from longspan.hf import registry
 from tests.attention import CASES, one_device, run
 from tests.attention import sharding as sharding_of
+from tests.fakes import fake_world
 from tests.models import batch, build, sharding
 from tests.oracle import errors, make, options, truth_of
 from tests.pool import RankPool
@@ -312,3 +315,31 @@ def test_what_a_kernel_is_told_of_blocks() -> None:
                 assert not (dense[rows, columns] & band).any()  # disjoint
                 dense[rows, columns] |= band
             assert torch.equal(dense, mask.dense(1, 1, i, j)[0, 0])
+
+
+# --- the way of q
+
+
+def test_from_attention_to_the_kernel_and_to_the_wire_are_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a reader walks through who follows a tensor; on a mesh that has an exchange and a ring.
+    ways: dict[str, list[list[str]]] = {"kernel": [], "wire": []}
+
+    def noting(what: str, real: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            frame, way = sys._getframe(1), []
+            while frame is not None:
+                if frame.f_globals.get("__name__", "").startswith("longspan"):
+                    way.append(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
+                frame = frame.f_back  # type: ignore[assignment]
+            ways[what].append(way[::-1])
+            return real(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(tiled, "_flash_cpu", noting("kernel", tiled._flash_cpu))
+    monkeypatch.setattr(dist, "all_to_all_single", noting("wire", dist.all_to_all_single))
+    with fake_world(0, 4):
+        longspan.attention(*_tensors(), longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=2)))
+    for what, found in ways.items():
+        assert found and all(way[0] == "longspan.attn.api.attention" for way in found), (what, found)
+        assert max(map(len, found)) <= 12, (what, max(found, key=len))
