@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import longspan
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
-from longspan.hf import loss as loss_module
 from longspan.hf.batch import IGNORE
+from longspan.memory import loss as loss_module
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, units
 

@@ -275,7 +275,7 @@ def test_the_planner_has_the_sizes_of_the_code() -> None:
     """Buckets and tiles are written down twice, as the planner may not import what needs torch."""
     from longspan.core.buckets import GRADIENT_BUCKET
     from longspan.hf.gradients import GradientSum
-    from longspan.hf.loss import TILE_ELEMENTS
+    from longspan.memory.loss import TILE_ELEMENTS
     from longspan.plan.cost.memory import _tile
     from longspan.plan.cost.saved import Scale
 

@@ -32,3 +32,14 @@ def gradient_buckets(
             held = 0
         held += size
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+HEAD_TILE = ((1 << 27, 1024), (1 << 22, 64))
+"""Of logits that are made tile by tile, elements of a tile and the fewest tokens: 512 MiB of fp32 on a GPU, 16 MiB on a
+CPU. Each tile reads and writes the gradient of the whole head, so it has many tokens."""
+
+
+def head_tile(vocabulary: int, on_cpu: bool) -> int:
+    """Tokens of a tile of logits that are made for it: a power of 2."""
+    elements, fewest = HEAD_TILE[on_cpu]
+    return max(fewest, 1 << max(1, elements // vocabulary).bit_length() - 1)

@@ -25,13 +25,11 @@ from longspan.core.checked import check_flag
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
 from longspan.hf.digests import Digester
+from longspan.memory.loss import IGNORE as IGNORE
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.layout import Layout
-
-IGNORE = -100
-"""The label of a token that no loss is computed for (the convention of `torch.nn.functional.cross_entropy`)."""
 
 
 @dataclass(frozen=True)

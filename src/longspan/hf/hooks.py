@@ -19,6 +19,7 @@ from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
 from longspan.hf.gradients import GradientSum
 from longspan.hf.loss import load_balancing_loss, mean_loss
+from longspan.hf.outputs import head_of, without_deferred
 from longspan.hf.registry import ModelBinding, check_positions
 from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
     from longspan.hf.alike import BatchCheck
     from longspan.hf.guards import Guard, RestCheck
+    from longspan.memory.logits import DeferredLogits
 
 
 @dataclass
@@ -63,6 +65,7 @@ class ForwardHooks:
         batches: compares the batches of all ranks; None where there is one.
         guard: whether the model is still what it was when it was parallelized; None likewise.
         rest: checksums of this rank's weights between steps, if asked for.
+        logits: whether the model makes its logits in training too, where the loss needs none.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class ForwardHooks:
         batches: BatchCheck | None = None,
         guard: Guard | None = None,
         rest: RestCheck | None = None,
+        logits: bool = False,
     ) -> None:
         self.batches, self.guard, self.rest = batches, guard, rest
         self.name = type(model).__name__  # FSDP will make another class of it
@@ -87,6 +91,7 @@ class ForwardHooks:
         self.masked = is_masked_lm(model)
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
+        self.head = None if logits else head_of(model)
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +110,8 @@ class ForwardHooks:
             )
             cut["return_dict"] = True
         self.loss_due = cut.get("labels") is not None
+        if self.head is not None:
+            self.head.armed = model.training and (self.loss_due or self.owed.labels is not None)
         self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
@@ -127,14 +134,19 @@ class ForwardHooks:
         if self.computed is not None:
             self._check_nothing_was_added(output)
         owed, self.owed, self.computed = self.owed, _Owed(), None
-        if owed.labels is None and owed.real is None:
-            return output
-        losses = self._losses(model, output, owed)
-        output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
+        if owed.labels is not None or owed.real is not None:
+            losses = self._losses(model, output, owed)
+            output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
+        output = without_deferred(output)
         return output.to_tuple() if owed.as_tuple else output
 
     def loss(
-        self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, num_items_in_batch: Any = None, **_: Any
+        self,
+        logits: Tensor | DeferredLogits,
+        labels: Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        **_: Any,
     ) -> Tensor:
         """Takes the place of the model's loss function. The hook before the forward has shifted the labels."""
         self.loss_due = False
@@ -142,7 +154,7 @@ class ForwardHooks:
         self.computed = loss, version_of(loss)
         return loss
 
-    def _mean(self, logits: Tensor, labels: Tensor, items: Any) -> Tensor:
+    def _mean(self, logits: Tensor | DeferredLogits, labels: Tensor, items: Any) -> Tensor:
         if self.batches is None:
             return mean_loss(logits, labels, self.sp, items)[0]
         loss, carried = mean_loss(logits, labels, self.sp, items, self.batches.to_carry())

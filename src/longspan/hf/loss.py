@@ -17,15 +17,13 @@ from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.checked import check_number
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import IGNORE
+from longspan.memory.logits import DeferredLogits
+from longspan.memory.loss import CROSS_ENTROPY, IGNORE, Terms, loss_sum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from longspan.comm.mesh import SequenceSharding
-
-TILE_ELEMENTS = (1 << 24, 1 << 20)
-"""Logits that are looked at together in fp32, whatever the vocabulary: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""
 
 
 def causal_lm_loss(
@@ -61,11 +59,12 @@ def causal_lm_loss(
 
 
 def mean_loss(
-    logits: Tensor,
+    logits: Tensor | DeferredLogits,
     shifted_labels: Tensor,
     sp: SequenceSharding,
     num_items_in_batch: Tensor | int | None = None,
     carry: Tensor | None = None,
+    terms: Terms = CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor]:
     """`causal_lm_loss`, and beside it the sum of all ranks' `carry`, fp64 [] (by default 0): one all-reduce of three
     numbers."""
@@ -73,8 +72,8 @@ def mean_loss(
         raise LongspanError(
             f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
         )
-    labels = shifted_labels.reshape(-1).to(logits.device)
-    total: Any = _TokenLossSum.apply(logits.reshape(-1, logits.shape[-1]), labels)  # type: ignore[no-untyped-call]
+    labels = shifted_labels.to(logits.device)
+    total = loss_sum(logits, labels, terms)
     carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
     sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)
     count = sums[1].detach().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
@@ -170,54 +169,3 @@ def _(x: Tensor, group: str) -> Tensor:
 
 # The sum is one number that every rank holds; each rank's backward starts from it and goes on with its own part.
 _sum_of_parts.register_autograd(lambda ctx, grad: (grad, None))
-
-
-class _TokenLossSum(torch.autograd.Function):
-    """Sum of the tokens' cross entropies, in tiles over the tokens. No collective in here.
-
-    The forward keeps one number per token (log-sum-exp); the backward makes the gradient tile by tile from it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
-        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-        lse_T = torch.empty(len(labels_T), dtype=dtype, device=logits_TV.device)
-        total = torch.zeros((), dtype=torch.float64, device=logits_TV.device)
-        for part in _tiles(logits_TV):
-            tile, labels = logits_TV[part], labels_T[part]
-            at = _index(labels)
-            log_p = torch.log_softmax(tile, -1, dtype=dtype).gather(-1, at)[:, 0]
-            lse_T[part] = tile.gather(-1, at)[:, 0].to(dtype) - log_p
-            total -= torch.where(labels == IGNORE, 0, log_p).sum(dtype=torch.float64)
-        ctx.save_for_backward(logits_TV, labels_T, lse_T)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """(softmax - one_hot) * grad, computed where it will stay if the dtype allows."""
-        logits_TV, labels_T, lse_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
-        scale_T = torch.where(labels_T == IGNORE, 0, grads[0]).to(lse_T.dtype)
-        in_place = grad_TV.dtype == lse_T.dtype
-        scratch: Tensor | None = None
-        for part in _tiles(logits_TV):
-            into = grad_TV[part]
-            if not in_place:  # one tile for all: the first is the largest
-                scratch = torch.empty_like(into, dtype=lse_T.dtype) if scratch is None else scratch
-                into = scratch[: len(into)]
-            p = torch.sub(logits_TV[part], lse_T[part, None], out=into).exp_().mul_(scale_T[part, None])
-            p.scatter_add_(-1, _index(labels_T[part]), -scale_T[part, None])
-            if not in_place:
-                grad_TV[part] = p
-        return grad_TV, None
-
-
-def _index(labels: Tensor) -> Tensor:
-    """Labels to index with; any class will do where none counts. Other labels out of range raise, as torch's do."""
-    return torch.where(labels == IGNORE, 0, labels)[:, None]
-
-
-def _tiles(logits_TV: Tensor) -> Iterator[slice]:
-    rows = max(1, TILE_ELEMENTS[logits_TV.device.type == "cpu"] // max(1, logits_TV.shape[-1]))
-    for i in range(0, len(logits_TV), rows):
-        yield slice(i, i + rows)

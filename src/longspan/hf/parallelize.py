@@ -53,6 +53,7 @@ def parallelize(
     check_batches: int | None = None,
     check_weights: int = 100,
     check_at_rest: bool = False,
+    logits: bool = False,
 ) -> Model:
     """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
 
@@ -81,12 +82,16 @@ def parallelize(
             ranks, which should update them alike. 0: never.
         check_at_rest: checksums of this rank's weights after each step of the optimizer, compared before its next one
             and at each forward: finds memory that changed by itself. Each costs one pass over this rank's weights.
+        logits: True: the model makes its logits in training too. By default a forward in training that is given labels
+            does not: head and cross entropy go tile by tile over the tokens, so that the largest tensor of a step
+            never exists, and `out.logits` is None (`longspan.memory.loss`). Elsewhere logits are made.
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
         LM); `loss` is the mean over every unmasked token of the global batch, equal on every rank; `logits` are those
-        of this rank's tokens. With `output_router_logits=True` a mixture of experts adds its load-balancing loss over
-        all tokens of the global batch, `aux_loss`. There is no KV cache: `use_cache` is off.
+        of this rank's tokens, where they are made. With `output_router_logits=True` a mixture of experts
+        adds its load-balancing loss over all tokens of the global batch, `aux_loss`. There is no KV cache: `use_cache`
+        is off.
 
     Raises:
         LongspanError: on every rank alike: for a model that would not compute the same when sharded (naming the layer
@@ -101,6 +106,7 @@ def parallelize(
         "check_batches": check_batches,
         "check_weights": check_weights,
         "check_at_rest": check_at_rest,
+        "logits": logits,
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
@@ -117,7 +123,7 @@ def parallelize(
         broadcast_weights(inner, sp)
     _warn_of_idle_ranks(inner, sp)
     _warn_of_dropout(inner)
-    hooks = _set_hooks(inner, sp, kernel)
+    hooks = _set_hooks(inner, sp, kernel, logits)
     if sp.world_size > 1:
         hooks.guard = Guard(inner, sp, mp_policy)
         hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
@@ -188,9 +194,9 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
     return facts
 
 
-def _set_hooks(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ForwardHooks:
+def _set_hooks(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, logits: bool) -> ForwardHooks:
     """Bind the layers and set the hooks."""
-    hooks = ForwardHooks(model, sp, bind_layers(model, sp, kernel))
+    hooks = ForwardHooks(model, sp, bind_layers(model, sp, kernel), logits=logits)
     model.longspan_hooks = hooks
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)

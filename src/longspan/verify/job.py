@@ -71,11 +71,21 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
         LongspanError: on bad input, a checkpoint that is damaged, if the ranks were not given the same, or do not hold
             the same weights.
     """
+    import torch
+
     from longspan import checkpoint
     from longspan.comm.mesh import SequenceSharding, init_mesh
     from longspan.hf.registry import check_model
     from longspan.verify.inputs import build_model
-    from longspan.verify.runs import Link, check_same_weights, make_report, shard_model, sharded_parts, unsharded_runs
+    from longspan.verify.runs import (
+        Link,
+        check_same_weights,
+        logits_part,
+        make_report,
+        shard_model,
+        sharded_parts,
+        unsharded_runs,
+    )
 
     inputs, ranks = _agreed_inputs(config, heart)
     mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
@@ -95,7 +105,10 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     out = model(**{name: x[mine] for name, x in batch_BS.items()})
     out.loss.backward()
-    parts = dict(sharded_parts(config, sp, model, out))
+    parts = dict(sharded_parts(config, sp, model, out.loss))
+    with torch.no_grad():  # in training none are made
+        out = model(**{name: x[mine] for name, x in batch_BS.items() if name != "labels"})
+    parts["logits"] = logits_part(config, sp, out.logits)
     return make_report(config, sp, link, references, parts, inputs.checkpoint)
 
 

@@ -207,23 +207,27 @@ def shard_model(model: nn.Module, config: VerifyConfig, sp: SequenceSharding) ->
 
 
 def sharded_parts(
-    config: VerifyConfig, sp: SequenceSharding, model: nn.Module, out: Any
+    config: VerifyConfig, sp: SequenceSharding, model: nn.Module, loss: Tensor
 ) -> Iterator[tuple[str, tuple[Part, tuple[int, ...]]]]:
-    """Name, this rank's part, and whole shape of everything to compare; in the same order on every rank."""
+    """Name, this rank's part, and whole shape of loss and gradients; in the same order on every rank."""
     first = torch.zeros(1, dtype=torch.int64, device=sp.device)
-    yield "loss", (Part(first, out.loss.detach().reshape(1)), (1,))
+    yield "loss", (Part(first, loss.detach().reshape(1)), (1,))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, (gradient_part(parameter), tuple(parameter.shape))
+
+
+def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) -> tuple[Part, tuple[int, ...]]:
+    """The same of this rank's logits."""
     # From the layout, not from sp.positions(): what is under test must not choose what it is compared with.
     spans = sp.layout.padded_spans(config.tokens, sp.rank)
     mine = torch.cat([torch.arange(*span, device=sp.device) for span in spans])
     real = mine < config.tokens
     rows_B = torch.arange(config.batch, device=sp.device) + sp.data_rank * config.batch
     rows_BL = rows_B[:, None] * config.tokens + mine[real]
-    logits_BLV = out.logits.detach()[:, real]
+    logits_BLV = logits_BLV.detach()[:, real]
     shape = (config.batch * config.data_degree * config.tokens, logits_BLV.shape[-1])
-    yield "logits", (Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield name, (gradient_part(parameter), tuple(parameter.shape))
+    return Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape
 
 
 def gradient_part(parameter: nn.Parameter) -> Part:

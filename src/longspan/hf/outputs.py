@@ -1,0 +1,49 @@
+"""Outputs of a model whose logits were not made: who asks for them is told why, and how to get them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import ModelOutput
+
+from longspan.memory.logits import WAY_OUT, DeferredLogits, Head, LogitsNotMade
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def head_of(model: PreTrainedModel) -> Head | None:
+    """The model's head, ready to be deferred; None where it has none."""
+    module = model.get_output_embeddings()
+    return None if module is None else Head(module)
+
+
+def without_deferred(output: Any) -> Any:
+    """A model's output without logits that were not made."""
+    if isinstance(output, ModelOutput):
+        if not isinstance(output.get("logits"), DeferredLogits):
+            return output
+        entries = {name: value for name, value in output.items() if name != "logits"}
+        kind: Any = type(output)
+        return _telling(kind)(**entries)
+    if isinstance(output, tuple):
+        return tuple(value for value in output if not isinstance(value, DeferredLogits))
+    return output
+
+
+@functools.cache
+def _telling(kind: Any) -> Any:
+    """The class of such an output: `logits` is None, and says why."""
+
+    def read(_: Any) -> None:
+        warnings.warn(f"logits is None: {WAY_OUT}", stacklevel=2)
+
+    def item(self: Any, key: Any) -> Any:
+        if key == "logits":
+            raise LogitsNotMade(f"this output has no logits: {WAY_OUT}")
+        return kind.__getitem__(self, key)
+
+    logits = property(read, lambda self, value: None)
+    return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})

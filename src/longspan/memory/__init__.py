@@ -1,0 +1,1 @@
+"""What bounds the length of a sequence, one lever a file, each exact."""
