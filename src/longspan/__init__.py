@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.gradients import no_sync as no_sync
+    from longspan.hf.logprobs import token_logprobs as token_logprobs
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
     from longspan.hf.parallelize import parallelize as parallelize
@@ -40,6 +41,7 @@ _HOME = {
     "no_sync": "longspan.hf.gradients",
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",
+    "token_logprobs": "longspan.hf.logprobs",
 }
 _MODULES = ("exchange",)
 

@@ -6,6 +6,7 @@ because a rank that raises alone leaves the others waiting in the next collectiv
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from longspan.hf.registry import ModelBinding, check_positions
 from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -91,7 +92,7 @@ class ForwardHooks:
         self.masked = is_masked_lm(model)
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
-        self.head = None if logits else head_of(model)
+        self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +112,8 @@ class ForwardHooks:
             cut["return_dict"] = True
         self.loss_due = cut.get("labels") is not None
         if self.head is not None:
-            self.head.armed = model.training and (self.loss_due or self.owed.labels is not None)
+            needs_none = model.training and (self.loss_due or self.owed.labels is not None)
+            self.head.armed = self.wants_deferred or (needs_none and not self.makes_logits)
         self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
@@ -137,8 +139,18 @@ class ForwardHooks:
         if owed.labels is not None or owed.real is not None:
             losses = self._losses(model, output, owed)
             output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
-        output = without_deferred(output)
+        if not self.wants_deferred:
+            output = without_deferred(output)
         return output.to_tuple() if owed.as_tuple else output
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Within this, a forward gives its logits as `DeferredLogits`."""
+        self.wants_deferred = True
+        try:
+            yield
+        finally:
+            self.wants_deferred = False
 
     def loss(
         self,

@@ -92,12 +92,14 @@ class DeferredLogits:
         return DeferredLogits(self.head, self.hidden, (*self.steps, step))
 
     def __mul__(self, factor: float) -> DeferredLogits:
-        return self.then(lambda logits: logits * _number(factor))
+        number = _number(factor)
+        return self.then(lambda logits: logits * number)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> DeferredLogits:
-        return self.then(lambda logits: logits / _number(divisor))
+        number = _number(divisor)
+        return self.then(lambda logits: logits / number)
 
     def float(self) -> DeferredLogits:
         return self.then(torch.Tensor.float)

@@ -1,0 +1,115 @@
+"""Log-probabilities and entropies of a batch's tokens, without logits: what evaluation, distillation and RL need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from longspan.core.checked import check_flag, check_number
+from longspan.core.errors import LongspanError
+from longspan.hf.batch import shard_batch
+from longspan.hf.support import transformers_model
+from longspan.memory.logits import DeferredLogits
+from longspan.memory.logprobs import logprobs_of
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.core.layout import Layout
+
+
+@overload
+def token_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    entropy: Literal[False] = False,
+    gather: bool = False,
+) -> Tensor: ...
+@overload
+def token_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    entropy: Literal[True],
+    gather: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+def token_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    gather: bool = False,
+) -> Any:
+    """The log-probability of each label of a batch, and if asked for the entropy of what the model predicts there.
+
+    Head and softmax go tile by tile over the tokens, in the forward and once more in the backward, so that logits never
+    exist as a whole. On every mesh the numbers are those of one process. Every rank calls this.
+
+    Args:
+        model: as `longspan.parallelize` returned it.
+        batch: as for its forward; `labels` (or `shift_labels`) say whose probabilities, by default all `input_ids`.
+        temperature: logits are divided by it.
+        entropy: whether entropies are asked for.
+        gather: False: those of my tokens, `[B, n_local]`. True: those of all tokens in order, `[B, n]`, on every rank.
+
+    Returns:
+        Log-probabilities, fp32 (fp64 for fp64). Entry i is log p(label i + 1 | tokens to i), where the logits at i
+        predict the next token; for a masked LM log p(label i). 0 where the label is -100, and at the last token. With
+        `entropy` a pair: the same and the entropies, in nats, 0 likewise.
+
+        Differentiable. Gradients of parameters are summed over all ranks, as with `loss`: without `gather` each rank
+        makes a loss of its own tokens, and their sum is what is trained on; with `gather` all ranks of a sequence group
+        make the same loss of the whole, and each of them sends back its own tokens' part of its gradient, so that the
+        sum is the gradient of this one loss.
+
+    Raises:
+        LongspanError: for a model that was not parallelized or has no head, for a temperature of 0 or less, or a batch
+            that the model's forward refuses.
+    """
+    inner: Any = transformers_model(model)
+    hooks = getattr(inner, "longspan_hooks", None)
+    if hooks is None:
+        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    check_number("temperature", temperature, 1e-6, 1e6)
+    check_flag("entropy", entropy)
+    check_flag("gather", gather)
+    given = dict(batch)
+    if "longspan" not in given and given.get("labels") is None and given.get("shift_labels") is None:
+        if given.get("input_ids") is None:
+            raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
+        given["labels"] = given["input_ids"]
+    cut = shard_batch(given, hooks.sp, shift=not hooks.masked)
+    labels = cut.pop("labels", None)
+    if labels is None:
+        raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
+    with hooks.deferring():
+        logits = model(**cut).logits
+    if not isinstance(logits, DeferredLogits):
+        raise LongspanError(f"{type(inner).__name__} does not call its head as transformers' models do")
+    if temperature != 1:
+        logits = logits / temperature
+    found = logprobs_of(logits, labels)
+    if gather:
+        info = cut["longspan"]
+        found = tuple(_Gathered.apply(x, hooks.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]
+    return found if entropy else found[0]
+
+
+class _Gathered(torch.autograd.Function):
+    """All tokens' numbers on every rank; the gradient of mine is what this rank's own loss says of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BL: Tensor, sp: SequenceSharding, layout: Layout, length: int) -> Tensor:
+        placed = sp.with_layout(layout)
+        ctx.placed = placed
+        return placed.gather(x_BL, dim=1, length=length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.placed.shard(grads[0].contiguous(), dim=1), None, None, None

@@ -1,0 +1,93 @@
+"""Log-probabilities and entropies of tokens from `DeferredLogits`: each tile is made in the forward, and again in the
+backward, which does not know the gradients of its numbers before.
+
+Shape suffixes: T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.core.buckets import head_tile
+from longspan.memory.logits import DeferredLogits
+from longspan.memory.loss import IGNORE
+
+
+def logprobs_of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(label) and the entropy of p at every token, in the shape of `labels`; 0 where the label is -100.
+
+    Args:
+        logits: `[..., V]`.
+        labels: int64, of the shape of the tokens.
+
+    Returns:
+        fp32 (fp64 for fp64), differentiable.
+    """
+    hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    labels_T = labels.reshape(-1).to(logits.device)
+    found: Any = _Logprobs.apply(logits, labels_T, hidden_TD, *logits.head.trained().values())  # type: ignore[no-untyped-call]
+    return found[0].view(labels.shape), found[1].view(labels.shape)
+
+
+class _Logprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: DeferredLogits, labels_T: Tensor, hidden_TD: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        log_p, entropies = [], []
+        for part in _parts(logits, len(labels_T)):
+            one, two = _numbers(logits.of(hidden_TD[part]), labels_T[part])
+            log_p.append(one)
+            entropies.append(two)
+        ctx.logits, ctx.autocast = logits, _autocast_of(logits.device)
+        ctx.save_for_backward(labels_T, hidden_TD, *parameters)
+        return torch.cat(log_p), torch.cat(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Tile by tile: each is made again, and autograd goes through it."""
+        labels_T, hidden_TD, *parameters = ctx.saved_tensors
+        of_hidden, *of_parameters = ctx.needs_input_grad[2:]
+        names = [name for name, asked in zip(ctx.logits.head.trained(), of_parameters, strict=True) if asked]
+        mine = [p for p, asked in zip(parameters, of_parameters, strict=True) if asked]
+        # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
+        wanted = {name: p.detach().requires_grad_() for name, p in zip(names, mine, strict=True)}
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in mine]
+        grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
+        for part in _parts(ctx.logits, len(labels_T)):
+            with torch.enable_grad(), torch.autocast(**ctx.autocast):
+                x = hidden_TD[part].detach().requires_grad_(of_hidden)
+                numbers = _numbers(ctx.logits.of(x, wanted or None), labels_T[part])
+            inputs = [*([x] if of_hidden else []), *wanted.values()]
+            found = list(torch.autograd.grad(numbers, inputs, [g[part] for g in grads], allow_unused=True))
+            if grad_TD is not None:
+                grad_TD[part] = found.pop(0)
+            for total, more in zip(sums, found, strict=True):
+                if more is not None:
+                    total.add_(more)
+        made = iter([total.to(p.dtype) for total, p in zip(sums, mine, strict=True)])
+        return None, None, grad_TD, *(next(made) if asked else None for asked in of_parameters)
+
+
+def _autocast_of(device: torch.device) -> dict[str, Any]:
+    """A backward runs outside of the autocast that its forward ran in."""
+    kind = device.type
+    return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+
+
+def _numbers(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+    counts = labels_T != IGNORE
+    all_log_p = torch.log_softmax(logits_TV, -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+    log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
+    entropy = -(all_log_p.exp() * all_log_p).sum(-1)
+    return torch.where(counts, log_p, 0), torch.where(counts, entropy, 0)
+
+
+def _parts(logits: DeferredLogits, tokens: int) -> Iterator[slice]:
+    rows = head_tile(logits.shape[-1], logits.device.type == "cpu")
+    for start in range(0, tokens, rows):
+        yield slice(start, start + rows)

@@ -1,0 +1,232 @@
+"""What bounds length: the loss and log-probabilities without logits, against one process in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import longspan
+from longspan.core import buckets
+from longspan.core.errors import LongspanError
+from longspan.memory.logits import DeferredLogits, Head
+from longspan.memory.logprobs import logprobs_of
+from longspan.memory.loss import IGNORE, Terms, loss_sum
+from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
+from tests.pool import RankPool
+from tests.tolerance import excess
+
+T, D, V = 50, 12, 37
+
+
+class _Lora(nn.Module):
+    """As PEFT wraps a head: a frozen product, and two small ones that are trained."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base.requires_grad_(False), nn.Linear(D, 3, bias=False), nn.Linear(3, V, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2 * self.b(self.a(x))
+
+
+def _frozen(base: nn.Linear) -> nn.Linear:
+    return base.requires_grad_(False)
+
+
+HEADS: dict[str, Any] = {
+    "plain": lambda base: base,
+    "bias": lambda base: nn.Linear(D, V),
+    "lora": _Lora,
+    "frozen": _frozen,
+}
+STEPS: dict[str, Any] = {
+    "none": lambda x: x,
+    "scaled": lambda x: x * 0.3,
+    "capped": lambda x: torch.tanh(x / 2.0) * 2.0,
+    "float": lambda x: (x / 4).float()[..., :31] if x.dtype != torch.float64 else (x / 4)[..., :31],
+}
+
+
+def _case(head: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    module = HEADS[head](nn.Linear(D, V, bias=False)).to(dtype)
+    hidden = torch.randn(2, T // 2, D).to(dtype).requires_grad_()
+    labels = torch.randint(0, 31, (2, T // 2))
+    labels[0, :20] = IGNORE
+    return module, hidden, labels
+
+
+def _whole(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
+    x, y = logits.flatten(0, 1), labels.flatten()
+    loss = F.cross_entropy(x, y, reduction="sum", label_smoothing=terms.label_smoothing)
+    return loss + terms.z_loss * (x.logsumexp(-1).square() * (y != IGNORE)).sum()
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+@pytest.mark.parametrize("terms", [Terms(), Terms(0.1, 1e-2)], ids=["plain", "terms"])
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("head", HEADS)
+def test_the_loss_and_all_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, head: str, steps: str, terms: Terms, deferred: bool
+) -> None:
+    monkeypatch.setattr("longspan.memory.loss.head_tile", lambda *_: 7)  # so that tiles end in the middle of things
+    found = []
+    for compute, dtype in ((loss_sum, torch.float32), (_whole, torch.float32), (_whole, torch.float64)):
+        module, hidden, labels = _case(head, dtype)
+        trained = [hidden, *(p for p in module.parameters() if p.requires_grad)]
+        if deferred and compute is loss_sum:
+            Head(module).armed = True
+        loss = compute(STEPS[steps](module(hidden)), labels, terms)
+        found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, trained)])
+    for mine, single, exact in zip(*found, strict=True):
+        assert excess(mine, single, exact) <= 1
+
+
+def test_low_precision_heads_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # bf16 has 8 bits: a gradient of 50 tokens that were added up one after the other would lose most of them.
+    grads = []
+    for rows in (1, T):
+        monkeypatch.setattr("longspan.memory.loss.head_tile", lambda *_, rows=rows: rows)
+        module, hidden, labels = _case("plain", torch.bfloat16)
+        Head(module).armed = True
+        loss_sum(module(hidden), labels).backward()
+        assert module.weight.grad is not None and module.weight.grad.dtype == torch.bfloat16
+        grads.append(module.weight.grad.float())
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < torch.finfo(torch.bfloat16).eps
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, Tensor):
+                self.most = max(self.most, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("what", ["loss", "logprobs"])
+def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    for name in ("loss", "logprobs"):
+        monkeypatch.setattr(f"longspan.memory.{name}.head_tile", lambda *_: 8)
+    module, hidden, labels = _case("plain", torch.float32)
+    Head(module).armed = True
+    with _Largest() as seen:
+        logits = module(hidden)
+        loss = loss_sum(logits, labels) if what == "loss" else sum(x.sum() for x in logprobs_of(logits, labels))
+        loss.backward()
+    assert seen.most == max(8 * V, V * D, T * D) < T * V
+
+
+def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
+    assert buckets.head_tile(32000, on_cpu=True) == 128 and buckets.head_tile(128256, on_cpu=True) == 64
+    assert buckets.head_tile(128256, on_cpu=False) == 1024 and buckets.head_tile(32000, on_cpu=False) == 4096
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda x: torch.softmax(x, -1), "calls softmax on logits"),
+        (lambda x: x.argmax(-1), r"asks for logits\.argmax"),
+        (lambda x: x[:, -1], r"looks at logits\["),
+        (lambda x: x * torch.ones(V), r"multiplies logits by a tensor of shape \(37,\)"),
+        (lambda x: torch.tanh(input=x), "calls tanh on logits"),
+    ],
+)
+def test_who_needs_logits_is_told_how_to_get_them(use: Any, said: str) -> None:
+    module, hidden, _ = _case("plain", torch.float32)
+    Head(module).armed = True
+    logits = module(hidden)
+    assert isinstance(logits, DeferredLogits) and logits.shape == (2, T // 2, V)
+    with pytest.raises(LongspanError, match=said + r".*longspan\.parallelize\(\.\.\., logits=True\)"):
+        logprobs_of(use(logits), torch.zeros(2, T // 2, dtype=torch.int64))
+    assert isinstance(module(hidden), Tensor)  # one call alone is deferred
+
+
+def test_a_second_backward_is_refused() -> None:
+    module, hidden, labels = _case("plain", torch.float32)
+    Head(module).armed = True
+    loss = loss_sum(module(hidden), labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_output_says_where_its_logits_are() -> None:
+    model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh())).train()
+    out = model(**batch())
+    assert list(out) == ["loss"]
+    with pytest.warns(UserWarning, match=r"logits is None: .*longspan\.parallelize\(\.\.\., logits=True\)"):
+        assert out.logits is None
+    with pytest.raises(LongspanError, match=r"no logits: .*logits=True"):
+        out["logits"]
+    assert model.eval()(**batch()).logits.shape == (4, 21, 61)
+    asked = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()), logits=True).train()
+    assert asked(**batch()).logits.shape == (4, 21, 61)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities of tokens.
+
+
+WEIGHTS = torch.rand(4, 21, generator=torch.Generator().manual_seed(5))
+"""A loss of log-probabilities and entropies with another factor for each token, as in RL."""
+
+
+def _reference(model: Any, temperature: float) -> Run:
+    whole = batch()
+    labels = torch.full_like(whole["labels"], IGNORE)
+    labels[:, :-1] = whole["labels"][:, 1:]
+    log_p = torch.log_softmax(model(input_ids=whole["input_ids"]).logits / temperature, -1)
+    counts = labels != IGNORE
+    chosen = torch.where(counts, log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0], 0)
+    entropy = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0)
+    loss = (WEIGHTS * (chosen + 0.1 * entropy)).sum()
+    loss.backward()
+    return Run(float(loss.detach()), torch.stack([chosen, entropy]).detach(), gradients(model), None)
+
+
+def _logprobs(truth: Any, data: int, ring: int, fsdp: bool, gather: bool) -> None:
+    sp = sharding(data, ring)
+    model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
+    mine, weights = rows_of(batch(), sp.data_rank, data), WEIGHTS.chunk(data)[sp.data_rank]
+    found = longspan.token_logprobs(model, mine, temperature=0.7, entropy=True, gather=gather)
+    weights = weights if gather else sp.shard(weights)
+    (weights * (found[0] + 0.1 * found[1])).sum().backward()
+    check_gradients(gradients(model), truth)
+    for i, x in enumerate(found):
+        whole = x.detach() if gather else sp.gather(x.detach(), dim=1, length=21)
+        exact, single = (run.logits[i].chunk(data)[sp.data_rank] for run in (truth.exact, truth.single))
+        assert excess(whole, single, exact) <= 1
+    with torch.no_grad():
+        again = longspan.token_logprobs(model, longspan.shard_batch(mine, sp), temperature=0.7, gather=gather)
+    assert torch.equal(again, found[0])
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("data", "ring", "fsdp", "gather"),
+    [(1, 1, True, False), (1, 2, True, True), (2, 2, True, False), (2, 1, False, True)],
+)
+def test_token_logprobs(pool4: RankPool, data: int, ring: int, fsdp: bool, gather: bool) -> None:
+    truth = truth_by(build("Llama"), lambda model: _reference(model, 0.7))
+    pool4.run(_logprobs, truth, data, ring, fsdp, gather)
+
+
+def test_token_logprobs_refuses() -> None:
+    with pytest.raises(LongspanError, match="was not parallelized"):
+        longspan.token_logprobs(build("Llama"), batch())
+    model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))
+    with pytest.raises(LongspanError, match=r"temperature.*0"):
+        longspan.token_logprobs(model, batch(), temperature=0)
+    with pytest.raises(LongspanError, match="no labels"):
+        longspan.token_logprobs(model, {"inputs_embeds": torch.zeros(1, 4, 32)})
