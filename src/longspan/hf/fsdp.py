@@ -47,6 +47,13 @@ def apply_fsdp(model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPre
     _prefetch([*([] if embedding is None else [embedding]), *layers, *tail[:1]], backward=[*layers, *tail[:1]])
 
 
+def reshard(model: nn.Module) -> None:
+    """Give back what a forward has gathered and no backward has released: the model has its own parameters again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Module]]:
     """The embedding, and final norm and head, where each can be a group of its own: its weights are nobody else's.
 

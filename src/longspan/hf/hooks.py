@@ -18,6 +18,7 @@ from longspan.compat.torch_api import version_of
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
+from longspan.hf.fsdp import reshard
 from longspan.hf.gradients import GradientSum
 from longspan.hf.loss import load_balancing_loss, mean_loss
 from longspan.hf.outputs import head_of, without_deferred
@@ -142,6 +143,11 @@ class ForwardHooks:
         if not self.wants_deferred:
             output = without_deferred(output)
         return output.to_tuple() if owed.as_tuple else output
+
+    def give_back(self, model: PreTrainedModel, args: Any, output: Any) -> None:
+        """After FSDP's own hooks: what a forward without gradients has gathered, no backward would release."""
+        if not torch.is_grad_enabled() and not self.wants_deferred:
+            reshard(model)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from longspan.core.checked import check_flag, check_number
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import shard_batch
+from longspan.hf.fsdp import reshard
 from longspan.hf.support import transformers_model
 from longspan.memory.logits import DeferredLogits
 from longspan.memory.logprobs import logprobs_of
@@ -95,6 +96,8 @@ def token_logprobs(
     if temperature != 1:
         logits = logits / temperature
     found = logprobs_of(logits, labels)
+    if not torch.is_grad_enabled():
+        reshard(inner)
     if gather:
         info = cut["longspan"]
         found = tuple(_Gathered.apply(x, hooks.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_values
 from longspan.hf.digests import local_part
+from longspan.hf.fsdp import reshard
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -91,7 +91,7 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
     bad = first_not_finite(model, sp)
     if bad is not None:
         return bad
-    _reshard(model)
+    reshard(model)
     before = [(p, p.grad) for p in model.parameters()]
     for p, _ in before:
         p.grad = None
@@ -105,17 +105,10 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
             if p.grad is not None:
                 watcher.look("gradient", f"the gradient of parameter {name}", p.grad)
     finally:
-        _reshard(model)
+        reshard(model)
         for p, grad in before:
             p.grad = grad
     return _first_of_all(watcher.found, sp)
-
-
-def _reshard(model: nn.Module) -> None:
-    """Give the model its own parameters back, where a forward without a backward has left those that FSDP gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def first_not_finite(model: nn.Module, sp: SequenceSharding) -> NonFinite | None:

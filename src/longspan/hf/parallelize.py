@@ -131,6 +131,7 @@ def parallelize(
         if fsdp:
             hooks.guard.remember(inner)
             apply_fsdp(inner, sp, mp_policy)
+            inner.register_forward_hook(hooks.give_back)
             refuse_savers(model, inner)
         else:
             hooks.gradients = GradientSum(inner.parameters(), sp)

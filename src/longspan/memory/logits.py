@@ -10,6 +10,7 @@ Shape suffixes: T tokens (any leading dimensions), D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class LogitsNotMade(LongspanError, AttributeError, KeyError):
     __str__ = LongspanError.__str__
 
 
+@dataclass(eq=False)
 class DeferredLogits:
     """Stands for logits: the head, its input, and what is done to its output.
 
@@ -36,8 +38,9 @@ class DeferredLogits:
         steps: what is done to its output, element by element (the last dimension may be cut), in order.
     """
 
-    def __init__(self, head: Head, hidden: Tensor, steps: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
-        self.head, self.hidden, self.steps = head, hidden, steps
+    head: Head
+    hidden: Tensor
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
 
     def of(self, hidden: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
         """The logits of some tokens `[T, D]`: `[T, V]`, differentiable.
@@ -136,7 +139,8 @@ def _number(value: Any) -> Any:
     return value
 
 
-# FSDP looks for tensors in what a module returns, to know when its backward begins.
+# FSDP looks for tensors in what a module returns, to gather its weights again when a backward comes to it: from torch
+# 2.13 on in dataclasses, before in what is registered.
 register_tree(
     DeferredLogits,
     lambda deferred: ([deferred.hidden], (deferred.head, deferred.steps)),
@@ -153,6 +157,18 @@ class _Bare(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.plain_forward(hidden)
+
+
+class _Identity(torch.autograd.Function):
+    """The same values, not a view of them: FSDP puts a hook on what a module returns, which a view could lose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 class Head:
@@ -181,5 +197,5 @@ class Head:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         armed, self.armed = self.armed, False
         if armed and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            return DeferredLogits(self, args[0])
+            return DeferredLogits(self, _Identity.apply(args[0]))  # type: ignore[no-untyped-call]
         return self.compute(*args, **kwargs)

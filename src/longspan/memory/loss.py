@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.buckets import LOSS_TILE, head_tile
+from longspan.core.errors import LongspanError
 from longspan.memory.logits import DeferredLogits
 
 IGNORE = -100
@@ -119,17 +120,24 @@ class _DeferredSum(torch.autograd.Function):
             into = None if grad_TD is None else grad_TD[part]
             total += tile(hidden_TD[part], labels_T[part], terms, into, sums)
         ctx.asked, ctx.dtypes = of_parameters, [p.dtype for p in wanted]
-        ctx.save_for_backward(*([] if grad_TD is None else [grad_TD]), *sums)
-        ctx.of_hidden = of_hidden
+        # Not by `save_for_backward`: they are given away in the backward, and nothing may hold them then.
+        ctx.made = grad_TD, sums
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """The gradients, times what the sum was multiplied by; in place, so that autograd refuses a second backward."""
-        made = [x.mul_(grads[0].to(x.dtype)) for x in ctx.saved_tensors]
-        grad_TD = made.pop(0) if ctx.of_hidden else None
-        sums = iter([x.to(dtype) for x, dtype in zip(made, ctx.dtypes, strict=True)])
-        return None, None, None, grad_TD, *(next(sums) if asked else None for asked in ctx.asked)
+        """The gradients, times what the sum was multiplied by, in place."""
+        if ctx.made is None:
+            raise LongspanError(
+                "a second backward through a loss without logits: its gradients were given away by the first; call the "
+                "model again, or longspan.parallelize(..., logits=True)"
+            )
+        grad_TD, sums = ctx.made
+        ctx.made = None
+        if grad_TD is not None:
+            grad_TD.mul_(grads[0].to(grad_TD.dtype))
+        found = iter([x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)])
+        return None, None, None, grad_TD, *(next(found) if asked else None for asked in ctx.asked)
 
 
 def _tile_of(logits: DeferredLogits, rows: int, of_hidden: bool, of_parameters: list[bool]) -> Any:
