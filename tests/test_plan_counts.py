@@ -269,16 +269,3 @@ def test_counting_sees_a_collective_that_nobody_planned() -> None:
     with fake_world(0, 4), count_sent() as sent:
         dist.all_reduce(torch.zeros(10))
     assert [(one.op, one.bytes) for one in sent] == [("all_reduce", 60)]
-
-
-def test_the_planner_has_the_sizes_of_the_code() -> None:
-    """Buckets and tiles are written down twice, as the planner may not import what needs torch."""
-    from longspan.core.buckets import GRADIENT_BUCKET
-    from longspan.hf.gradients import GradientSum
-    from longspan.memory.loss import TILE_ELEMENTS
-    from longspan.plan.cost.memory import _tile
-    from longspan.plan.cost.saved import Scale
-
-    assert GradientSum.bucket_elements == GRADIENT_BUCKET
-    tiles = [_tile(Scale(1, 2, 1, on_cpu=on_cpu, hidden_shards=1)) for on_cpu in (False, True)]
-    assert tiles == [4 * elements for elements in TILE_ELEMENTS]

@@ -251,7 +251,9 @@ def _drop_kv_gradient(patch: pytest.MonkeyPatch) -> None:
     original = ulysses.scatter_heads
 
     def dropped(xs: Any, *args: Any) -> Any:
-        if _rank() == 1:  # zero, not absent: with fewer gradients than the others, FSDP would wait for them for ever
+        if (
+            _rank() == 1 and torch.is_grad_enabled()
+        ):  # zero, not absent: with fewer gradients than the others, FSDP would wait for them for ever
             for x in xs[1:]:
                 x.register_hook(torch.zeros_like)
         return original(xs, *args)
@@ -332,7 +334,7 @@ def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
     original = ulysses.gather_heads
 
     def poisoned(out: torch.Tensor, *args: Any) -> torch.Tensor:
-        if _rank() == 1:
+        if _rank() == 1 and out.requires_grad:
             out.register_hook(lambda grad: grad * float("nan"))
         return original(out, *args)
 

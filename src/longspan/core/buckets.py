@@ -38,6 +38,9 @@ HEAD_TILE = ((1 << 27, 1024), (1 << 22, 64))
 """Of logits that are made tile by tile, elements of a tile and the fewest tokens: 512 MiB of fp32 on a GPU, 16 MiB on a
 CPU. Each tile reads and writes the gradient of the whole head, so it has many tokens."""
 
+HEAD_ROWS = 1 << 14
+"""Rows of a head's gradient that are added up in fp32 at a time, where a tile's part of it is narrower."""
+
 
 def head_tile(vocabulary: int, on_cpu: bool) -> int:
     """Tokens of a tile of logits that are made for it: a power of 2."""

@@ -155,12 +155,27 @@ class _Watcher:
     def __enter__(self) -> None:
         for name, module in self.model.named_modules():
             at = name or type(module).__name__
+            if module is self._head_module():
+                self._observe(lambda logits, at=at: self.look("activation", f"the output of {at}", logits))
             self.handles.append(module.register_forward_pre_hook(self._before(at), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._after(at), with_kwargs=True))
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
             handle.remove()
+        self._observe(None)
+
+    def _head(self) -> Any:
+        """Of a model that makes its logits tile by tile: what no module returns is seen where it is made."""
+        hooks: Any = next(m.longspan_hooks for m in self.model.modules() if hasattr(m, "longspan_hooks"))
+        return hooks.head
+
+    def _head_module(self) -> Any:
+        return None if self._head() is None else self._head().module
+
+    def _observe(self, observer: Any) -> None:
+        if self._head() is not None:
+            self._head().observer = observer
 
     def look(self, kind: str, tensor: str, x: Tensor) -> None:
         """Note a tensor if it is the first that is not finite."""

@@ -52,7 +52,7 @@ class DeferredLogits:
         logits = self.head.compute(hidden) if parameters is None else self.head.compute_with(hidden, parameters)
         for step in self.steps:
             logits = step(logits)
-        return logits
+        return self.head.observed(logits)
 
     @property
     def plain(self) -> nn.Linear | None:
@@ -176,6 +176,10 @@ class Head:
 
     Args:
         module: what `get_output_embeddings` gives: any module, called with hidden states alone.
+
+    Attributes:
+        armed: whether the next call is deferred.
+        observer: is shown each tile of logits that is made, if there is one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -183,11 +187,18 @@ class Head:
         self.compute: Callable[[Tensor], Tensor] = module.forward
         self.bare = _Bare(module, self.compute)
         self.armed = False
+        self.observer: Callable[[Tensor], None] | None = None
         module.forward = self._forward  # the instance's: hooks around the call, FSDP's among them, stay
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
         return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+
+    def observed(self, logits: Tensor) -> Tensor:
+        """The same, shown to the observer."""
+        if self.observer is not None and len(logits):
+            self.observer(logits.detach())
+        return logits
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         """`compute` with other tensors for some parameters."""

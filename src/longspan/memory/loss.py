@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.core.buckets import LOSS_TILE, head_tile
+from longspan.core.buckets import HEAD_ROWS, LOSS_TILE, head_tile
 from longspan.core.errors import LongspanError
-from longspan.memory.logits import DeferredLogits
+from longspan.memory.logits import DeferredLogits, Head
 
 IGNORE = -100
 """The label of a token that no loss is computed for (the convention of `torch.nn.functional.cross_entropy`)."""
@@ -113,7 +113,7 @@ class _DeferredSum(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
         grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        rows = head_tile(logits.shape[-1], hidden_TD.device.type == "cpu")
+        rows = min(len(labels_T), head_tile(logits.shape[-1], hidden_TD.device.type == "cpu"))
         tile = _tile_of(logits, rows, of_hidden, of_parameters)
         for start in range(0, len(labels_T), rows):
             part = slice(start, start + rows)
@@ -144,7 +144,7 @@ def _tile_of(logits: DeferredLogits, rows: int, of_hidden: bool, of_parameters: 
     """The function that computes a tile: loss, and gradients, added to what they belong to."""
     plain = logits.plain
     if plain is not None and (of_hidden or any(of_parameters)):
-        return _PlainTile(plain.weight.detach(), rows)
+        return _PlainTile(logits.head, plain.weight.detach(), rows)
     trained = logits.head.trained()
     wanted = [name for name, asked in zip(trained, of_parameters, strict=True) if asked]
     # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
@@ -180,14 +180,14 @@ class _AnyTile:
 class _PlainTile:
     """A tile of a head that is one matrix product, in buffers that all tiles share."""
 
-    def __init__(self, weight_VD: Tensor, rows: int) -> None:
-        self.weight_VD = weight_VD
+    def __init__(self, head: Head, weight_VD: Tensor, rows: int) -> None:
+        self.head, self.weight_VD = head, weight_VD
         self.logits = weight_VD.new_empty(rows, len(weight_VD))
 
     def __call__(
         self, hidden_TD: Tensor, labels_T: Tensor, terms: Terms, into: Tensor | None, sums: list[Tensor]
     ) -> Tensor:
-        tile = torch.mm(hidden_TD, self.weight_VD.t(), out=self.logits[: len(hidden_TD)])
+        tile = self.head.observed(torch.mm(hidden_TD, self.weight_VD.t(), out=self.logits[: len(hidden_TD)]))
         loss, grad_TV = _of_tile(tile, labels_T, terms, True, in_place=True)
         assert grad_TV is not None
         if grad_TV.dtype != tile.dtype:
@@ -199,16 +199,13 @@ class _PlainTile:
         return loss
 
 
-_ROWS_ADDED = 1 << 14
-
-
 def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
     """`total += grad.T @ hidden`; where the total is wider than the product, some rows at a time."""
     if total_VD.dtype == grad_TV.dtype:
         total_VD.addmm_(grad_TV.t(), hidden_TD)
         return
-    for start in range(0, len(total_VD), _ROWS_ADDED):
-        part = slice(start, start + _ROWS_ADDED)
+    for start in range(0, len(total_VD), HEAD_ROWS):
+        part = slice(start, start + HEAD_ROWS)
         total_VD[part] += grad_TV[:, part].t() @ hidden_TD
 
 

@@ -45,7 +45,7 @@ class PlanConfig:
     """Put those inputs into the host's memory."""
     tiled_mlp: int = 1
     """Tiles in which the MLP works through its tokens."""
-    tiled_loss: bool = False
+    tiled_loss: bool = True
     """Never hold all logits, a tile at a time only."""
     layout: LayoutName = "auto"
     """How tokens lie over a ring. auto is zigzag, which shares out a causal mask evenly."""

@@ -40,7 +40,7 @@ class Job:
         activation_offload: those inputs go to the host's memory (needs activation_checkpointing).
         tiled_mlp: the MLP works through its tokens in so many tiles (1: all at once), so that one tile's intermediates
             exist at a time. Computed again in the backward.
-        tiled_loss: logits exist a tile at a time, never whole.
+        tiled_loss: logits exist a tile at a time, never whole, as in training by default.
         kv_replication: whether one KV head may go to several ranks.
         tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
         layout: how tokens lie over a ring, as `SequenceSharding` takes it: `zigzag`, `contiguous`, another that is
@@ -57,7 +57,7 @@ class Job:
     activation_checkpointing: bool = False
     activation_offload: bool = False
     tiled_mlp: int = 1
-    tiled_loss: bool = False
+    tiled_loss: bool = True
     kv_replication: bool = True
     tensor_style: TensorStyle = "tp"
     layout: LayoutName = "auto"

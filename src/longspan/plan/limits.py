@@ -82,7 +82,11 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":
         return said
-    asked = {"tiled MLP": job.tiled_mlp > 1, "tiled loss": job.tiled_loss, "activation offload": job.activation_offload}
+    asked = {
+        "tiled MLP": job.tiled_mlp > 1,
+        "a loss of whole logits": not job.tiled_loss,
+        "activation offload": job.activation_offload,
+    }
     said += [
         f"{name} is planned, `longspan train` does not have it in this version" for name, on in asked.items() if on
     ]

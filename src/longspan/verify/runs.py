@@ -265,7 +265,9 @@ def make_report(
     losses = link.gather(float(parts["loss"][0].values))
     equalities = [equality("loss", losses, [f"{loss:.9g}" for loss in losses])]
     if not config.fsdp:
-        checksums = link.gather([_checksum(part.values) for part, _ in list(parts.values())[2:]])
+        checksums = link.gather(
+            [_checksum(part.values) for name, (part, _) in parts.items() if name not in ("loss", "logits")]
+        )
         equalities.append(equality("gradients", checksums))
     return Report(
         setup=_setup(config, sp, checkpoint),

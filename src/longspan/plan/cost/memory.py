@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import GRADIENT_BUCKET, LOSS_TILE
+from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, head_tile
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, freed_per_token, norm_bytes, saved_per_token
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
@@ -40,7 +40,7 @@ ITEMS = {
     "attention_workspace": "buffers of the exchange, the attention's output, a ring's sums in fp32",
     "mlp": "intermediates of the MLP under way",
     "hidden": "hidden states under way, and their gradients",
-    "logits": "logits, their gradient, and the loss's fp32 tiles",
+    "logits": "a tile of logits and its gradient; or all of them",
     "kv_cache": "keys and values of all layers",
     "comm_buffers": "buffers of the ring: blocks at hand and arriving, gradients that travel",
     "reserve": "what torch, CUDA and NCCL keep for themselves",
@@ -122,13 +122,12 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
     at_head = at_loss + SavedActivations(hidden=tokens * (norm_bytes(s, s.d, autocast) + s.d * s.b))
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
-    logits, tile = _logits(model, job, mesh, s)
     # Gradients of earlier micro-batches: whole ones until they are summed.
     earlier = (model.params // t if once else shard) * 4 if job.batch > mesh.data else 0
     casts = _cast_weights(model, mesh) if autocast else 0
     # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
     flat = (8 if s.on_cpu else 4) if sharded else 0
-    hidden = tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
+    hidden = _hidden(job, mesh, s)
     # A head of its own: gathered beside the last layer (twice, until its copy is taken), scattered before that one's
     # backward, in which what was sent of it is still held. A tied one stays to the end.
     own_head = _outer(model)[1] // t * sharded
@@ -137,6 +136,7 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
     two_gathered = casts + _gathered(model, job, mesh, 2)
     sent_head = own_head * 4 + (0 if earlier else own_head * 4 // _ranks(job, mesh))
     # Gradients in the compute dtype, of a layer and of a head that stays.
+    late = 0 if model.tied else largest
     under_way = (largest + (0 if own_head else head)) * s.b
     scattered = 0 if earlier else largest * 4 // _ranks(job, mesh)
     backwards = [
@@ -151,18 +151,17 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
             },
         ),
     ]
+    at_the_loss = _tiled_loss if job.tiled_loss else _whole_logits
     moments = [
-        {**at_head.items(), "logits": 2 * logits + tile, "gradients": earlier, "gathered_weights": at_loss_gathered},
-        {
-            **at_head.items(),
-            "logits": logits,
-            "hidden": hidden,
-            "gradients": earlier + head * (s.b if sharded else 4),
-            "gathered_weights": at_head_gathered,
-        },
+        *(
+            {**at_head.items(), **items, "gradients": earlier + items["gradients"], "gathered_weights": gathered}
+            for items, gathered in zip(
+                at_the_loss(model, job, mesh, s), (at_loss_gathered, at_head_gathered), strict=True
+            )
+        ),
         *_in_a_backward(model, job, mesh, s, backwards, hidden),
-        # Embeddings (a tied head among them) come last, while the first layer's may still be on their way.
-        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t - own_head + largest) * flat},
+        # Embeddings come last, while the first layer's may still be on their way; a tied table waits for these.
+        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t - own_head + late) * flat},
         {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
     ]
     if own_head:  # on its way, the last layer being gathered
@@ -171,9 +170,9 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
         moments.append(
             {**at_loss.items(), "hidden": hidden, "gradients": earlier + flat_head, "gathered_weights": gathered}
         )
-    if model.tied:  # the table's two gradients, and their sum
+    if model.tied:  # the table's two gradients, and their sum; the head's, where it is nobody else's, becomes the sum
         in_layers = shard - shard_elements(model.root, _ranks(job, mesh), t)
-        summing = {"gradients": in_layers * 4 + 3 * head * s.b + largest * flat}
+        summing = {"gradients": in_layers * 4 + (2 if job.tiled_loss and s.b == 4 else 3) * head * s.b + largest * flat}
         moments.append({**summing, "gathered_weights": _gathered(model, job, mesh, 0)})
     if not sharded and mesh.weights > 1:
         moments.append({"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)})
@@ -221,11 +220,38 @@ def _saved(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedA
     return inputs, inputs + largest, before + largest, SavedActivations(hidden=each) + largest
 
 
-def _logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int]:
-    """Bytes of the logits, and of the loss's fp32 tile of them (twice where they are bf16: cast, then computed)."""
-    whole = s.tokens * (model.vocab // mesh.tensor)
-    tile = min(whole * 4, _tile(s)) * (2 if s.b == 2 else 1)
-    return (min(whole * s.b, _tile(s)) if job.tiled_loss else whole * s.b), tile
+def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+    """In the loss's backward: logits, their gradient, an fp32 tile (twice where they are bf16: cast, then computed). In
+    the head's: logits, and the gradients of its input and of its weights.
+    """
+    head = model.vocab * s.d // mesh.tensor * (s.b if _ranks(job, mesh) > 1 else 4)
+    logits = s.tokens * (model.vocab // mesh.tensor) * s.b
+    tile = min(logits // s.b * 4, 4 * LOSS_TILE[s.on_cpu]) * (2 if s.b == 2 else 1)
+    return [
+        {"logits": 2 * logits + tile, "gradients": 0},
+        {"logits": logits, "hidden": _hidden(job, mesh, s), "gradients": head},
+    ]
+
+
+def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+    """Logits tile by tile (`longspan.memory.loss`): from the forward on there are the gradient of the head's input and,
+    added up in fp32, of its weights; in the backward these are cast.
+    """
+    autocast, head, hidden = _autocast(job, mesh), model.vocab * s.d // mesh.tensor, _hidden(job, mesh, s)
+    # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
+    width = 4 if s.b == 4 else 2 + 4 + 2 * autocast
+    tile = min(s.tokens, head_tile(model.vocab, s.on_cpu)) * (model.vocab // mesh.tensor) * width
+    cast = head * s.b if s.b == 2 and not autocast else 0
+    more = head * (4 + 2) if autocast else min(cast, HEAD_ROWS * s.d * s.b)
+    return [
+        {"logits": tile, "hidden": hidden, "gradients": head * 4 + more},
+        {"hidden": hidden, "gradients": head * 4 + cast},
+    ]
+
+
+def _hidden(job: Job, mesh: Mesh, s: Scale) -> int:
+    """Bytes of hidden states, or of their gradient."""
+    return s.tokens * s.d * (4 if _autocast(job, mesh) else s.b) // s.hidden_shards
 
 
 def _autocast(job: Job, mesh: Mesh) -> bool:
@@ -236,11 +262,6 @@ def _autocast(job: Job, mesh: Mesh) -> bool:
 def _widest(model: ModelShape, tensor: int, s: Scale) -> int:
     """Bytes per token of the widest MLP intermediate."""
     return s.b * max(layer.mlp.width for layer, _ in model.layer_kinds) // tensor
-
-
-def _tile(s: Scale) -> int:
-    """Bytes of fp32 logits that the loss looks at together."""
-    return 4 * LOSS_TILE[s.on_cpu]
 
 
 def _ring_buffers(model: ModelShape, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
