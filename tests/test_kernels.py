@@ -189,7 +189,7 @@ def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
         patch.setattr(tiles, "for_device", lambda *xs: list(xs))
         plain = {True: "cuda", False: None}
-        patch.setattr(tiles, "_flash_of", lambda q, v, softcap, bias=None: plain[softcap is None and bias is None])
+        patch.setattr(tiles, "_flash_of", lambda q, v_dim, softcap, bias=None: plain[softcap is None and bias is None])
         return {name: compare(CASES[name], sp, "tiled") for name in names}
 
 
@@ -214,7 +214,7 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
         torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
         for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
     )
-    q, k, v = tiles.TILED.laid([q, k, v], Scores())
+    q, k, v = tiles.TILED.laid([q, k, v], v_dim, Scores())
     how = tiles.How(kind, None, 0.125, None)
     out, lse = tiles._forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)

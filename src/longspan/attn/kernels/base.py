@@ -265,6 +265,14 @@ class BlockKernel(Kernel, Protocol):
             scores: of these heads.
         """
 
+    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """q (of a backward: q, out and its gradient) as this kernel takes them, made once for all blocks.
+
+        What a kernel converts or fills up is done here, else it would be for every block. `accumulate` and
+        `accumulate_gradients` get what this gives; the head_dims are still those of k and v.
+        """
+        return list(xs)
+
     def accumulate(
         self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> None:

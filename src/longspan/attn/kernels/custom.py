@@ -106,7 +106,7 @@ class LseKernel(TiledKernel):
         """Whose it is."""
         return "passed as a callable that gives log-sum-exps, called tile by tile"
 
-    def laid(self, xs: Sequence[Tensor], scores: Scores) -> list[Tensor]:
+    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
         """In fp32 on a CPU; heads of v as long as they are."""
         return for_device(*xs)
 

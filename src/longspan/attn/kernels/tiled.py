@@ -114,8 +114,8 @@ class TiledKernel(BlockKernel):
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
     ) -> None:
         """Tile by tile, in place."""
-        scale, v_dim = scores.scale_of(q.shape[3]), v.shape[3]
-        q, k, v = self.laid([q, k, v], scores)
+        scale, v_dim = scores.scale_of(k.shape[3]), v.shape[3]
+        q, k, v = self.laid([q, k, v], v_dim, scores)
         for call in block.calls:
             mine = q[call.at_queries]
             how = _how(call, block.mask, scores, mine, scale)
@@ -133,8 +133,8 @@ class TiledKernel(BlockKernel):
         scores: Scores,
     ) -> None:
         """Tile by tile, in place."""
-        scale = scores.scale_of(done.q.shape[3])
-        q, k, v, out, grad = self.laid([done.q, k, v, done.out, done.grad], scores)
+        scale = scores.scale_of(k.shape[3])
+        q, k, v, out, grad = self.laid([done.q, k, v, done.out, done.grad], v.shape[3], scores)
         done = Finished(q, out, grad, done.lse)
         for call in block.calls:
             part = done.at(*call.at_queries)
@@ -146,13 +146,11 @@ class TiledKernel(BlockKernel):
                     # Not `total[at] += more`, which also writes the sum to where it already is.
                     total[at].add_(_cut(more, total.shape[3]))
 
-    def laid(self, xs: Sequence[Tensor], scores: Scores) -> list[Tensor]:
-        """q, k, v (and out and grad) of a block as `tile_forward` and `tile_backward` take them.
-
-        Once a block: what is converted or filled up here would be so for every tile there.
-        """
+    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """Tensors as `tile_forward` and `tile_backward` take them; no copy of those that are so already."""
         xs = for_device(*xs)
-        return xs if _flash_of(xs[0], xs[2], scores.softcap) is None else _one_dim(*xs)
+        dim = max(xs[0].shape[3], v_dim)
+        return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_filled(x, dim) for x in xs]
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one tile's keys alone: [B, H, Q, Dv] and [B, H, Q]."""
@@ -227,7 +225,7 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    flash = _flash_of(q, v, how.softcap, how.bias)
+    flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
     if flash is None:
         return _materialized(q, k, v, how)
     causal = how.kind == "causal"
@@ -241,7 +239,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
 
 
 def _backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
-    flash = _flash_of(done.q, v, how.softcap, how.bias)
+    flash = _flash_of(done.q, v.shape[3], how.softcap, how.bias)
     if flash is None:
         return _materialized_backward(done, k, v, how)
     q, out, grad, lse, causal = done.q, done.out, done.grad, done.lse, how.kind == "causal"
@@ -266,19 +264,18 @@ def _wide(*xs: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
 
 
-def _flash_of(q: Tensor, v: Tensor, softcap: float | None, bias: Tensor | None = None) -> str | None:
+def _flash_of(q: Tensor, v_dim: int, softcap: float | None, bias: Tensor | None = None) -> str | None:
     """Whose flash attention takes a tile: "cpu" (any dtype, a bias too), "cuda", or nobody's (None)."""
     if softcap is not None:
         return None
     if q.device.type == "cpu":
         return "cpu"
-    return "cuda" if q.is_cuda and bias is None and takes_flash(q.device, q.dtype, (q.shape[3], v.shape[3])) else None
+    return "cuda" if q.is_cuda and bias is None and takes_flash(q.device, q.dtype, (q.shape[3], v_dim)) else None
 
 
-def _one_dim(*xs: Tensor) -> list[Tensor]:
-    """Zeros behind the shorter heads: flash attention wants one head_dim for q, k and v (MLA has two)."""
-    dim = max(x.shape[3] for x in xs)
-    return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
+def _filled(x: Tensor, dim: int) -> Tensor:
+    """Zeros behind shorter heads: flash attention wants one head_dim for q, k and v (MLA has two)."""
+    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _cut(x: Tensor, dim: int) -> Tensor:

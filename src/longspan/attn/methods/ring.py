@@ -97,9 +97,11 @@ class _RingAttention(torch.autograd.Function):
             q = _tokens_first(q)
         seen = SoftmaxAccumulator(q, v.shape[3])
         with without_autocast(q.device):
+            (laid,) = ring.kernel.laid([q], v.shape[3], scores)
             for _, here in _steps(mine, ring):
                 for visitor in here:
-                    _attend(seen, q, visitor, ring, scores)
+                    _attend(seen, laid, visitor, ring, scores)
+            del laid
             if sinks is not None:  # one more key per head, whose value is zero
                 seen.add(seen.out.new_zeros(()), sinks[:, None].expand(q.shape[:3]))
         out = seen.out.to(q.dtype)
@@ -116,11 +118,13 @@ class _RingAttention(torch.autograd.Function):
         ring: Ring = ctx.ring
         mine = _KVBlock(*kept) if len(kept) == 2 else _KVBlock.of(kept[0], *ctx.shapes)
         # A GPU's kernel wants out and its gradient with tokens first, and would copy them for every tile.
-        done = Finished(q, out, _tokens_first(grad), lse)
+        grad = _tokens_first(grad)
         dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
         reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
         heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
         with without_autocast(q.device):
+            q_laid, out_laid, grad_laid = ring.kernel.laid([q, out, grad], mine.v.shape[3], ctx.scores)
+            done = Finished(q_laid, out_laid, grad_laid, lse)
             for step, here in _steps(mine, ring):
                 for visitor in here:
                     own = visitor.owner == ring.rank
@@ -129,6 +133,7 @@ class _RingAttention(torch.autograd.Function):
                     reducer.add(visitor, step, part)
                 reducer.send(step)
             _attend_backward(done, dq, _Visitor(ring.rank, 0, mine), home, (middle, heads), ring, ctx.scores)
+            del q_laid, out_laid, grad_laid, done
             reducer.arrive()
         dsinks = None
         if sinks is not None:
