@@ -187,9 +187,9 @@ def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_flash_cuda", _stand_in)
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
-        patch.setattr(tiles, "_for_device", lambda *xs: list(xs))
+        patch.setattr(tiles, "for_device", lambda *xs: list(xs))
         plain = {True: "cuda", False: None}
-        patch.setattr(tiles, "_flash_of", lambda q, v, how: plain[how.softcap is None and how.bias is None])
+        patch.setattr(tiles, "_flash_of", lambda q, v_dim, softcap, bias=None: plain[softcap is None and bias is None])
         return {name: compare(CASES[name], sp, "tiled") for name in names}
 
 
@@ -208,14 +208,16 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
     monkeypatch: pytest.MonkeyPatch, kind: Any, kv_heads: int, v_dim: int
 ) -> None:
     """torch's own operators, on tensors without data: arguments, shapes and dtypes."""
-    monkeypatch.setattr(tiles, "_flash_of", lambda q, v, how: "cuda")
+    monkeypatch.setattr(tiles, "_flash_of", lambda *_: "cuda")
+    monkeypatch.setattr(tiles, "for_device", lambda *xs: list(xs))
     q, k, v = (
         torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
         for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
     )
+    q, k, v = tiles.TILED.laid([q, k, v], v_dim, Scores())
     how = tiles.How(kind, None, 0.125, None)
     out, lse = tiles._forward(q, k, v, how)
-    assert (out.shape, out.dtype) == ((2, 4, 128, v_dim), torch.bfloat16)
+    assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
     grads = tiles._backward(Finished(q, out, out, lse), k, v, how)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]

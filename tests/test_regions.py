@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core import regions
-from longspan.core.regions import Region, meeting, tiles
+from longspan.core.regions import Call, Region, joined, meeting, tiles
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 50)).map(lambda x: (x[0], x[0] + x[1]))
 drawn = st.builds(
@@ -86,3 +87,52 @@ def test_overlap_looks_at_every_pair_of_runs() -> None:
     zigzag = ((0, 5), (35, 40))
     found = [part for _, _, part in meeting(causal, zigzag, zigzag)]
     assert sum(part.pairs for part in found) == 15 + 25 + 15
+
+
+def runs(cuts: list[int], taken: list[bool]) -> list[tuple[int, int]]:
+    """Some of the runs between some positions: what a rank holds."""
+    return [run for run, mine in zip(itertools.pairwise(cuts), taken, strict=False) if mine]
+
+
+def placed(call: Call) -> list[tuple[int, int, int]]:
+    """What a call computes: (row, query, key), by places."""
+    (q0, q1), (k0, k1) = call.queries, call.keys
+    return [
+        (row, q, k)
+        for row in range(*call.rows)
+        for q in range(q0, q1)
+        for k in range(k0, k1)
+        if call.kind == "full" or k - k0 <= q - q0
+    ]
+
+
+cuts = st.lists(st.integers(0, 24), min_size=2, max_size=7, unique=True).map(sorted)
+some = st.lists(st.booleans(), min_size=6, max_size=6)
+plain = st.lists(
+    st.sampled_from([Region(0, 24, 0, 24, 0), Region(0, 24, 0, 24), Region(0, 9, 0, 9, 0), Region(9, 24, 9, 24, 0)]),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=300)
+@given(plain, cuts, some, cuts, some)
+def test_joined_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, k_cuts: Any, theirs: Any) -> None:
+    q_runs, k_runs = runs(q_cuts, mine), runs(k_cuts, theirs)
+    q_at, k_at = ([sum(b - a for a, b in held[:m]) for m in range(len(held))] for held in (q_runs, k_runs))
+    calls = [
+        Call((row, row + 1), (r.q0 + dq, r.q1 + dq), (r.k0 + dk, r.k1 + dk), tile.kind)
+        for row, region in enumerate(rows)
+        for m, n, part in meeting([region], q_runs, k_runs)
+        for tile in tiles(part)
+        for r, dq, dk in ((tile.region, q_at[m] - q_runs[m][0], k_at[n] - k_runs[n][0]),)
+    ]
+    fewer = joined(calls)
+    assert sorted(p for call in fewer for p in placed(call)) == sorted(p for call in calls for p in placed(call))
+    assert len(fewer) <= len(calls) and joined(fewer) == fewer
+
+
+def test_a_tile_with_a_mask_is_not_joined() -> None:
+    """Its mask is made from its positions."""
+    left, right = (Call((0, 1), (0, 8), (k, k + 8), "masked", Region(0, 8, k, k + 8)) for k in (0, 8))
+    assert joined([right, left]) == [left, right]

@@ -8,9 +8,11 @@ counts with it.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Literal
 
 from longspan.core.layout import Span
 
@@ -178,3 +180,93 @@ def meeting(
                 part = region.within(q_runs[m], k_runs[n])
                 if part is not None:
                     yield m, n, part
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles where they lie in the tensors, and as few of them as there can be.
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a kernel: a tile by its places in the tensors, rows of the batch, my queries, a block's keys.
+
+    Attributes:
+        rows: [start, stop).
+        queries: places in my tensor, [start, stop).
+        keys: places in the block's, [start, stop).
+        kind: of the tile; "causal" is a square in which query number m sees keys 0 to m.
+        region: by positions, of a "masked" tile: its mask is made from them. None for others, which may be joined from
+            tokens that lie far from each other in the sequence.
+    """
+
+    rows: Span
+    queries: Span
+    keys: Span
+    kind: TileKind
+    region: Region | None = None
+
+    @property
+    def at_queries(self) -> tuple[slice, slice, slice]:
+        """Its queries in `[B, heads, Q, ...]`."""
+        return slice(*self.rows), slice(None), slice(*self.queries)
+
+    @property
+    def at_keys(self) -> tuple[slice, slice, slice]:
+        """Its keys in `[B, heads, T, ...]`."""
+        return slice(*self.rows), slice(None), slice(*self.keys)
+
+
+def joined(calls: Iterable[Call]) -> list[Call]:
+    """The same pairs in fewer calls, sorted: what lies side by side in the tensors is one rectangle, or one triangle.
+
+    Tokens that are neighbours in a tensor need not be so in the sequence. A block of zigzag holds an early run and a
+    late one; its own queries and keys are a triangle, a rectangle under it and a triangle: one larger triangle, by
+    their places. Of another block both runs of queries see the early keys, or the late queries both runs of keys: one
+    rectangle.
+
+    Args:
+        calls: of one block of keys, disjoint. Those with a mask are left as they are.
+    """
+    found = list(calls)
+    if len(found) > 1:
+        found = _joined_triangles(found)
+        for axis in ("keys", "queries", "rows"):
+            found = _joined_along(axis, found)
+    return sorted(found, key=lambda call: (call.rows, call.queries, call.keys))
+
+
+def _joined_triangles(calls: list[Call]) -> list[Call]:
+    """A triangle whose queries also see all keys of the triangle before it belongs to that one."""
+    out: dict[tuple[Span, int, int], Call] = {}  # triangles by where they end
+    full: dict[tuple[Span, Span], list[Call]] = defaultdict(list)
+    for call in calls:
+        if call.kind == "full":
+            full[call.rows, call.queries].append(call)
+    for call in sorted((c for c in calls if c.kind == "causal"), key=lambda c: (c.rows, c.queries)):
+        before = out.get((call.rows, call.queries[0], call.keys[0]))
+        if before is not None:
+            beside = full[call.rows, call.queries]
+            under = [c for c in beside if before.keys[0] <= c.keys[0] and c.keys[1] <= before.keys[1]]
+            if sum(c.keys[1] - c.keys[0] for c in under) == before.keys[1] - before.keys[0]:
+                del out[call.rows, call.queries[0], call.keys[0]]
+                full[call.rows, call.queries] = [c for c in beside if c not in under]
+                queries, keys = (before.queries[0], call.queries[1]), (before.keys[0], call.keys[1])
+                call = replace(call, queries=queries, keys=keys)
+        out[call.rows, call.queries[1], call.keys[1]] = call
+    rest = [call for beside in full.values() for call in beside]
+    return [*out.values(), *rest, *(call for call in calls if call.kind == "masked")]
+
+
+def _joined_along(axis: str, calls: list[Call]) -> list[Call]:
+    """Calls that differ along one axis alone, and there go on where another stops."""
+    kinds = ("full", "causal") if axis == "rows" else ("full",)
+    same, span = attrgetter("kind", *({"rows", "queries", "keys"} - {axis})), attrgetter(axis)
+    out: list[Call] = []
+    for call in sorted(calls, key=lambda call: (same(call), span(call))):
+        last = out[-1] if out and call.kind in kinds else None
+        if last is not None and same(last) == same(call) and span(last)[1] == span(call)[0]:
+            longer: Any = {axis: (span(last)[0], span(call)[1])}
+            out[-1] = replace(last, **longer)
+        else:
+            out.append(call)
+    return out

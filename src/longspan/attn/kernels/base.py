@@ -147,13 +147,15 @@ class SoftmaxAccumulator:
     """Output and log-sum-exp of the keys seen so far: starts with none, `add` merges more of them in, in fp32 at least.
 
     Attributes:
-        out: [B, H, Q, Dv], the softmax over the keys seen so far times their values.
+        out: [B, H, Q, Dv], the softmax over the keys seen so far times their values; its memory in the order [B, Q, H,
+            Dv], as kernels give theirs and as models go on with it.
         lse: [B, H, Q], the log of the sum of their exponentials; -inf where nothing was seen.
     """
 
     def __init__(self, q_BHQD: Tensor, v_dim: int) -> None:
         dtype = torch.promote_types(q_BHQD.dtype, torch.float32)
-        self.out = q_BHQD.new_zeros(*q_BHQD.shape[:3], v_dim, dtype=dtype)
+        B, H, Q = q_BHQD.shape[:3]
+        self.out = q_BHQD.new_zeros(B, Q, H, v_dim, dtype=dtype).transpose(1, 2)
         self.lse = q_BHQD.new_full(q_BHQD.shape[:3], -math.inf, dtype=dtype)
 
     def add(self, out: Tensor, lse: Tensor, rows: Span | None = None, queries: Span | None = None) -> None:
@@ -262,6 +264,14 @@ class BlockKernel(Kernel, Protocol):
             block: of `prepare`.
             scores: of these heads.
         """
+
+    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """q (of a backward: q, out and its gradient) as this kernel takes them, made once for all blocks.
+
+        What a kernel converts or fills up is done here, else it would be for every block. `accumulate` and
+        `accumulate_gradients` get what this gives; the head_dims are still those of k and v.
+        """
+        return list(xs)
 
     def accumulate(
         self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.attn.kernels.base import Blocks, Finished, Need, WholeKernel
 from longspan.attn.kernels.flex import backward_by_autograd
 from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
-from longspan.attn.kernels.tiled import How, TiledKernel
+from longspan.attn.kernels.tiled import How, TiledKernel, for_device
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 
@@ -105,6 +105,10 @@ class LseKernel(TiledKernel):
     def describe(self, need: Need) -> str:
         """Whose it is."""
         return "passed as a callable that gives log-sum-exps, called tile by tile"
+
+    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """In fp32 on a CPU; heads of v as long as they are."""
+        return for_device(*xs)
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """The function's output and log-sum-exp, checked."""

@@ -210,12 +210,22 @@ def _row(q: Tensor, k: Tensor, v: Tensor, cut: Cut, calls: SdpaCalls, scores: Sc
 def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
     if calls.window is not None and calls.window < q.shape[1]:
         return _windowed(q, k, v, calls.window, scores)
-    k_BKSD, v_BKSD = k.transpose(1, 2), v.transpose(1, 2)
+    q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
         # The CPU kernel reads K and V again for every block of queries: rows of a head side by side are worth a copy.
         k_BKSD, v_BKSD = k_BKSD.contiguous(), v_BKSD.contiguous()
-    out_BHSD = _call(q.transpose(1, 2), k_BKSD, v_BKSD, is_causal=calls.causal, scale=scores.scale)
+        if q.requires_grad and _within_a_row(q):
+            # An exchange brought Q, K and V in one tensor. Q, saved for the backward, would keep it: K and V twice.
+            q_BHSD = q_BHSD.contiguous()
+    out_BHSD = _call(q_BHSD, k_BKSD, v_BKSD, is_causal=calls.causal, scale=scores.scale)
     return out_BHSD.transpose(1, 2)
+
+
+def _within_a_row(x_BSHD: Tensor) -> bool:
+    """Whether a token's heads lie side by side, and something else beside them."""
+    B, S, H, D = x_BSHD.shape
+    apart = min((n for n, size in zip(x_BSHD.stride(), (B, S), strict=False) if size > 1), default=0)
+    return apart > H * D and (H == 1 or x_BSHD.stride(2) == D)
 
 
 def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:

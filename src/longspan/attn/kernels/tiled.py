@@ -25,28 +25,7 @@ from longspan.compat.torch_attention import flash_cpu as _flash_cpu
 from longspan.compat.torch_attention import flash_cpu_backward as _flash_cpu_backward
 from longspan.compat.torch_attention import flash_cuda as _flash_cuda
 from longspan.compat.torch_attention import flash_cuda_backward as _flash_cuda_backward
-from longspan.core.layout import Span
-from longspan.core.regions import Region, Tile, TileKind, tiles
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One tile, with where it lies in the tensors: rows of the batch, my queries, the block's keys."""
-
-    rows: Span
-    queries: Span
-    keys: Span
-    tile: Tile
-
-    @property
-    def at_queries(self) -> tuple[slice, slice, slice]:
-        """Its queries in `[B, heads, Q, ...]`."""
-        return slice(*self.rows), slice(None), slice(*self.queries)
-
-    @property
-    def at_keys(self) -> tuple[slice, slice, slice]:
-        """Its keys in `[B, heads, T, ...]`."""
-        return slice(*self.rows), slice(None), slice(*self.keys)
+from longspan.core.regions import Call, Region, TileKind, joined, tiles
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -101,12 +80,18 @@ class TiledKernel(BlockKernel):
         materialized = must_materialize(blocks.mask, blocks.kind) or not flash
         out: list[TiledBlock | None] = []
         for parts in blocks.parts:
-            calls = [
-                Call(part.rows, (r.q0 + part.q_at, r.q1 + part.q_at), (r.k0 + part.k_at, r.k1 + part.k_at), tile)
+            calls = joined(
+                Call(
+                    part.rows,
+                    (r.q0 + part.q_at, r.q1 + part.q_at),
+                    (r.k0 + part.k_at, r.k1 + part.k_at),
+                    tile.kind,
+                    r if tile.kind == "masked" else None,
+                )
                 for part in parts
                 for tile in tiles(part.region, materialized=materialized)
                 for r in (tile.region,)
-            ]
+            )
             out.append(TiledBlock(tuple(calls), blocks.mask) if calls else None)
         return out
 
@@ -129,13 +114,14 @@ class TiledKernel(BlockKernel):
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
     ) -> None:
         """Tile by tile, in place."""
-        q, k, v = _for_device(q, k, v)
+        scale, v_dim = scores.scale_of(k.shape[3]), v.shape[3]
+        q, k, v = self.laid([q, k, v], v_dim, scores)
         for call in block.calls:
             mine = q[call.at_queries]
-            how = _how(call, block.mask, scores, mine)
+            how = _how(call, block.mask, scores, mine, scale)
             if how is not None:
                 out, lse = self.tile_forward(mine, k[call.at_keys], v[call.at_keys], how)
-                into.add(out, lse, call.rows, call.queries)
+                into.add(_cut(out, v_dim), lse, call.rows, call.queries)
 
     def accumulate_gradients(
         self,
@@ -147,16 +133,24 @@ class TiledKernel(BlockKernel):
         scores: Scores,
     ) -> None:
         """Tile by tile, in place."""
-        q, out, grad, k, v = _for_device(done.q, done.out, done.grad, k, v)
+        scale = scores.scale_of(k.shape[3])
+        q, k, v, out, grad = self.laid([done.q, k, v, done.out, done.grad], v.shape[3], scores)
         done = Finished(q, out, grad, done.lse)
         for call in block.calls:
             part = done.at(*call.at_queries)
-            how = _how(call, block.mask, scores, part.q)
+            how = _how(call, block.mask, scores, part.q, scale)
             if how is not None:
                 parts = self.tile_backward(part, k[call.at_keys], v[call.at_keys], how)
                 places = call.at_queries, call.at_keys, call.at_keys
                 for total, at, more in zip(into, places, parts, strict=True):
-                    total[at] += more
+                    # Not `total[at] += more`, which also writes the sum to where it already is.
+                    total[at].add_(_cut(more, total.shape[3]))
+
+    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """Tensors as `tile_forward` and `tile_backward` take them; no copy of those that are so already."""
+        xs = for_device(*xs)
+        dim = max(xs[0].shape[3], v_dim)
+        return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_filled(x, dim) for x in xs]
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one tile's keys alone: [B, H, Q, Dv] and [B, H, Q]."""
@@ -188,12 +182,12 @@ class How:
     softcap: float | None
 
 
-def _how(call: Call, mask: Mask, scores: Scores, q: Tensor) -> How | None:
+def _how(call: Call, mask: Mask, scores: Scores, q: Tensor, scale: float) -> How | None:
     """How `call` makes its scores; None where a mask function leaves nothing of the tile."""
-    of_kind = functools.partial(How, scale=scores.scale_of(q.shape[3]), softcap=scores.softcap)
-    if call.tile.kind != "masked":
-        return of_kind(call.tile.kind, None)
-    r = call.tile.region
+    of_kind = functools.partial(How, scale=scale, softcap=scores.softcap)
+    r = call.region
+    if r is None:
+        return of_kind(call.kind, None)
     dtype = torch.promote_types(q.dtype, torch.float32)
     i, j = torch.arange(r.q0, r.q1, device=q.device), torch.arange(r.k0, r.k1, device=q.device)
     added = scores.bias_of(q.shape[1], i, j, dtype)
@@ -231,26 +225,24 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    flash = _flash_of(q, v, how)
+    flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
     if flash is None:
         return _materialized(q, k, v, how)
-    v_dim, causal = v.shape[3], how.kind == "causal"
-    q, k, v = _one_dim(q, k, v)
-    if flash == "cpu":
-        out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
-        if how.bias is not None:  # the kernel says 0 for a row without any key
-            lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
-    else:
+    causal = how.kind == "causal"
+    if flash == "cuda":
         out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
-    return out[..., :v_dim], lse
+        return out, lse
+    out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
+    if how.bias is not None:  # the kernel says 0 for a row without any key
+        lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
+    return out, lse
 
 
 def _backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
-    flash = _flash_of(done.q, v, how)
+    flash = _flash_of(done.q, v.shape[3], how.softcap, how.bias)
     if flash is None:
         return _materialized_backward(done, k, v, how)
-    dim, v_dim, causal, lse = done.q.shape[3], v.shape[3], how.kind == "causal", done.lse
-    q, k, v, grad, out = _one_dim(done.q, k, v, done.grad, done.out)
+    q, out, grad, lse, causal = done.q, done.out, done.grad, done.lse, how.kind == "causal"
     if flash == "cpu":
         dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
     else:
@@ -260,10 +252,10 @@ def _backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, T
         dq, dk, dv = _flash_cuda_backward(
             grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, zero, zero, scale=how.scale
         )
-    return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
+    return dq, dk, dv
 
 
-def _for_device(*xs: Tensor) -> list[Tensor]:
+def for_device(*xs: Tensor) -> list[Tensor]:
     """On a CPU in fp32: partial outputs in bf16 would round once per block, and bf16 is no faster there."""
     return _wide(*xs) if xs[0].device.type == "cpu" else list(xs)
 
@@ -272,20 +264,23 @@ def _wide(*xs: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in xs]
 
 
-def _flash_of(q: Tensor, v: Tensor, how: How) -> str | None:
-    """Whose flash attention takes this tile: "cpu" (any dtype, a mask too), "cuda", or nobody's (None)."""
-    if how.softcap is not None:
+def _flash_of(q: Tensor, v_dim: int, softcap: float | None, bias: Tensor | None = None) -> str | None:
+    """Whose flash attention takes a tile: "cpu" (any dtype, a bias too), "cuda", or nobody's (None)."""
+    if softcap is not None:
         return None
     if q.device.type == "cpu":
         return "cpu"
-    takes = takes_flash(q.device, q.dtype, (q.shape[3], v.shape[3]))
-    return "cuda" if q.is_cuda and takes and how.bias is None else None
+    return "cuda" if q.is_cuda and bias is None and takes_flash(q.device, q.dtype, (q.shape[3], v_dim)) else None
 
 
-def _one_dim(*xs: Tensor) -> list[Tensor]:
-    """Zeros behind the shorter heads: flash attention wants one head_dim for q, k and v (MLA has two)."""
-    dim = max(x.shape[3] for x in xs)
-    return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
+def _filled(x: Tensor, dim: int) -> Tensor:
+    """Zeros behind shorter heads: flash attention wants one head_dim for q, k and v (MLA has two)."""
+    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
+
+
+def _cut(x: Tensor, dim: int) -> Tensor:
+    """Without those zeros."""
+    return x if x.shape[3] == dim else x[..., :dim]
 
 
 def _scores(q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor | None]:

@@ -91,31 +91,40 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
-        mine = _KVBlock(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+        mine = _my_block(q, k, v, ring)
+        if any(ctx.needs_input_grad) and mine.packed is not None and not _alone(q):
+            # What arrived with q, K and V, would be kept by q alone: they are saved packed.
+            q = _tokens_first(q)
         seen = SoftmaxAccumulator(q, v.shape[3])
         with without_autocast(q.device):
+            (laid,) = ring.kernel.laid([q], v.shape[3], scores)
             for _, here in _steps(mine, ring):
                 for visitor in here:
-                    _attend(seen, q, visitor, ring, scores)
+                    _attend(seen, laid, visitor, ring, scores)
+            del laid
             if sinks is not None:  # one more key per head, whose value is zero
                 seen.add(seen.out.new_zeros(()), sinks[:, None].expand(q.shape[:3]))
         out = seen.out.to(q.dtype)
         lse = seen.lse.masked_fill(torch.isneginf(seen.lse), 0)
-        ctx.save_for_backward(q, mine.packed, out, lse, sinks)
+        # K and V once: as the message that they are, or where they lie.
+        ctx.save_for_backward(q, out, lse, sinks, *mine.saved)
         ctx.shapes, ctx.ring, ctx.scores = (k.shape, v.shape), ring, scores
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, packed, out, lse, sinks = ctx.saved_tensors
+        q, out, lse, sinks, *kept = ctx.saved_tensors
         ring: Ring = ctx.ring
-        done = Finished(q, out, grad if grad.stride(-1) == 1 else grad.contiguous(), lse)
-        mine = _KVBlock(packed, *ctx.shapes)
+        mine = _KVBlock(*kept) if len(kept) == 2 else _KVBlock.of(kept[0], *ctx.shapes)
+        # A GPU's kernel wants out and its gradient with tokens first, and would copy them for every tile.
+        grad = _tokens_first(grad)
         dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
         reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
         heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
         with without_autocast(q.device):
+            q_laid, out_laid, grad_laid = ring.kernel.laid([q, out, grad], mine.v.shape[3], ctx.scores)
+            done = Finished(q_laid, out_laid, grad_laid, lse)
             for step, here in _steps(mine, ring):
                 for visitor in here:
                     own = visitor.owner == ring.rank
@@ -124,6 +133,7 @@ class _RingAttention(torch.autograd.Function):
                     reducer.add(visitor, step, part)
                 reducer.send(step)
             _attend_backward(done, dq, _Visitor(ring.rank, 0, mine), home, (middle, heads), ring, ctx.scores)
+            del q_laid, out_laid, grad_laid, done
             reducer.arrive()
         dsinks = None
         if sinks is not None:
@@ -180,28 +190,65 @@ def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _KVBlock:
-    """Keys and values of one block, or their gradients, in one buffer: one message."""
+    """Keys and values of one block, or their gradients.
 
-    packed: Tensor
-    k_shape: torch.Size
-    v_shape: torch.Size
+    Attributes:
+        k: [B, K, T, D].
+        v: [B, K, T, Dv].
+        packed: the one buffer that both are views of, so that they are one message. None for those of a ring of one
+            that nothing is gained from packing: they are where the caller has them.
+    """
+
+    k: Tensor
+    v: Tensor
+    packed: Tensor | None = None
+
+    @classmethod
+    def of(cls, packed: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> _KVBlock:
+        n = k_shape.numel()
+        return cls(packed[:n].view(k_shape), packed[n:].view(v_shape), packed)
 
     @property
-    def k(self) -> Tensor:
-        return self.packed[: self.k_shape.numel()].view(self.k_shape)
+    def message(self) -> Tensor:
+        assert self.packed is not None
+        return self.packed
 
     @property
-    def v(self) -> Tensor:
-        return self.packed[self.k_shape.numel() :].view(self.v_shape)
+    def saved(self) -> tuple[Tensor, ...]:
+        return (self.k, self.v) if self.packed is None else (self.packed,)
 
     def like(self, packed: Tensor) -> _KVBlock:
-        return _KVBlock(packed, self.k_shape, self.v_shape)
+        return _KVBlock.of(packed, self.k.shape, self.v.shape)
 
     def empty(self) -> _KVBlock:
-        return self.like(torch.empty_like(self.packed))
+        return self.like(torch.empty_like(self.message))
 
     def zeros(self, dtype: torch.dtype) -> _KVBlock:
-        return self.like(torch.zeros_like(self.packed, dtype=dtype))
+        return self.like(self.k.new_zeros(self.k.numel() + self.v.numel(), dtype=dtype))
+
+
+def _my_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> _KVBlock:
+    """My keys and values, packed if they travel. A CPU's kernel reads them once per block of queries: it gains from a
+    copy in which the tokens of a head lie together. Else they are copied only if saving them would keep more alive.
+    """
+    if ring.size == 1 and not _reads_again(k.device) and _alone(q, k, v):
+        return _KVBlock(k, v)
+    return _KVBlock.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+
+
+def _reads_again(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _alone(*xs: Tensor) -> bool:
+    """Whether keeping these tensors keeps alive little else (a sequence's padding, an eighth at most)."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in xs}
+    return 8 * sum(storages.values()) <= 9 * sum(x.nbytes for x in xs)
+
+
+def _tokens_first(x_BHSD: Tensor) -> Tensor:
+    """The same, its memory in the order [B, S, H, D]: a copy only if it is not."""
+    return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -217,8 +264,8 @@ def _steps(mine: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_Visitor]]]:
     """The KV blocks that are here, step by step; at step 0 my own. While one step is computed the next is in flight."""
     here, routes = [_Visitor(ring.rank, 0, mine)], ring.routes
     if ring.impl == "allgather" and ring.group is not None:
-        everything = mine.packed.new_empty(ring.size, mine.packed.numel())
-        gather_into(everything.view(-1), mine.packed, group=ring.group)
+        everything = mine.message.new_empty(ring.size, mine.message.numel())
+        gather_into(everything.view(-1), mine.message, group=ring.group)
         others = [(ring.rank - step) % ring.size for step in range(1, ring.size)]
         yield 0, here + [_Visitor(rank, 0, mine.like(everything[rank])) for rank in others]
         return
@@ -228,10 +275,10 @@ def _steps(mine: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_Visitor]]]:
         sends, receives, coming = [], [], []
         for direction, tag in ((+1, _KV_RIGHT), (-1, _KV_LEFT)):
             if _sends(routes, ring.rank, direction, step):
-                sends.append(P2PMessage(leaving[direction].packed, (ring.rank + direction) % ring.size, tag))
+                sends.append(P2PMessage(leaving[direction].message, (ring.rank + direction) % ring.size, tag))
             if _sends(routes, (ring.rank - direction) % ring.size, direction, step):
                 visitor = _Visitor((ring.rank - direction * step) % ring.size, direction, mine.empty())
-                receives.append(P2PMessage(visitor.kv.packed, (ring.rank - direction) % ring.size, tag))
+                receives.append(P2PMessage(visitor.kv.message, (ring.rank - direction) % ring.size, tag))
                 coming.append(visitor)
         works = post(sends, receives, ring.group)
         yield step - 1, here
@@ -269,7 +316,7 @@ class _P2PReducer:
         """
         if self.ring.size == 1:
             return heads
-        kv_heads = heads if self.ring.kv_head_index is not None else self.home.k_shape[1]
+        kv_heads = heads if self.ring.kv_head_index is not None else self.home.k.shape[1]
         return heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
 
     def _reach(self, rank: int, direction: int) -> int:
@@ -282,11 +329,11 @@ class _P2PReducer:
             return
         if step > 1:
             self._wait()
-            part.packed.add_(self.arrived.pop(direction))
+            part.message.add_(self.arrived.pop(direction))
         onward = self._reach(visitor.owner, direction) > step
         tags = (_GRAD_RIGHT, _HOME_RIGHT) if direction > 0 else (_GRAD_LEFT, _HOME_LEFT)
         peer = (self.ring.rank + direction) % self.ring.size if onward else visitor.owner
-        self.sends.append(P2PMessage(part.packed, peer, tags[not onward]))
+        self.sends.append(P2PMessage(part.message, peer, tags[not onward]))
 
     def send(self, step: int) -> None:
         """This step is computed: pass on what was added, and receive what others pass on."""
@@ -296,10 +343,10 @@ class _P2PReducer:
             before = (self.ring.rank - direction) % self.ring.size
             theirs = (before - direction * step) % self.ring.size  # the block that my neighbour has just computed
             if step and self._reach(theirs, direction) > step:
-                self.arrived[direction] = torch.empty_like(self.home.packed)
+                self.arrived[direction] = torch.empty_like(self.home.message)
                 receives.append(P2PMessage(self.arrived[direction], before, on))
             if step and self._reach(self.ring.rank, direction) == step:
-                self.returned.append(torch.empty_like(self.home.packed))
+                self.returned.append(torch.empty_like(self.home.message))
                 last = (self.ring.rank + direction * step) % self.ring.size
                 receives.append(P2PMessage(self.returned[-1], last, home))
         if self.sends or receives:
@@ -311,7 +358,7 @@ class _P2PReducer:
         """Wait until all of my own block's gradient is home."""
         self._wait()
         for part in self.returned:
-            self.home.packed.add_(part)
+            self.home.message.add_(part)
 
     def _wait(self) -> None:
         for work in self.works:
@@ -332,13 +379,13 @@ class _ReduceScatterReducer:
 
     def add(self, visitor: _Visitor, step: int, part: _KVBlock) -> None:
         """My part of the gradient of a block."""
-        self.parts[visitor.owner] = part.packed
+        self.parts[visitor.owner] = part.message
 
     def send(self, step: int) -> None:
         """Everything is computed."""
         if self.ring.group is not None:
             everything = torch.stack([self.parts[rank] for rank in range(self.ring.size)])
-            scatter_into(self.home.packed, everything.view(-1), group=self.ring.group)
+            scatter_into(self.home.message, everything.view(-1), group=self.ring.group)
 
     def arrive(self) -> None:
         """It is here."""

@@ -48,7 +48,8 @@ def buffers_backward(layer: Softmax, job: Job, mesh: Mesh, s: Scale) -> Buffers:
         parts = mesh.ring * block + (mesh.ring - 1) * gradient
         # All gradients are laid side by side to be reduced, and gloo makes a copy of what it is given.
         together = mesh.ring * gradient * (2 if s.on_cpu else 1)
-        moments = [Buffers(parts, sums + copies + tile), Buffers(parts + together, sums)]
+        of_queries = tokens * 4 * (heads.q + 2 * heads.out) * (s.b < of_a_tile)
+        moments = [Buffers(parts, sums + copies + tile), Buffers(parts + together, sums + of_queries)]
     else:
         routes = exchange.schedule(layer, job, mesh).routes
         directions, rounds = any(routes.right) + any(routes.left), routes.rounds

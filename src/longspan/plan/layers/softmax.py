@@ -110,23 +110,20 @@ class Softmax(Mixer):
         return held * (1 - kv / u / most)
 
     def saved(self, mesh: Mesh, s: Scale) -> int:
-        """Q, K, V, the output as computed and as it goes into the projection, and a log-sum-exp per head.
+        """Q, K, V, the output as computed and as it comes back from an exchange, and a log-sum-exp per head.
 
         Per token of the rank: the heads of the rank with most, over the tokens of its Ulysses group.
         """
         u, heads = mesh.ulysses, exchange.busiest(self, mesh)
         saved = u * (s.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads)
-        if s.on_cpu if mesh.ring == 1 else u > 1:
-            # Laid heads-first for the CPU's kernel; of a ring: packed as a message, beside what the exchange brought.
-            saved += u * s.b * heads.kv
         return saved + self._projected(mesh, s)
 
     def freed(self, behind: SavedActivations, mesh: Mesh, s: Scale) -> SavedActivations:
         return behind + SavedActivations(attention=self._projected(mesh, s))
 
     def _projected(self, mesh: Mesh, s: Scale) -> int:
-        """The output as it goes into the projection, where that is a tensor of its own: after an exchange or a ring."""
-        return s.b * self.q_heads * self.v_head_dim // mesh.tensor if mesh.sequence > 1 else 0
+        """The output as it goes into the projection, where that is a tensor of its own: after an exchange."""
+        return s.b * self.q_heads * self.v_head_dim // mesh.tensor if mesh.ulysses > 1 else 0
 
     def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
         if mesh.ring == 1 or job.mode == "decode":
