@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from longspan.attn.kernels import flash as flash  # registers itself
 from longspan.attn.kernels import flash_attn as flash_attn  # registers itself
 from longspan.attn.kernels.base import ALIASES, REGISTRY, BlockKernel, Kernel, Need
 from longspan.attn.kernels.custom import FunctionKernel

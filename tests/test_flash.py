@@ -1,0 +1,139 @@
+"""Kernel "flash", with flash attention's operators emulated (`tests/flash_emulated.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from longspan.attn.kernels.base import Part
+from longspan.attn.kernels.flash_calls import pieces, union
+from longspan.core.regions import Region
+from tests.attention import CASES, check_all, compare, drawn_cases, one_device, sharding
+from tests.flash_emulated import emulated, seen_by
+from tests.oracle import Case
+from tests.pool import RankPool
+from tests.tolerance import MARGIN
+
+MASKS = [
+    name
+    for name, case in CASES.items()
+    if case.mod is None and case.bias is None and case.softcap is None and not case.alibi
+]
+"""What is made of regions: all that the kernel takes."""
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_one_device(name: str) -> None:
+    with emulated():
+        found = compare(CASES[name], one_device(), "flash")
+    assert max(found.values()) <= MARGIN, found
+
+
+def _everywhere(ring: int, layout: str, impl: str = "p2p") -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+    with emulated():
+        return {name: compare(CASES[name], sp, "flash") for name in MASKS if not name.startswith("long")}
+
+
+@pytest.mark.parametrize(
+    ("ring", "layout"),
+    [(4, "zigzag"), (4, "contiguous"), (2, "zigzag"), pytest.param(1, "zigzag", marks=pytest.mark.slow)],
+)
+def test_exact_on_every_mesh(pool4: RankPool, ring: int, layout: str) -> None:
+    for found in pool4.run(_everywhere, ring, layout):
+        check_all(found)
+
+
+CASE = drawn_cases(
+    60,
+    window=st.none() | st.integers(1, 12),
+    chunk=st.none() | st.integers(1, 9),
+    sinks=st.booleans(),
+    documents=st.none() | st.just((0,)),
+)
+
+
+def _drawn(case: Case, ring: int, layout: str) -> dict[str, float]:
+    with emulated():
+        return compare(case, sharding(dist.get_world_size() // ring, ring, layout=layout), "flash")
+
+
+@settings(max_examples=20)
+@given(
+    case=CASE,
+    ring=st.sampled_from([2, 4]),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    cuts=st.none() | st.lists(st.integers(0, 60), max_size=3),
+)
+def test_exact_for_drawn_shapes(pool4: RankPool, case: Case, ring: int, layout: str, cuts: Any) -> None:
+    ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
+    case = dataclasses.replace(case, documents=ids)
+    for found in pool4.run(_drawn, case, ring, layout):
+        assert max(found.values()) <= MARGIN, (case, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 20)])
+def test_half_precision(dtype: torch.dtype, dim: int, v_dim: int) -> None:
+    case = Case(n=64, batch=2, window=9, dtype=dtype, dim=dim, v_dim=v_dim, sinks=True)
+    with emulated() as calls:
+        found = compare(case, one_device(), "flash")
+    assert max(found.values()) <= MARGIN, found
+    assert {x["query"].dtype for x in calls.forward + calls.backward} == {dtype}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Windows.
+
+LIMIT = st.none() | st.integers(-12, 12)
+SPAN = st.tuples(st.integers(0, 14), st.integers(1, 14)).map(lambda x: (x[0], x[0] + x[1]))
+REGION = st.builds(lambda q, k, lo, hi: Region(*q, *k, lo, hi), SPAN, SPAN, LIMIT, LIMIT)
+
+
+def _dense(r: Region) -> torch.Tensor:
+    i, j = torch.arange(60)[:, None], torch.arange(60)
+    ok = (i >= r.q0) & (i < r.q1) & (j >= r.k0) & (j < r.k1)
+    ok = ok if r.lo is None else ok & (i - j >= r.lo)
+    return ok if r.hi is None else ok & (i - j <= r.hi)
+
+
+@settings(max_examples=400)
+@given(region=REGION, others=st.lists(REGION, max_size=2), at=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+@example(Region(0, 10, 0, 2, None, 8), [], (0, 0))  # few keys: a left limit alone would limit the right side
+@example(Region(0, 20, 0, 4, 0, None), [], (0, 0))  # few keys: a right limit that would be read as none
+@example(Region(0, 20, 0, 4, 0, 10), [], (3, 0))
+def test_a_region_is_what_its_windows_say(region: Region, others: list[Region], at: tuple[int, int]) -> None:
+    regions = [
+        r.within((r.q0, r.q1), (r.k0, r.k1)) for r in (region, *others) if r.lo is None or r.hi is None or r.lo <= r.hi
+    ]
+    parts = [Part((0, 1), r, *at) for r in regions if r is not None]
+    for part in parts:  # each on its own, so that they need not be disjoint
+        r = part.region
+        seen = torch.zeros(60, 60, dtype=torch.int64)
+        for piece in pieces([part]):
+            p = piece.region
+            allowed = seen_by(p.q1 - p.q0, p.k1 - p.k0, piece.window)
+            assert allowed.any(1).all() and allowed.any(0).all()  # the kernel gives garbage for a row that sees nothing
+            seen[p.q0 - at[0] : p.q1 - at[0], p.k0 - at[1] : p.k1 - at[1]] += allowed
+        assert torch.equal(seen, _dense(r).long()), (r, pieces([part]))
+
+
+@settings(max_examples=400)
+@given(a=REGION, q=st.integers(0, 28), k=st.integers(0, 28))
+def test_two_halves_of_a_region_are_one_again(a: Region, q: int, k: int) -> None:
+    """And what is no region is not made one."""
+    cuts = [((0, q), (0, 60)), ((q, 60), (0, k)), ((q, 60), (k, 60))]
+    parts = [part for spans in cuts if (part := a.within(*spans)) is not None]
+    for first, second in ((0, 1), (1, 2)):
+        if len(parts) > second:
+            both = union(parts[first], parts[second])
+            if both is not None:
+                assert torch.equal(_dense(both), _dense(parts[first]) | _dense(parts[second]))
+    if len(parts) == 2 and a.lo is None and a.hi is None and parts[0].k1 - parts[0].k0 == parts[1].k1 - parts[1].k0:
+        assert union(*parts) is not None
