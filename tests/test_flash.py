@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import longspan
 from longspan.attn.kernels.base import Part
 from longspan.attn.kernels.flash_calls import pieces, union
 from longspan.core.regions import Region
@@ -137,3 +138,53 @@ def test_two_halves_of_a_region_are_one_again(a: Region, q: int, k: int) -> None
                 assert torch.equal(_dense(both), _dense(parts[first]) | _dense(parts[second]))
     if len(parts) == 2 and a.lo is None and a.hi is None and parts[0].k1 - parts[0].k0 == parts[1].k1 - parts[1].k0:
         assert union(*parts) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls.
+
+
+def _calls(sp: longspan.SequenceSharding, n: int, **mask: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The arguments of all forwards and all backwards of one attention."""
+    q, k, v = (torch.zeros(1, n // sp.size, heads, 8, requires_grad=True) for heads in (2, 1, 1))
+    with emulated() as calls:
+        longspan.attention(q, k, v, sp, kernel="flash", **mask).sum().backward()
+    return calls.forward, calls.backward
+
+
+THOUSAND = torch.cat([torch.zeros(1), (1 + torch.arange(1000) * 7 % 5).cumsum(0)]).long()
+"""Borders of 1,000 documents of 1 to 5 tokens."""
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 3}, {"causal": False}])
+def test_a_thousand_documents_are_one_call(mask: dict[str, Any]) -> None:
+    forward, backward = _calls(one_device(), int(THOUSAND[-1]), cu_seqlens=THOUSAND, **mask)
+    for (call,) in (forward, backward):
+        assert call["cum_seq_q"].tolist() == call["cum_seq_k"].tolist() == THOUSAND.tolist()
+        assert (call["max_q"], call["max_k"]) == (5, 5)
+    # Documents side by side are a view, not a copy.
+    assert forward[0]["query"].untyped_storage().nbytes() == 4 * 8 * 2 * int(THOUSAND[-1])
+
+
+def test_documents_with_padding_between_are_one_call() -> None:
+    ids = torch.arange(60) // 5
+    ids[torch.arange(60) % 5 == 4] = -1
+    forward, backward = _calls(one_device(), 60, documents=ids[None])
+    assert len(forward) == len(backward) == 1 and forward[0]["query"].shape == (48, 2, 8)
+
+
+def _shapes_in_a_ring(layout: str, **mask: Any) -> list[tuple[Any, ...]]:
+    forward, backward = _calls(sharding(1, dist.get_world_size(), layout=layout), 64, **mask)
+    said = [(x["query"].shape[-3], x["key"].shape[-3], x["window_size_left"], x["window_size_right"]) for x in forward]
+    heads = [x["query"].shape[-2] for x in backward]
+    assert len(heads) >= len(said)
+    return said
+
+
+def test_a_ring_makes_one_call_for_a_block(pool4: RankPool) -> None:
+    """Two runs of a rank under zigzag are causal as one, and blocks from before and behind are whole."""
+    half, whole = 8, 16
+    for rank, said in enumerate(pool4.run(_shapes_in_a_ring, "zigzag")):
+        before = [(whole, half, -1, -1)] * rank  # of ranks before mine all my queries see the first run
+        behind = [(half, whole, -1, -1)] * (3 - rank)  # of ranks behind mine my second run sees all
+        assert said[0] == (whole, whole, -1, 0) and sorted(said[1:]) == sorted(before + behind), (rank, said)
