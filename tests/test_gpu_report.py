@@ -16,7 +16,7 @@ import torch
 
 import longspan
 from benchmarks.gpu import __main__ as report
-from benchmarks.gpu import kernels, model
+from benchmarks.gpu import kernels, model, table
 from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +85,20 @@ def test_a_kernel_that_is_wrong_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -
         for tally in (right, wrong, breaks)
     ]
     assert verdicts == [[OK], [WRONG, WRONG], [FAILED]]
+
+
+def test_a_table_is_measured_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "TRIED", ("sdpa", "tiled", "flash", "flashy"))  # not all of them are here
+    monkeypatch.setattr(table, "masks", lambda n: {"causal": {}, "mod": {"softcap": 30.0}})
+    rows = list(table.table(SETUP))
+    assert [row.verdict for row in rows] == [MEASURED] * 2
+    assert table.write(tmp_path / "mine.toml", rows, "this machine") == 2
+    found = longspan.kernel_table(tmp_path / "mine.toml").rows[:2]
+    assert [(row.what, row.dtype, row.device, row.head_dim) for row in found] == [
+        ("mod", "float32", "cpu", 16),
+        ("causal", "float32", "cpu", 16),
+    ]
+    assert found[0].kernels == ("tiled",) and set(found[1].kernels) == {"sdpa", "tiled"}
 
 
 def _good(setup: Setup) -> Iterator[Row]:

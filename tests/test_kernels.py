@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,12 +37,12 @@ EXPLAINED = [
     ({"window": 3}, "sdpa: "),
     (
         {"window": 257, "n": 300},
-        "tiled: sdpa would materialize the mask of a window of 257 tokens, twice as wide; tiles",
+        "tiled: tiles through torch's flash attention for CPU, in fp32; by row 6 of longspan's table: what window -> ",
     ),
     ({"chunk": 3}, "sdpa: "),
     ({"softcap": 3.0}, "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
     ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
-    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks, alibi; tiles through"),
+    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks or alibi; tiles through"),
     ({"window": 3, "causal": False}, "tiled: sdpa cannot do a window to both sides"),
     (
         {"kernel": "eager"},
@@ -80,19 +81,140 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             longspan.attention(*_qkv(), one_device(), prefix=2)
     told = [record.message for record in caplog.records]
     assert told == [
-        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
+        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32; by row "
+        "7 of longspan's table: everything -> sdpa, tiled"
     ]
 
 
-def test_on_a_gpu_flex_takes_what_sdpa_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: object())
+def _on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any = "auto", capability: tuple[int, int] = (9, 0), **need: Any
+) -> kernels.Choice:
+    """What is chosen on a GPU that is not there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: object() if name == "triton" else None)
+    need = {"mask": Mask(), "scores": Scores(), "grad": True, "dtype": torch.bfloat16, **need}
+    return kernels.choose_kernel(kernel, Need(device=torch.device("cuda"), **need))[1]
 
-    def choose(mask: Mask, ring: int = 1) -> kernels.Choice:
-        return kernels.choose_kernel("auto", Need(mask, Scores(), torch.device("cuda"), grad=True, ring=ring))[1]
 
-    assert str(choose(Mask(prefix=3))) == "flex: sdpa cannot do prefix; FlexAttention compiles it"
-    assert choose(Mask(prefix=3), ring=2).name == "tiled"
-    assert choose(Mask(window=3), ring=2).name == "flex"
+LONG, DOCUMENTS = Mask(window=300), Mask(segments=(((0, 3), (3, 8)),))
+ON_A_GPU = [
+    ({}, "sdpa"),
+    ({"mask": Mask(causal=False)}, "sdpa"),
+    ({"ring": 2}, "flash"),
+    ({"mask": Mask(window=3)}, "flash"),
+    ({"mask": LONG, "ring": 2}, "flash"),
+    ({"mask": DOCUMENTS}, "flash"),
+    ({"mask": DOCUMENTS, "ring": 2}, "flash"),
+    ({"mask": Mask(prefix=3)}, "flash"),
+    ({"scores": Scores(sinks=torch.zeros(4))}, "flash"),
+    ({"scores": Scores(softcap=3.0)}, "flex"),
+    ({"scores": Scores(alibi=torch.ones(4)), "ring": 2}, "flex"),
+    ({"mask": Mask(mod=lambda b, h, q, kv: q >= kv)}, "flex"),
+    ({"mask": DOCUMENTS, "dtype": torch.float32}, "sdpa"),
+    ({"mask": LONG, "dtype": torch.float32}, "tiled"),
+    ({"mask": LONG, "head_dims": (512, 512)}, "tiled"),
+    ({"mask": LONG, "head_dims": (100, 36)}, "flash"),
+    ({"mask": LONG, "capability": (7, 5)}, "tiled"),
+]
+
+
+@pytest.mark.parametrize(("need", "name"), ON_A_GPU)
+def test_what_is_taken_on_a_gpu(monkeypatch: pytest.MonkeyPatch, need: dict[str, Any], name: str) -> None:
+    assert _on_a_gpu(monkeypatch, **need).name == name
+
+
+def test_what_is_passed_over_on_a_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(_on_a_gpu(monkeypatch, mask=LONG, dtype=torch.float32)) == (
+        "tiled: flash takes fp16 and bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
+        "flash attention for GPUs does not take float32 with head_dim 64; by row 4 of longspan's table: device cuda, "
+        "what window -> flash, tiled"
+    )
+    assert "sdpa gives no log-sum-exps, by which a ring adds up blocks" in str(_on_a_gpu(monkeypatch, ring=2))
+
+
+NOT_THERE = [
+    ("flash", {"scores": Scores(softcap=2.0)}, "kernel='flash' cannot do softcap; use kernel='auto'"),
+    ("flash", {"dtype": torch.float64}, "takes fp16 and bf16, these tensors are float64; use kernel='auto'"),
+    ("flash", {"head_dims": (320, 8)}, "a head_dim of at most 256, these tensors have 320"),
+    (
+        "flash3",
+        {},
+        r"FA3 is not installed \(no module flash_attn_interface\); `pip install flash-attn-3`, or use kernel",
+    ),
+    ("flash4", {}, "FA4 is not installed .*; `pip install flash-attn-4`, or use kernel='flash'"),
+    ("flash3", {"capability": (8, 0)}, "FA3 is for GPUs of compute capability 9.0, this one has 8.0"),
+    ("cudnn", {"mask": LONG}, "kernel='cudnn' cannot do window; use kernel='auto'"),
+    (
+        "cudnn",
+        {"head_dims": (192, 128)},
+        "one head_dim, a multiple of 8 of at most 128, these tensors have 192 and 128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "need", "text"), NOT_THERE)
+def test_what_a_gpus_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch, kernel: str, need: Any, text: str) -> None:
+    with pytest.raises(LongspanError, match=text):
+        _on_a_gpu(monkeypatch, kernel, **need)
+
+
+def test_gpus_kernels_are_refused_on_a_cpu() -> None:
+    for kernel in ("flash", "flash3", "flash4", "cudnn"):
+        with pytest.raises(LongspanError, match="these tensors are on device 'cpu'; use kernel='auto'"):
+            longspan.attention(*_qkv(), one_device(), kernel=kernel)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables of one's own.
+
+TABLE = """
+[[row]]
+device = "cuda"
+capability = "9.0"
+what = "causal"
+dtype = "bfloat16"
+head_dim = 64
+kernels = ["cudnn", "flash"]
+"""
+
+
+def test_a_table_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text(TABLE)
+    table = longspan.kernel_table(tmp_path / "mine.toml")
+    mine = _on_a_gpu(monkeypatch, table)
+    assert mine.name == "cudnn" and mine.reason.endswith(
+        "by row 1 of mine.toml's table: device cuda, capability 9.0, what causal, dtype bfloat16, head_dim 64 -> "
+        "cudnn, flash"
+    )
+    for other in (
+        {"capability": (8, 0)},
+        {"mask": Mask(causal=False)},
+        {"dtype": torch.float16},
+        {"head_dims": (72, 72)},
+    ):
+        assert _on_a_gpu(monkeypatch, table, **other).name == "sdpa", other
+    assert str(longspan.explain_kernel(*_qkv(), one_device(), kernel=table)).startswith("sdpa: ")
+    (tmp_path / "other.toml").write_text(TABLE.replace("64", "72"))
+    assert longspan.kernel_table(tmp_path / "other.toml").name.split()[2] != table.name.split()[2]
+
+
+BAD_TABLES = [
+    ("kernels = []", r"a kernel table is a list of \[\[row\]\]"),
+    ("[[row]]\nwhat = 'causal'", r"row 1: kernels=None must be a list of names"),
+    ("[[row]]\nkernels = ['tiled']\n[[row]]\nkernels = ['flashy']", "row 2: kernels=.* 'flashy' is none of them"),
+    ("[[row]]\nkernels = ['tiled']\nwhat = 'sinks'", "what='sinks' must be one of mod, window, .*"),
+    ("[[row]]\nkernels = ['tiled']\ncapability = 9", 'capability=9 must be .*, such as "9.0"'),
+    ("[[row]]\nkernels = ['tiled']\nheads = 9", "row 1 has heads; a row may have kernels, device"),
+    ("[[row]]\nkernels = ['tiled']\nhead_dim = 0", "head_dim=0 must be a number from 1 on"),
+    ("[[row]\n", "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BAD_TABLES)
+def test_a_table_that_is_none_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(LongspanError, match=f"mine.toml.*{said}"):
+        longspan.kernel_table(tmp_path / "mine.toml")
 
 
 FLEX = [name for name in HARD if "cross" not in name]

@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import longspan
+from tests.syncs import on_gpu, one_gpu
+
 aten: Any = torch.ops.aten
 B, H, K, Q, T, D = 2, 8, 2, 96, 160, 64
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -107,6 +110,18 @@ def test_flash_attention_with_a_window(window: tuple[int | None, int | None]) ->
     for borders in ((none, none), (None, None)):  # "no borders", in both ways
         grads = back(meta(B, Q, H, D), q, k, v, out, lse, *borders, Q, T, 0.0, True, state, unused, scale=0.1, **limits)
         assert shapes(grads) == shapes([q, k, v])
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+@pytest.mark.parametrize("mask", [{}, {"causal": False}, {"documents": torch.arange(48)[None] // 7}])
+def test_a_kernel_calls_them_as_they_are(kernel: str, mask: dict[str, Any]) -> None:
+    """The whole of a layer on tensors without data: torch's own operators check what they are given."""
+    with on_gpu():
+        q, k, v = (torch.empty(1, 48, h, 64, dtype=BF16, device="cuda", requires_grad=True) for h in (8, 2, 2))
+        out = longspan.attention(q, k, v, one_gpu(), kernel=kernel, **mask)
+        out.sum().backward()
+        assert out.shape == q.shape and out.dtype == BF16
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu                        # under 8 minutes; also `make gpu`
     python -m benchmarks.gpu --quick --device cpu   # the same items on shapes that a CPU can do
+    python -m benchmarks.gpu --items --write-table h200.toml    # which kernel is the fastest for what, as a table
 
 It needs torch and transformers as they are installed, one GPU, no network. Every item runs in a process of its own,
 within a time of its own, so that one that fails, hangs or takes the GPU's context down leaves the others alone. The
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.gpu import kernels, model, ranks, speed
+from benchmarks.gpu import kernels, model, ranks, speed, table
 from benchmarks.gpu.setup import FAILED, MEASURED, STOPPED, WRONG, Row, Setup, brief
 
 Item = Callable[[Setup], Iterator[Row]]
@@ -50,6 +51,9 @@ ITEMS: dict[str, tuple[Item, int, str]] = {
 }
 """By name: what runs, how many seconds it may take (`PATIENCE` times as many with `--quick`), and its heading."""
 
+TABLE = (table.table, table.LIMIT_S, "The kernel table")
+"""With `--write-table` alone, beyond the eight minutes."""
+
 PATIENCE = 4
 
 GRACE_S = 15
@@ -60,9 +64,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default the GPU if there is one")
     parser.add_argument("--quick", action="store_true", help="small shapes; always on a CPU")
-    parser.add_argument("--items", nargs="+", choices=ITEMS, default=list(ITEMS), help="some of them only")
+    parser.add_argument("--items", nargs="*", choices=ITEMS, default=list(ITEMS), help="some of them only")
     parser.add_argument("--minutes", type=float, default=7.75, help="for all of it")
     parser.add_argument("--out", type=Path, default=common.REPORTS, help="folder of the report")
+    parser.add_argument("--write-table", type=Path, metavar="FILE", help="measure rows for longspan.kernel_table, too")
     args = parser.parse_args()
     begin = time.monotonic()
     hardware = next(iter(_run(_hardware, Setup("cuda", True, begin + 60), 60))).data or {}
@@ -80,6 +85,15 @@ def main() -> None:
         for row in _run(item, Setup(device, quick, 0), min(patience * limit, left)):
             found[name].append(row)
             print(f"  {row.verdict:>10}  {row.what}: {row.figure}", flush=True)
+    if args.write_table is not None:
+        print("\nThe kernel table", flush=True)
+        found["table"] = []
+        for row in _run(table.table, Setup(device, quick, 0), table.LIMIT_S):
+            found["table"].append(row)
+            print(f"  {row.verdict:>10}  {row.what}: {row.figure}", flush=True)
+        title = f"{hardware.get('gpu', 'a CPU')}, torch {torch.__version__}, {common.environment([])['date']}"
+        rows = table.write(args.write_table, found["table"], title)
+        print(f"\nwritten: {args.write_table} ({rows} rows)")
     bad = sum(row.verdict in (WRONG, FAILED) for rows in found.values() for row in rows)
     write(args.out, device, hardware, found, time.monotonic() - begin)
     raise SystemExit(1 if bad else 0)
@@ -168,7 +182,7 @@ def write(folder: Path, device: str, hardware: dict[str, Any], found: dict[str, 
         f"- verdicts: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}", "",
     ]  # fmt: skip
     for name, each in found.items():
-        item, _, title = ITEMS[name]
+        item, _, title = ITEMS.get(name, TABLE)
         cells = [[row.what, row.figure, row.verdict] for row in each]
         doc = " ".join((item.__doc__ or "").split())
         lines += [f"## {title}", "", doc, "", common.table(["what", "figure", "verdict"], cells), ""]

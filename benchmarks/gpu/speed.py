@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,25 +13,30 @@ import torch
 from torch import Tensor
 
 import longspan
-from benchmarks.gpu.kernels import known
+from benchmarks.gpu.kernels import known, own_flash
 from benchmarks.gpu.setup import BELOW, FAILED, MEASURED, OK, STOPPED, Row, Setup, brief
+from longspan.attn.mask import Mask
 from longspan.core.errors import LongspanError
 from tests.fakes import fake_world
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
-def _tensors(setup: Setup, n: int, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM) -> list[Tensor]:
+def _tensors(
+    setup: Setup, n: int, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM, dtype: Any = torch.bfloat16
+) -> list[Tensor]:
     g = torch.Generator(setup.device).manual_seed(0)
     shapes = [(1, n, h, dim) for h in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, grad = (torch.randn(s, device=setup.device, generator=g, dtype=torch.bfloat16) for s in shapes)
+    q, k, v, grad = (torch.randn(s, device=setup.device, generator=g, dtype=dtype) for s in shapes)
     return [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad]
 
 
-def _both_ways(setup: Setup, n: int, **how: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def both_ways(
+    setup: Setup, n: int, dtype: torch.dtype = torch.bfloat16, dim: int = 0, **how: Any
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A forward, and a forward with its backward."""
-    sizes = (4, 2, 32) if setup.quick else (HEADS, KV_HEADS, DIM)
-    q, k, v, grad = _tensors(setup, n, *sizes)
+    heads, kv_heads, usual = (4, 2, 32) if setup.quick else (HEADS, KV_HEADS, DIM)
+    q, k, v, grad = _tensors(setup, n, heads, kv_heads, dim or usual, dtype)
     sp = setup.one_device()
 
     def forward() -> Tensor:
@@ -44,41 +50,57 @@ def _both_ways(setup: Setup, n: int, **how: Any) -> tuple[Callable[[], Any], Cal
 
 
 def kernel_speed(setup: Setup) -> Iterator[Row]:
-    """TFLOP/s of each kernel, forward and backward, causal; "auto" shall come within a tenth of the fastest."""
+    """TFLOP/s of each kernel, forward and backward, by mask; "auto" shall come within a tenth of the fastest."""
+    long = setup.size(16384, 256)
+    tried: list[tuple[str, int, dict[str, Any], Mask]] = [
+        ("causal", n, {}, Mask()) for n in ((long,) if setup.quick else (16384, 65536))
+    ]
+    cuts = torch.linspace(0, long, 33).round().to(torch.int64)
+    segments = (tuple(itertools.pairwise(cuts.tolist())),)
+    tried += [
+        ("a window of an eighth", long, {"window": long // 8}, Mask(window=long // 8)),
+        ("32 documents", long, {"cu_seqlens": cuts}, Mask(segments=segments)),
+    ]
+    tried += [("causal", n, {}, Mask()) for n in (() if setup.quick else (131072, 4096))]
+    for what, n, how, mask in tried:
+        yield from _speed_of(setup, f"{what}, {n:,} tokens", n, how, mask)
+
+
+def _speed_of(setup: Setup, what: str, n: int, how: dict[str, Any], mask: Mask) -> Iterator[Row]:
     heads, _, dim = (4, 2, 32) if setup.quick else (HEADS, KV_HEADS, DIM)
-    for n in (256,) if setup.quick else (4096, 16384, 65536, 131072):
-        flops = 4 * heads * dim * n * (n + 1) / 2
-        best: dict[str, float] = {}
-        rows: list[tuple[str, float, float]] = []
-        for kernel in ("auto", *known(setup)):
-            if kernel == "eager" or not setup.time_left(10.0 if setup.on_gpu else 1.0):
-                continue
-            try:
-                forward, both = _both_ways(setup, n, kernel=kernel)
-                f = setup.seconds(forward)
-                b = max(setup.seconds(both) - f, 1e-9)
-            except LongspanError:  # such as flex without a GPU: it has no backward there
-                continue
-            except Exception as error:
-                yield Row(f"{kernel}, {n:,} tokens", brief(error), FAILED)
-                continue
-            rows.append((kernel, flops / f / 1e12, 2.5 * flops / b / 1e12))
-            best[kernel] = f + b
-        if not rows:
-            yield Row(f"{n:,} tokens", "", f"{STOPPED}: the item's time was up")
-        for kernel, f_rate, b_rate in rows:
-            slower = best[kernel] / min(best.values())
-            verdict = MEASURED if kernel != "auto" or not setup.on_gpu else OK if slower <= 1.1 else BELOW
-            figure = f"forward {f_rate:.4g}, backward {b_rate:.4g} TFLOP/s; {slower:.2f} x the fastest's time"
-            yield Row(f"{kernel}, {n:,} tokens", figure, verdict, {"forward": f_rate, "backward": b_rate})
+    flops = 4 * heads * dim * sum(region.pairs for region in mask.regions(0, n, n))
+    best: dict[str, float] = {}
+    rows: list[tuple[str, float, float]] = []
+    for kernel in ("auto", *known(setup)):
+        if kernel == "eager" or not setup.time_left(10.0 if setup.on_gpu else 1.0):
+            continue
+        own_flash()
+        try:
+            forward, both = both_ways(setup, n, kernel=kernel, **how)
+            f = setup.seconds(forward)
+            b = max(setup.seconds(both) - f, 1e-9)
+        except LongspanError:  # such as flex without a GPU: it has no backward there; or cudnn: it knows no window
+            continue
+        except Exception as error:
+            yield Row(f"{kernel}, {what}", brief(error), FAILED)
+            continue
+        rows.append((kernel, flops / f / 1e12, 2.5 * flops / b / 1e12))
+        best[kernel] = f + b
+    if not rows:
+        yield Row(what, "", f"{STOPPED}: the item's time was up")
+    for kernel, f_rate, b_rate in rows:
+        slower = best[kernel] / min(best.values())
+        verdict = MEASURED if kernel != "auto" or not setup.on_gpu else OK if slower <= 1.1 else BELOW
+        figure = f"forward {f_rate:.4g}, backward {b_rate:.4g} TFLOP/s; {slower:.2f} x the fastest's time"
+        yield Row(f"{kernel}, {what}", figure, verdict, {"forward": f_rate, "backward": b_rate})
 
 
 def many_documents(setup: Setup) -> Iterator[Row]:
     """1,000 documents in one batch: a thousandth of the pairs, and so next to nothing of the causal time."""
     n, documents = setup.size(131072, 4000), 1000
     borders = torch.linspace(0, n, documents + 1).round().to(torch.int64)
-    _, whole = _both_ways(setup, n)
-    _, cut = _both_ways(setup, n, cu_seqlens=borders)
+    _, whole = both_ways(setup, n)
+    _, cut = both_ways(setup, n, cu_seqlens=borders)
     causal, packed = setup.seconds(whole, least=2), setup.seconds(cut, least=2)
     setup.wait()
     start = time.perf_counter()
@@ -104,7 +126,7 @@ def block_masks(setup: Setup) -> Iterator[Row]:
         if not setup.time_left(15.0 if setup.on_gpu else 0.0):
             yield Row(what, "", f"{STOPPED}: the item's time was up")
             continue
-        forward, _ = _both_ways(setup, n, mask_mod=near, causal=False, kernel="flex")
+        forward, _ = both_ways(setup, n, mask_mod=near, causal=False, kernel="flex")
         sizes = (4, 2, 32) if setup.quick else (HEADS, KV_HEADS, DIM)
         q, k, v = (x.detach().transpose(1, 2) for x in _tensors(setup, n, *sizes)[:3])
         with warnings.catch_warnings(), torch.no_grad():
@@ -154,7 +176,7 @@ def syncs(setup: Setup) -> Iterator[Row]:
 def _cuda_waits(setup: Setup, n: int, given: dict[str, Any]) -> list[str]:
     if given.pop("sinks", False):
         given["sinks"] = torch.zeros(HEADS, device=setup.device, requires_grad=True)
-    _, both = _both_ways(setup, n, **given)
+    _, both = both_ways(setup, n, **given)
     both()  # compiled and loaded
     setup.wait()
     with warnings.catch_warnings(record=True) as seen:

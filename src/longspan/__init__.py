@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from longspan.attn.api import attention as attention
     from longspan.attn.api import explain_kernel as explain_kernel
     from longspan.attn.api import prepare_attention as prepare_attention
+    from longspan.attn.kernels.choice import kernel_table as kernel_table
     from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
     from longspan.attn.mask import Mask as Mask
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
@@ -35,6 +36,7 @@ _HOME = {
     "causal_lm_loss": "longspan.hf.loss",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.nonfinite",
+    "kernel_table": "longspan.attn.kernels.choice",
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",
     "init_mesh": "longspan.comm.mesh",

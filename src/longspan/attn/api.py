@@ -178,9 +178,10 @@ def attention(
         dropout: only 0.0. A random mask that does not depend on the number of ranks has no kernel, so it is refused.
         mask: a `longspan.Mask` instead of causal, window, chunk, prefix, q_start and mask_mod; it may be of a kind of
             one's own (docs/extending.md).
-        kernel: the local attention, by name ("auto", "sdpa", "tiled", "flash_attn", "flex", "eager"), a kernel of one's
-            own (`BlockKernel`, `longspan.kernel_with_lse`), or any function `f(q, k, v, *, causal, scale, ...)`;
-            `longspan.explain_kernel` says what "auto" takes and why.
+        kernel: the local attention, by name ("auto", "sdpa", "flash", "tiled", "flex", "cudnn", "flash3", "flash4",
+            "flash_attn", "eager"), a kernel of one's own (`BlockKernel`, `longspan.kernel_with_lse`), any function
+            `f(q, k, v, *, causal, scale, ...)`, or a table of what "auto" shall take (`longspan.kernel_table`);
+            `longspan.explain_kernel` says what it takes and why.
         plan: of `longspan.prepare_attention`, made before for tensors like these. It has the mask, lengths and kernel,
             so none of them may be given again; what belongs to a layer (scale, softcap, sinks, alibi, bias) is.
 

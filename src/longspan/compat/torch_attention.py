@@ -6,6 +6,7 @@ only the operators below it give. They are called as their schemas say, which a 
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +61,59 @@ cudnn = _aten("_scaled_dot_product_cudnn_attention")
 cudnn_backward = _aten("_scaled_dot_product_cudnn_attention_backward")
 """(grad_out, q, k, v, out, lse, rng seed, rng offset, attn_bias, cu_seqlens of q, of k, longest q, longest k,
 dropout_p, is_causal, *, scale) -> (dq, dk, dv)."""
+
+
+# Implementations of flash attention that torch can put in the place of its own (FlashAttention-2), for the whole
+# process. Of all four functions: versions: torch 2.11 to 2.13 (FA3 not in every one). Public way:
+# `torch.nn.attention.activate_flash_attention_impl` and `current_flash_attention_impl`, a prototype.
+# When gone: the implementation is refused, and torch's own is used.
+
+FLASH_IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
+"""Names of kernels, and torch's names of what they run."""
+
+_PACKAGES = {
+    "FA3": ("flash_attn_interface", "flash-attn-3", ((9, 0),)),
+    "FA4": ("flash_attn.cute.interface", "flash-attn-4", ((9, 0), (10, 0), (10, 3))),
+}
+"""Of each the module that torch imports, the package that has it, and compute capabilities of GPUs that it runs on."""
+
+
+def missing_flash(implementation: str, device: torch.device) -> str | None:
+    """Why "FA3" or "FA4" cannot be activated for a GPU, and how it can; None if it can. Nothing is imported."""
+    module, package, capabilities = _PACKAGES[implementation]
+    attention = torch.nn.attention
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+    if implementation not in known or not hasattr(attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} knows {', '.join(known) or 'no other flash attention'}; use a newer torch"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in capabilities:
+        fits = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+        return (
+            f"{implementation} is for GPUs of compute capability {fits}, this one has {'.'.join(map(str, capability))}"
+        )
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        return f"{implementation} is not installed (no module {module}); `pip install {package}`"
+    return None
+
+
+def active_flash() -> str | None:
+    """Which implementation torch runs in the place of its own; None for its own."""
+    current: Any = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    active: str | None = None if current is None else current()
+    return active
+
+
+def activate_flash(implementation: str) -> None:
+    """Have torch run "FA3" or "FA4" wherever it runs flash attention, in this whole process.
+
+    `torch.nn.attention.restore_flash_attention_impl()` takes it back.
+    """
+    if active_flash() != implementation:
+        torch.nn.attention.activate_flash_attention_impl(implementation)
 
 
 def flex() -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from longspan.attn.kernels.choice import AnyKernel
+from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
@@ -182,6 +182,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
     facts |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "the kernel table's rows": table_of(options["kernel"]).rows_of(sp.device),  # of this GPU, if one has its own
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}",
         "the model's class": type(model).__name__,
     }

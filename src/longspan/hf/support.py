@@ -210,7 +210,7 @@ def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, sp
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
-    try:
-        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size))
+    try:  # autocast or a policy may still change the dtype: one that flash attention takes is not refused yet
+        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size, dtype=torch.bfloat16))
     except LongspanError as error:
         raise LongspanError(f"layer {path}: {error}") from error

@@ -93,7 +93,9 @@ class TrainConfig:
     """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
     grad_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
-    kernel: Literal["auto", "sdpa", "tiled", "block", "flash_attn", "flex", "eager"] = "auto"
+    kernel: Literal[
+        "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
+    ] = "auto"
     """Local attention kernel."""
     deterministic: bool = False
     """Take kernels alone that give the same bits every time (torch.use_deterministic_algorithms): on GPUs needed, and

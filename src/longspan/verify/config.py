@@ -60,7 +60,9 @@ class VerifyConfig:
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
     fp64: bool = True
     """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
-    kernel: Literal["auto", "sdpa", "tiled", "block", "flash_attn", "flex", "eager"] = "auto"
+    kernel: Literal[
+        "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
+    ] = "auto"
     """Local attention kernel of the sharded run."""
     seed: int = 0
     """Seed of the random weights (--config alone) and the random tokens."""

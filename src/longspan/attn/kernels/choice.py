@@ -1,4 +1,7 @@
-"""Which kernel computes an attention, and why: decided from facts that are alike on every rank, and always said."""
+"""Which kernel computes an attention, and why: decided from facts that are alike on every rank, and always said.
+
+"auto" goes by a table (`table.toml`); what it does not take, and why, and the table's row are part of the answer.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,29 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels import flash_attn as flash_attn  # registers itself
+from longspan.attn.kernels import cudnn as cudnn  # registers itself, as do the next two
+from longspan.attn.kernels import flash as flash
+from longspan.attn.kernels import flash_attn as flash_attn
 from longspan.attn.kernels.base import ALIASES, REGISTRY, BlockKernel, Kernel, Need
 from longspan.attn.kernels.custom import FunctionKernel
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.kernels.flex import FLEX, compiles
-from longspan.attn.kernels.sdpa import SDPA, SHORT_WINDOW, beyond_sdpa
+from longspan.attn.kernels.sdpa import SDPA
+from longspan.attn.kernels.table import DEFAULT, Facts, KernelTable, read_table
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 
-AnyKernel = str | Kernel | Callable[..., Tensor]
-"""What a caller may ask for: a name, a kernel of one's own, or a function `f(q, k, v, *, causal, scale, ...)`."""
+AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
+"""What a caller may ask for: a name, a kernel of one's own, a table (`kernel_table`), or a function
+`f(q, k, v, *, causal, scale, ...)`."""
 
 _log = logging.getLogger("longspan")
 
@@ -33,7 +41,7 @@ class Choice:
     """A kernel and the reason for it.
 
     Attributes:
-        name: "sdpa", "tiled", "flash_attn", "flex", "eager", or that of a kernel of one's own.
+        name: "sdpa", "flash", "tiled", "flex", "cudnn", "flash_attn", "eager", or that of a kernel of one's own.
         reason: why this one.
     """
 
@@ -54,7 +62,10 @@ def choose_kernel(kernel: AnyKernel, need: Need) -> tuple[Kernel, Choice]:
         raise LongspanError(
             f"kernel={kernel!r} is unknown; choose {', '.join(('auto', *REGISTRY))}, or pass a callable"
         )
-    found, choice = _auto(need) if kernel == "auto" else _asked_for(as_kernel(kernel), need)
+    if isinstance(kernel, KernelTable) or (isinstance(kernel, str) and kernel == "auto"):
+        found, choice = _auto(need, table_of(kernel))
+    else:
+        found, choice = _asked_for(as_kernel(kernel), need)
     if need.grad and gives_lse(found):
         refuse_learnt_biases(found.name, need.scores, need.device)
     return found, choice
@@ -97,23 +108,51 @@ def gives_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
     return all(hasattr(kernel, name) for name in ("prepare", "forward", "backward", "accumulate"))
 
 
-def _auto(need: Need) -> tuple[Kernel, Choice]:
-    mask, scores = need.mask, need.scores
-    more, tiles = beyond_sdpa(need), TILED.describe(need)
-    if need.ring > 1:
-        why = "a ring adds up blocks by their log-sum-exps"
-        unlike_flash = mask.mod is not None or mask.window is not None or scores.softcap is not None or scores.has_bias
-        if compiles(need.device) and unlike_flash:
-            return FLEX, Choice(FLEX.name, f"{why}; {FLEX.describe(need)}")
-        return TILED, Choice(TILED.name, f"{why}; {tiles}")
-    wanted = f"sdpa cannot do {', '.join(more)}"
-    if not more:
-        if mask.window is None or mask.window <= SHORT_WINDOW:
-            return SDPA, Choice(SDPA.name, SDPA.describe(need))
-        wanted = f"sdpa would materialize the mask of a window of {mask.window} tokens, twice as wide"
-    if compiles(need.device):
-        return FLEX, Choice(FLEX.name, f"{wanted}; FlexAttention compiles it")
-    return TILED, Choice(TILED.name, f"{wanted}; {tiles}")
+def _auto(need: Need, table: KernelTable) -> tuple[Kernel, Choice]:
+    """The first kernel of the table's row that can compute this; "tiled" if none of them can."""
+    row = table.row(Facts.of(need))
+    passed_over: list[str] = []
+    for name in (*row.kernels, TILED.name):
+        found = as_kernel(name)
+        why_not = _why_not(found, need)
+        if why_not is None:
+            return found, Choice(found.name, "; ".join([*passed_over, found.describe(need), f"by {row}"]))
+        passed_over.append(why_not)
+    raise AssertionError(f"{TILED.name} refuses {need}")
+
+
+def _why_not(kernel: Kernel, need: Need) -> str | None:
+    """Why "auto" passes a kernel over, in a few words; None if it does not."""
+    if need.ring > 1 and kernel is not EAGER and not gives_lse(kernel):
+        return f"{kernel.name} gives no log-sum-exps, by which a ring adds up blocks"
+    if kernel is FLEX and not compiles(need.device):
+        return "flex cannot be compiled here: it needs a GPU and Triton"
+    try:
+        refusal = kernel.refuses(need)
+    except LongspanError as error:  # a package that is not installed
+        refusal = str(error)
+    return None if refusal is None else refusal.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
+
+
+def table_of(kernel: AnyKernel) -> KernelTable:
+    """The table by which a kernel is chosen: the one that was given, or longspan's."""
+    return kernel if isinstance(kernel, KernelTable) else DEFAULT
+
+
+def kernel_table(path: str | Path) -> KernelTable:
+    """A table of one's own of which kernel is taken for what: what `kernel=` takes in the place of "auto".
+
+    Its rows come before longspan's (`longspan/attn/kernels/table.toml`, which says how a row is written).
+    `python -m benchmarks.gpu --write-table FILE` measures such rows on a GPU. The file must be the same on all ranks,
+    which `longspan.parallelize` compares.
+
+    Args:
+        path: of a TOML file.
+
+    Raises:
+        LongspanError: for a file that is no such table, with the row and what it may be.
+    """
+    return read_table(path, (*REGISTRY, *ALIASES))
 
 
 def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:

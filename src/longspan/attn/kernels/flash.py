@@ -1,0 +1,195 @@
+"""Kernel "flash": torch's flash attention with its log-sum-exp, windows and all documents of a batch in one call.
+
+Dao 2023, arXiv:2307.08691. Any mask that is known by its regions, on one device, a Ulysses rank and in rings; what has
+to touch every score (a mask function, a softcap, a bias) is not for it. Which calls a mask is, `flash_calls` says.
+
+"flash" is whatever implementation torch runs in this process, FlashAttention-2 unless another was activated. "flash3"
+and "flash4" ask for one: they activate it when attention is prepared, which torch does for the whole process.
+
+Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
+from longspan.attn.score import Scores
+from longspan.compat.torch_attention import FLASH_IMPLEMENTATIONS, activate_flash, active_flash, missing_flash
+from longspan.compat.torch_attention import flash_varlen as _flash
+from longspan.compat.torch_attention import flash_varlen_backward as _flash_backward
+
+_LARGEST = 256
+"""Largest head_dim that the kernel takes; smaller ones are filled with zeros to a multiple of 8, which is exact."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FlashBlock:
+    """The calls of my queries against one block of keys.
+
+    Attributes:
+        calls: each adds to the result.
+        state: of the random numbers of a dropout that is not used.
+        unused: what the backward's signature asks for beside it.
+    """
+
+    calls: tuple[FlashCall, ...]
+    state: Tensor
+    unused: Tensor
+
+
+class FlashKernel(BlockKernel):
+    """Every mask that is made of regions, in a few calls of flash attention.
+
+    Attributes:
+        name: "flash", "flash3" or "flash4".
+        implementation: torch's name of the one to activate; None for whatever is active.
+    """
+
+    def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
+        self.name, self.implementation = name, implementation
+
+    def refuses(self, need: Need) -> str | None:
+        """What must touch every score, other devices than GPUs, and tensors that the kernel does not take."""
+        unable = unlike_flash(need)
+        if unable:
+            return f"kernel={self.name!r} cannot do {' or '.join(unable)}; use kernel='auto', which takes one that can"
+        unfit = _unfit(need)
+        if unfit is not None:
+            return f"kernel={self.name!r} {unfit}; use kernel='auto'"
+        missing = None if self.implementation is None else missing_flash(self.implementation, need.device)
+        if missing is not None:
+            return f"kernel={self.name!r}: {missing}, or use kernel='flash'"
+        return None
+
+    def describe(self, need: Need) -> str:
+        """What it does, and which implementation."""
+        which = self.implementation or active_flash() or "FA2"
+        return f"torch's flash attention ({which}), windows and documents in one call each"
+
+    def prepare(self, blocks: Blocks) -> Sequence[FlashBlock | None]:
+        """The calls of each block; an implementation that was asked for is activated."""
+        if self.implementation is not None:
+            activate_flash(self.implementation)
+        state = torch.zeros(2, dtype=torch.uint64, device=blocks.device)
+        unused = torch.empty(0, device=blocks.device)
+        return [FlashBlock(calls, state, unused) if calls else None for calls in flash_calls(blocks)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores) -> tuple[Tensor, Tensor]:
+        """All calls, added up; see `BlockKernel`."""
+        into = SoftmaxAccumulator(q, v.shape[3])
+        self.accumulate(into, q, k, v, block, scores)
+        return into.out, into.lse
+
+    def accumulate(
+        self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
+    ) -> None:
+        """Call by call, in place."""
+        scale, v_dim = scores.scale_of(q.shape[3]), v.shape[3]
+        q, k, v = _filled(q, k, v)
+        for call in block.calls:
+            out, lse, *_ = _flash(
+                *(tokens.take(x) for tokens, x in ((call.queries, q), (call.keys, k), (call.keys, v))),
+                *_borders(call),
+                0.0,
+                call.causal,
+                False,
+                **_how(call, scale),
+            )
+            out, rows, queries = call.queries.put(out, q)
+            lse = call.queries.put(lse.transpose(-1, -2), q, -torch.inf)[0]
+            into.add(out[..., :v_dim], lse, rows, queries)
+
+    def backward(
+        self, done: Finished, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All calls' gradients, added up in fp32 at least; see `BlockKernel`."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=done.lse.dtype) for x in (done.q, k, v))
+        self.accumulate_gradients((dq, dk, dv), done, k, v, block, scores)
+        return dq, dk, dv
+
+    def accumulate_gradients(
+        self,
+        into: tuple[Tensor, Tensor, Tensor],
+        done: Finished,
+        k: Tensor,
+        v: Tensor,
+        block: FlashBlock,
+        scores: Scores,
+    ) -> None:
+        """Call by call, in place."""
+        scale = scores.scale_of(done.q.shape[3])
+        q, k, v, grad, out = _filled(done.q, k, v, done.grad, done.out)
+        for call in block.calls:
+            of_q, of_k = call.queries, call.keys
+            parts = _flash_backward(
+                of_q.take(grad),
+                of_q.take(q),
+                of_k.take(k),
+                of_k.take(v),
+                of_q.take(out),
+                of_q.take(done.lse).transpose(-1, -2).contiguous(),
+                *_borders(call),
+                0.0,
+                call.causal,
+                block.state,
+                block.unused,
+                **_how(call, scale),
+            )
+            for total, tokens, more in zip(into, (of_q, of_k, of_k), parts, strict=True):
+                more, rows, places = tokens.put(more, total)
+                total[slice(*rows or (None,)), :, slice(*places or (None,))] += more[..., : total.shape[3]]
+
+
+def unlike_flash(need: Need) -> list[str]:
+    """What of mask and scores has to touch every score, by name: no flash kernel of torch computes it."""
+    mask, scores = need.mask, need.scores
+    named = {
+        "mask_mod": mask.mod is not None,
+        "softcap": scores.softcap is not None,
+        "alibi": scores.alibi is not None,
+        "bias": scores.bias is not None,
+    }
+    return [name for name, there in named.items() if there]
+
+
+def _unfit(need: Need) -> str | None:
+    """Why torch's flash attention for GPUs does not take such tensors."""
+    if need.device.type != "cuda" or torch.version.hip is not None:
+        where = "AMD's" if need.device.type == "cuda" else f"device {need.device.type!r}"
+        return f"is torch's flash attention for NVIDIA's GPUs, these tensors are on {where}"
+    if torch.cuda.get_device_capability(need.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 (Ampere) or newer"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, these tensors are {str(need.dtype).removeprefix('torch.')}"
+    if max(need.head_dims) > _LARGEST:
+        return f"takes a head_dim of at most {_LARGEST}, these tensors have {max(need.head_dims)}"
+    return None
+
+
+def _filled(*xs: Tensor) -> list[Tensor]:
+    """Zeros behind each head, so that all have one head_dim, a multiple of 8: no score and no gradient changes."""
+    dim = -(-max(x.shape[3] for x in xs) // 8) * 8
+    return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
+
+
+def _borders(call: FlashCall) -> tuple[Tensor | None, Tensor | None, int, int]:
+    return *(call.ends or (None, None)), *call.longest
+
+
+def _how(call: FlashCall, scale: float) -> dict[str, Any]:
+    left, right = call.window
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}
+
+
+FLASH = FlashKernel()
+register(FLASH)
+for _name, _implementation in FLASH_IMPLEMENTATIONS.items():
+    register(FlashKernel(_name, _implementation))

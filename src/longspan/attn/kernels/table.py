@@ -1,0 +1,176 @@
+"""Which kernels "auto" tries, in which order: a table, `table.toml`, which a benchmark can write anew for a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspan.attn.kernels.base import Need
+from longspan.attn.kernels.sdpa import SHORT_WINDOW
+from longspan.attn.mask import Mask
+from longspan.core.checked import Toml, read_toml, spell
+from longspan.core.errors import LongspanError
+
+WHAT = ("mod", "window", "short_window", "documents", "causal", "full")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What decides, in the table's terms: alike on all ranks, if their GPUs are.
+
+    Attributes:
+        device: its type.
+        capability: of a GPU; "" of another device.
+        what: one of `WHAT`.
+        dtype: of q, k and v.
+        head_dim: the larger of the two.
+    """
+
+    device: str
+    capability: str
+    what: str
+    dtype: str
+    head_dim: int
+
+    @classmethod
+    def of(cls, need: Need) -> Facts:
+        """Those of an attention."""
+        dtype = str(need.dtype).removeprefix("torch.")
+        return cls(need.device.type, capability_of(need.device), what_of(need), dtype, max(need.head_dims))
+
+
+def capability_of(device: torch.device) -> str:
+    """The compute capability of a GPU, such as "9.0"; "" of another device."""
+    if device.type != "cuda":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}.{minor}"
+
+
+def what_of(need: Need) -> str:
+    """The kind of an attention, one of `WHAT`: the first that fits."""
+    mask, scores = need.mask, need.scores
+    if mask.mod is not None or scores.softcap is not None or scores.has_bias:
+        return "mod"
+    if mask.window is not None:
+        return "window" if mask.window > SHORT_WINDOW else "short_window"
+    several = mask.segments is not None or mask.kv_segments is not None or mask.chunk is not None
+    if several or mask.prefix is not None or mask.q_start > 0 or not need.same_length or type(mask) is not Mask:
+        return "documents"
+    return "causal" if mask.causal else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row; None matches everything.
+
+    Attributes:
+        source: the file, and the number of the row in it.
+        kernels: names in order.
+        device: as in `Facts`, like the following.
+        capability: such as "9.0".
+        what: one of `WHAT`.
+        dtype: one of `DTYPES`.
+        head_dim: of at most so many.
+    """
+
+    source: str
+    kernels: tuple[str, ...]
+    device: str | None = None
+    capability: str | None = None
+    what: str | None = None
+    dtype: str | None = None
+    head_dim: int | None = None
+
+    def matches(self, facts: Facts) -> bool:
+        """Whether it holds for these facts."""
+        names = ("device", "capability", "what", "dtype")
+        same = all(getattr(self, name) in (None, getattr(facts, name)) for name in names)
+        return same and (self.head_dim is None or facts.head_dim <= self.head_dim)
+
+    def __str__(self) -> str:
+        keys = ("device", "capability", "what", "dtype", "head_dim")
+        said = [f"{name} {value}" for name in keys if (value := getattr(self, name)) is not None]
+        return f"{self.source}: {', '.join(said) or 'everything'} -> {', '.join(self.kernels)}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTable:
+    """Rows in order: what `kernel=` takes in the place of "auto".
+
+    Attributes:
+        name: the file, and a digest of its rows, by which ranks see whether theirs are alike.
+        rows: the first that matches holds.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+
+    def row(self, facts: Facts) -> Row:
+        """The first row that matches; longspan's own last row matches everything."""
+        return next(row for row in self.rows if row.matches(facts))
+
+    def rows_of(self, device: torch.device) -> str:
+        """Its rows for a device, spelled: where ranks have other GPUs than others, these may differ."""
+        capability = capability_of(device)
+        mine = (r for r in self.rows if r.device in (None, device.type) and r.capability in (None, capability))
+        return "; ".join(map(str, mine))
+
+
+def read_table(path: str | Path, known: Collection[str]) -> KernelTable:
+    """The rows of a file, and longspan's own behind them.
+
+    Raises:
+        LongspanError: for a file that is no such table, with the row and what it may be.
+    """
+    rows = _read("the kernel table", Path(path), known)
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    return KernelTable(f"table {Path(path).name} {digest[:12]}", rows + DEFAULT.rows)
+
+
+def _read(name: str, path: Path, known: Collection[str] | None) -> tuple[Row, ...]:
+    toml = read_toml(name, path)
+    rows = toml.values.get("row", [])
+    if set(toml.values) - {"row"} or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise toml.error("a kernel table is a list of [[row]], and nothing else")
+    return tuple(_row(toml, number, row, known) for number, row in enumerate(rows, 1))
+
+
+def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str] | None) -> Row:
+    def wrong(key: str, must: str) -> LongspanError:
+        return LongspanError(f"{toml.name} {toml.path}, row {number}: {key}={spell(values.get(key))} must be {must}")
+
+    names = [f.name for f in fields(Row) if f.name != "source"]
+    unknown = sorted(set(values) - set(names))
+    if unknown:
+        raise LongspanError(
+            f"{toml.name} {toml.path}, row {number} has {unknown[0]}; a row may have {', '.join(names)}"
+        )
+    kernels = values.get("kernels")
+    if not isinstance(kernels, list) or not kernels or not all(isinstance(kernel, str) for kernel in kernels):
+        raise wrong("kernels", 'a list of names, such as ["flash", "tiled"]')
+    if known is not None and (strange := [kernel for kernel in kernels if kernel not in known]):
+        raise wrong("kernels", f"of {', '.join(known)}; {strange[0]!r} is none of them")
+    for key, allowed in (("what", WHAT), ("dtype", DTYPES)):
+        if key in values and values[key] not in allowed:
+            raise wrong(key, f"one of {', '.join(allowed)}")
+    if "device" in values and not isinstance(values["device"], str):
+        raise wrong("device", 'a type of device, such as "cuda"')
+    if "capability" in values and not re.fullmatch(r"\d+\.\d+", str(values["capability"])):
+        raise wrong("capability", 'a compute capability in quotes, such as "9.0"')
+    dim = values.get("head_dim")
+    if "head_dim" in values and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
+        raise wrong("head_dim", "a number from 1 on")
+    given = {**values, "kernels": tuple(kernels)}
+    return Row(f"row {number} of {'longspan' if known is None else toml.path.name}'s table", **given)
+
+
+DEFAULT = KernelTable("longspan's", _read("longspan's table", Path(__file__).with_name("table.toml"), None))
+"""longspan's own, `table.toml`. Read at the import: a compiler that traces a choice must find it there."""

@@ -1,0 +1,242 @@
+"""Kernel "flash", with flash attention's operators emulated (`tests/flash_emulated.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import longspan
+from longspan.attn.kernels.base import Part
+from longspan.attn.kernels.flash_calls import Piece, grouped, pieces, union, window_of
+from longspan.core.regions import Region
+from tests.attention import CASES, check_all, compare, drawn_cases, one_device, sharding
+from tests.flash_emulated import emulated, seen_by
+from tests.oracle import Case
+from tests.pool import RankPool
+from tests.tolerance import MARGIN
+
+MASKS = [
+    name
+    for name, case in CASES.items()
+    if case.mod is None and case.bias is None and case.softcap is None and not case.alibi
+]
+"""What is made of regions: all that the kernel takes."""
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_one_device(name: str) -> None:
+    with emulated():
+        found = compare(CASES[name], one_device(), "flash")
+    assert max(found.values()) <= MARGIN, found
+
+
+CROSSED = Case(
+    n=12, kv_n=12, causal=False, documents=(0,) * 3 + (1,) * 3 + (2,) * 3 + (3,) * 3,
+    kv_documents=(0,) * 2 + (2,) * 4 + (1,) * 3 + (3,) * 3,
+)  # fmt: skip
+
+
+def test_keys_of_documents_in_another_order() -> None:
+    with emulated():
+        found = compare(CROSSED, one_device(), "flash")
+    assert max(found.values()) <= MARGIN, found
+
+
+def _everywhere(ring: int, layout: str, impl: str = "p2p") -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+    with emulated():
+        names = [name for name in (MASKS if ring > 1 else MASKS[::4]) if not name.startswith("long")]
+        return {name: compare(CASES[name], sp, "flash") for name in names}
+
+
+@pytest.mark.parametrize(("ring", "layout"), [(4, "zigzag"), (4, "contiguous"), (2, "zigzag"), (1, "zigzag")])
+def test_exact_on_every_mesh(pool4: RankPool, ring: int, layout: str) -> None:
+    for found in pool4.run(_everywhere, ring, layout):
+        check_all(found)
+
+
+CASE = drawn_cases(
+    60,
+    window=st.none() | st.integers(1, 12),
+    chunk=st.none() | st.integers(1, 9),
+    sinks=st.booleans(),
+)
+
+
+def _drawn(case: Case, ring: int, layout: str) -> dict[str, float]:
+    with emulated():
+        return compare(case, sharding(dist.get_world_size() // ring, ring, layout=layout), "flash")
+
+
+@settings(max_examples=12)
+@given(
+    case=CASE,
+    ring=st.sampled_from([2, 4]),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    cuts=st.none() | st.lists(st.integers(0, 60), max_size=3),
+)
+def test_exact_for_drawn_shapes(pool4: RankPool, case: Case, ring: int, layout: str, cuts: Any) -> None:
+    ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
+    case = dataclasses.replace(case, documents=ids)
+    for found in pool4.run(_drawn, case, ring, layout):
+        assert max(found.values()) <= MARGIN, (case, found)
+
+
+IDS = st.lists(st.integers(-1, 3), min_size=1, max_size=4)
+
+
+@settings(max_examples=40)
+@given(rows=st.lists(IDS, min_size=2, max_size=3), window=st.none() | st.integers(1, 6), causal=st.booleans())
+@example([[0, 0, 0, 0], [-1, 0, 0]], None, True)  # as many tokens as a rectangle of them has
+def test_rows_of_a_batch_may_differ(rows: list[list[int]], window: int | None, causal: bool) -> None:
+    """Documents of three tokens and more, padding between them, other ones in each row."""
+    ids = torch.full((len(rows), 12), -1)
+    for row, drawn in enumerate(rows):
+        mine = torch.tensor(drawn).repeat_interleave(3)
+        ids[row, : len(mine)] = torch.where(
+            mine < 0, -1, mine + 4 * torch.arange(len(mine)).div(3, rounding_mode="floor")
+        )
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(len(rows), 12, heads, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, grad = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    found = []
+    for kernel in ("flash", "eager"):
+        x = [t.clone().requires_grad_() for t in (q, k, v)]
+        with emulated():
+            out = longspan.attention(*x, one_device(), documents=ids, window=window, causal=causal, kernel=kernel)
+            out.backward(grad)
+        found.append([out.detach(), *(t.grad for t in x)])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 20)])
+def test_half_precision(dtype: torch.dtype, dim: int, v_dim: int) -> None:
+    case = Case(n=64, batch=2, window=9, dtype=dtype, dim=dim, v_dim=v_dim, sinks=True)
+    with emulated() as calls:
+        found = compare(case, one_device(), "flash")
+    assert max(found.values()) <= MARGIN, found
+    assert {x["query"].dtype for x in calls.forward + calls.backward} == {dtype}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Windows.
+
+LIMIT = st.none() | st.integers(-12, 12)
+SPAN = st.tuples(st.integers(0, 14), st.integers(1, 14)).map(lambda x: (x[0], x[0] + x[1]))
+REGION = st.builds(lambda q, k, lo, hi: Region(*q, *k, lo, hi), SPAN, SPAN, LIMIT, LIMIT)
+
+
+def _dense(r: Region) -> torch.Tensor:
+    i, j = torch.arange(60)[:, None], torch.arange(60)
+    ok = (i >= r.q0) & (i < r.q1) & (j >= r.k0) & (j < r.k1)
+    ok = ok if r.lo is None else ok & (i - j >= r.lo)
+    return ok if r.hi is None else ok & (i - j <= r.hi)
+
+
+@settings(max_examples=400)
+@given(region=REGION, others=st.lists(REGION, max_size=2), at=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+@example(Region(0, 10, 0, 2, None, 8), [], (0, 0))  # few keys: a left limit alone would limit the right side
+@example(Region(0, 20, 0, 4, 0, None), [], (0, 0))  # few keys: a right limit that would be read as none
+@example(Region(0, 20, 0, 4, 0, 10), [], (3, 0))
+def test_a_region_is_what_its_windows_say(region: Region, others: list[Region], at: tuple[int, int]) -> None:
+    regions = [
+        r.within((r.q0, r.q1), (r.k0, r.k1)) for r in (region, *others) if r.lo is None or r.hi is None or r.lo <= r.hi
+    ]
+    parts = [Part((0, 1), r, *at) for r in regions if r is not None]
+    for part in parts:  # each on its own, so that they need not be disjoint
+        r = part.region
+        seen = torch.zeros(60, 60, dtype=torch.int64)
+        for piece in pieces([part]):
+            p = piece.region
+            sizes = p.q1 - p.q0, p.k1 - p.k0
+            allowed = seen_by(*sizes, piece.window)
+            limits = frozenset() if p.hi is None else frozenset({p.hi - p.q1 + p.k1})
+            for window in (piece.window, window_of(p, limits)):  # alone, and among others of its window that are longer
+                assert all(torch.equal(allowed, seen_by(*sizes, window, max_k=longest)) for longest in (0, 7, 99))
+            assert allowed.any(1).all() and allowed.any(0).all()  # the kernel gives garbage for a row that sees nothing
+            seen[p.q0 - at[0] : p.q1 - at[0], p.k0 - at[1] : p.k1 - at[1]] += allowed
+        assert torch.equal(seen, _dense(r).long()), (r, pieces([part]))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), REGION), max_size=6))
+def test_no_query_and_no_key_is_twice_in_a_call(drawn: list[tuple[int, Region]]) -> None:
+    found = grouped(Piece((row, row + 1), region) for row, region in drawn)
+    assert sorted(map(repr, (p for _, group in found for p in group))) == sorted(
+        repr(Piece((row, row + 1), region)) for row, region in drawn
+    )
+    for _, group in found:
+        for of in (lambda p: range(p.region.q0, p.region.q1), lambda p: range(p.region.k0, p.region.k1)):
+            places = [(p.rows, at) for p in group for at in of(p)]
+            assert len(places) == len(set(places))
+
+
+@settings(max_examples=400)
+@given(a=REGION, q=st.integers(0, 28), k=st.integers(0, 28))
+def test_two_halves_of_a_region_are_one_again(a: Region, q: int, k: int) -> None:
+    """And what is no region is not made one."""
+    cuts = [((0, q), (0, 60)), ((q, 60), (0, k)), ((q, 60), (k, 60))]
+    parts = [part for spans in cuts if (part := a.within(*spans)) is not None]
+    for first, second in ((0, 1), (1, 2)):
+        if len(parts) > second:
+            both = union(parts[first], parts[second])
+            if both is not None:
+                assert torch.equal(_dense(both), _dense(parts[first]) | _dense(parts[second]))
+    if len(parts) == 2 and a.lo is None and a.hi is None and parts[0].k1 - parts[0].k0 == parts[1].k1 - parts[1].k0:
+        assert union(*parts) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Calls.
+
+
+def _calls(sp: longspan.SequenceSharding, n: int, **mask: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The arguments of all forwards and all backwards of one attention."""
+    q, k, v = (torch.zeros(1, n // sp.size, heads, 8, requires_grad=True) for heads in (2, 1, 1))
+    with emulated() as calls:
+        longspan.attention(q, k, v, sp, kernel="flash", **mask).sum().backward()
+    return calls.forward, calls.backward
+
+
+THOUSAND = torch.cat([torch.zeros(1), (1 + torch.arange(1000) * 7 % 5).cumsum(0)]).long()
+"""Borders of 1,000 documents of 1 to 5 tokens."""
+
+
+@pytest.mark.parametrize("mask", [{}, {"window": 3}, {"causal": False}])
+def test_a_thousand_documents_are_one_call(mask: dict[str, Any]) -> None:
+    forward, backward = _calls(one_device(), int(THOUSAND[-1]), cu_seqlens=THOUSAND, **mask)
+    for (call,) in (forward, backward):
+        assert call["cum_seq_q"].tolist() == call["cum_seq_k"].tolist() == THOUSAND.tolist()
+        assert (call["max_q"], call["max_k"]) == (5, 5)
+    # Documents side by side are a view, not a copy.
+    assert forward[0]["query"].untyped_storage().nbytes() == 4 * 8 * 2 * int(THOUSAND[-1])
+
+
+def test_documents_with_padding_between_are_one_call() -> None:
+    ids = torch.arange(60) // 5
+    ids[torch.arange(60) % 5 == 4] = -1
+    forward, backward = _calls(one_device(), 60, documents=ids[None])
+    assert len(forward) == len(backward) == 1 and forward[0]["query"].shape == (48, 2, 8)
+
+
+def _shapes_in_a_ring(layout: str, **mask: Any) -> list[tuple[Any, ...]]:
+    forward, backward = _calls(sharding(1, dist.get_world_size(), layout=layout), 64, **mask)
+    said = [(x["query"].shape[-3], x["key"].shape[-3], x["window_size_left"], x["window_size_right"]) for x in forward]
+    heads = [x["query"].shape[-2] for x in backward]
+    assert len(heads) >= len(said)
+    return said
+
+
+def test_a_ring_makes_one_call_for_a_block(pool4: RankPool) -> None:
+    """Two runs of a rank under zigzag are causal as one, and blocks from before and behind are whole."""
+    half, whole = 8, 16
+    for rank, said in enumerate(pool4.run(_shapes_in_a_ring, "zigzag")):
+        before = [(whole, half, -1, -1)] * rank  # of ranks before mine all my queries see the first run
+        behind = [(half, whole, -1, -1)] * (3 - rank)  # of ranks behind mine my second run sees all
+        assert said[0] == (whole, whole, -1, 0) and sorted(said[1:]) == sorted(before + behind), (rank, said)
