@@ -15,7 +15,7 @@ from torch import Tensor
 import longspan
 from longspan.attn import prepare
 from longspan.attn.kernels import choice as kernels
-from longspan.attn.kernels import flex
+from longspan.attn.kernels import cudnn, flex
 from longspan.attn.kernels import tiled as tiles
 from longspan.attn.kernels.base import Finished, Need
 from longspan.attn.mask import Mask
@@ -322,6 +322,39 @@ def test_tiles_as_on_a_gpu(pool4: RankPool, ring: int) -> None:
     names = [name for name, case in CASES.items() if case.dtype == torch.float32 and not name.startswith("long")]
     for found in pool4.run(_as_on_a_gpu, ring, names):
         check_all(found)
+
+
+def _cudnn(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_cudnn_attention, args, options)
+    q, k, v = x["query"], x["key"], x["value"]
+    assert (
+        x["attn_bias"] is None and x["compute_log_sumexp"] and x["dropout_p"] == 0 and min(q.shape[2], k.shape[2]) > 1
+    )
+    assert not x["is_causal"] or q.shape[2] == k.shape[2]
+    out, lse = tiles._flash_cpu(q, k, v, 0.0, x["is_causal"], scale=x["scale"])
+    return out, lse[..., None], None, None, 0, 0, None, None, None
+
+
+def _cudnn_backward(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_cudnn_attention_backward, args, options)
+    q, k, v, lse = x["query"], x["key"], x["value"], x["logsumexp"]
+    assert (
+        lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and (x["max_q"], x["max_k"]) == (q.shape[2], k.shape[2])
+    )
+    saved = (x["out"], lse[..., 0])
+    return tiles._flash_cpu_backward(x["grad_out"], q, k, v, *saved, 0.0, x["is_causal"], scale=x["scale"])
+
+
+CUDNN = ["gqa", "bidirectional", "documents and padding", "sinks", "prefix", "chunked prefill"]
+
+
+@pytest.mark.parametrize("name", CUDNN)
+def test_cudnn_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(cudnn, "_cudnn", _cudnn)
+    monkeypatch.setattr(cudnn, "_cudnn_backward", _cudnn_backward)
+    monkeypatch.setattr(cudnn, "_unfit", lambda need: None)
+    found = compare(CASES[name], one_device(), "cudnn")
+    assert max(found.values()) <= MARGIN, found
 
 
 @pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 64), (2, 32)])

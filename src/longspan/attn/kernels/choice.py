@@ -116,7 +116,7 @@ def _auto(need: Need, table: KernelTable) -> tuple[Kernel, Choice]:
         found = as_kernel(name)
         why_not = _why_not(found, need)
         if why_not is None:
-            return found, Choice(found.name, "; ".join([*passed_over, found.describe(need), f"by {row}"]))
+            return found, Choice(found.name, "; ".join([*passed_over, found.describe(need), f"by {row.said}"]))
         passed_over.append(why_not)
     raise AssertionError(f"{TILED.name} refuses {need}")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import Blocks, Part
+from longspan.compat.torch_api import not_compiled
 from longspan.core.layout import Span
 from longspan.core.regions import Region
 
@@ -98,8 +99,9 @@ class FlashCall:
         return self.window == (-1, 0)
 
 
+@not_compiled
 def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
-    """For every block of keys its calls."""
+    """For every block of keys its calls. A compiler, which the ring keeps out of itself, is kept out of this too."""
     queries = sum(stop - start for start, stop in blocks.q_spans)
     out = []
     for block, parts in enumerate(blocks.parts):

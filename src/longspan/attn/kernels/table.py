@@ -79,6 +79,7 @@ class Row:
         what: one of `WHAT`.
         dtype: one of `DTYPES`.
         head_dim: of at most so many.
+        said: all of it as one line, spelled when it is read: a compiler that traces a choice spells nothing.
     """
 
     source: str
@@ -88,17 +89,13 @@ class Row:
     what: str | None = None
     dtype: str | None = None
     head_dim: int | None = None
+    said: str = ""
 
     def matches(self, facts: Facts) -> bool:
         """Whether it holds for these facts."""
         names = ("device", "capability", "what", "dtype")
         same = all(getattr(self, name) in (None, getattr(facts, name)) for name in names)
         return same and (self.head_dim is None or facts.head_dim <= self.head_dim)
-
-    def __str__(self) -> str:
-        keys = ("device", "capability", "what", "dtype", "head_dim")
-        said = [f"{name} {value}" for name in keys if (value := getattr(self, name)) is not None]
-        return f"{self.source}: {', '.join(said) or 'everything'} -> {', '.join(self.kernels)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class KernelTable:
         """Its rows for a device, spelled: where ranks have other GPUs than others, these may differ."""
         capability = capability_of(device)
         mine = (r for r in self.rows if r.device in (None, device.type) and r.capability in (None, capability))
-        return "; ".join(map(str, mine))
+        return "; ".join(row.said for row in mine)
 
 
 def read_table(path: str | Path, known: Collection[str]) -> KernelTable:
@@ -147,7 +144,7 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
     def wrong(key: str, must: str) -> LongspanError:
         return LongspanError(f"{toml.name} {toml.path}, row {number}: {key}={spell(values.get(key))} must be {must}")
 
-    names = [f.name for f in fields(Row) if f.name != "source"]
+    names = [f.name for f in fields(Row) if f.name not in ("source", "said")]
     unknown = sorted(set(values) - set(names))
     if unknown:
         raise LongspanError(
@@ -169,7 +166,9 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
     if "head_dim" in values and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
         raise wrong("head_dim", "a number from 1 on")
     given = {**values, "kernels": tuple(kernels)}
-    return Row(f"row {number} of {'longspan' if known is None else toml.path.name}'s table", **given)
+    source = f"row {number} of {'longspan' if known is None else toml.path.name}'s table"
+    keys = ", ".join(f"{name} {values[name]}" for name in names if name != "kernels" and name in values)
+    return Row(source, **given, said=f"{source}: {keys or 'everything'} -> {', '.join(kernels)}")
 
 
 DEFAULT = KernelTable("longspan's", _read("longspan's table", Path(__file__).with_name("table.toml"), None))
