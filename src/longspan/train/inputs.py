@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from longspan.checkpoint.identity import differences
 from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import first_line, read_model_config
+from longspan.hf.pretrained import check_weights, first_line, read_model_config
 from longspan.ranks import launch
 from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity
@@ -140,7 +139,7 @@ def build_model(config: TrainConfig, model_config: Any) -> Any:
             model, info = AutoModelForCausalLM.from_pretrained(
                 config.model, config=own, dtype=torch.float32, output_loading_info=True
             )
-            _check_weights(config.model, info)
+            check_weights(f"--model {config.model}", info)
         else:
             model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     except LongspanError:
@@ -160,26 +159,6 @@ def _check_vocabulary(config: TrainConfig, model_config: Any, tokenizer: Any) ->
             f"--tokenizer {config.tokenizer_name} has {len(tokenizer)} ids, the model's vocabulary only {size}; use "
             f"the model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
         )
-
-
-def _check_weights(name: str, info: dict[str, Any]) -> None:
-    """transformers makes up what a folder lacks, at random, and leaves what it does not know."""
-    missing, strange = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
-    if missing:
-        raise LongspanError(
-            f"--model {name} lacks {len(missing)} weights that a causal LM of its config has, they would be random: "
-            f"{_some(missing)}; give a folder that holds all of them"
-        )
-    if strange and launch.is_first_rank():
-        warnings.warn(
-            f"--model {name} holds {len(strange)} weights that its config has no place for; they are left aside: "
-            f"{_some(strange)}",
-            stacklevel=3,
-        )
-
-
-def _some(names: list[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:
