@@ -154,7 +154,7 @@ def router_loss(model: PreTrainedModel) -> Any:
     return next((f for m in modules if (f := getattr(m, "load_balancing_loss_func", None)) is not None), None)
 
 
-def has_no_sdpa(error: Exception) -> bool:
+def has_no_sdpa(error: BaseException | None) -> bool:
     """Whether a model was not made because it has no attention by `scaled_dot_product_attention`.
 
     Versions: transformers 5.5 to 5.23. Public way: none; there is only the text. When gone: False, and the error is

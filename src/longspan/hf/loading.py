@@ -7,7 +7,6 @@ the first rank makes the whole model and sends every rank its rows, a parameter 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +14,11 @@ import torch
 from torch import nn
 
 from longspan.compat.transformers_api import generation_config
+from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import agree_on_model, together
 from longspan.hf.hollow import materialize, vacate
 from longspan.hf.parallelize import parallelize
-from longspan.hf.pretrained import check_weights
+from longspan.hf.pretrained import check_source, first_line
 from longspan.hf.sources import Files, FirstRank, Origin, Weights
 from longspan.hf.weight_files import WeightFiles
 
@@ -61,31 +61,35 @@ def from_pretrained(
         LongspanError: on every rank alike: for files that are missing or damaged, weights that are missing, ranks whose
             files differ, or what `parallelize` refuses.
     """
-    return load_sharded(_pretrained(name, dtype), sp, prepare=prepare or (lambda model: model), **options)
+    origin = together(sp, lambda: _pretrained(name, dtype))
+    return load_sharded(origin, sp, prepare=prepare or _as_it_is, **options)
 
 
 def _pretrained(name: str, dtype: torch.dtype | Literal["auto"]) -> Origin:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    config = AutoConfig.from_pretrained(name)
+    check_source("name", name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:
+        raise LongspanError(f"{name}: no model config can be read there: {first_line(error)}") from error
     masked = any(kind.endswith("ForMaskedLM") for kind in config.architectures or ())
-    auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-
-    def build() -> Any:
-        model, info = auto.from_pretrained(name, config=copy.deepcopy(config), dtype=dtype, output_loading_info=True)
-        check_weights(name, info)
-        return model
-
     if dtype == "auto":
-        dtype = config.dtype or torch.float32
-    return Origin(build, auto, config, dtype, name)
+        dtype = config.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise LongspanError(f"the config of {name} names no dtype; give from_pretrained(..., dtype=torch.bfloat16)")
+    return Origin(AutoModelForMaskedLM if masked else AutoModelForCausalLM, config, dtype, name, said=name)
+
+
+def _as_it_is(model: Any) -> Any:
+    return model
 
 
 def load_sharded(
     origin: Origin,
     sp: SequenceSharding,
     *,
-    prepare: Prepare = lambda model: model,
+    prepare: Prepare = _as_it_is,
     later: bool = False,
     fsdp: bool = True,
     **options: Any,
@@ -103,42 +107,75 @@ def load_sharded(
     Raises:
         LongspanError: as `from_pretrained`.
     """
-    source = _source(origin, sp, later) if fsdp and sp.world_size > 1 else None
-    if source is None:
-        model = together(sp, lambda: prepare(origin.build()))
-        return parallelize(model if fsdp and sp.world_size > 1 else model.to(sp.device), sp, fsdp=fsdp, **options)
-    base = source.model
-    if origin.name is not None:
-        base.eval()
-        base.config.name_or_path = origin.name
-        if base.can_generate():
-            base.generation_config = generation_config(origin.name, base)
-    model, names, dtypes = together(sp, lambda: _prepared(base, prepare))
-    model = parallelize(model, sp, fsdp=True, **options)
-    materialize(model, sp.device)
-    source.fill(Weights({names[name]: p for name, p in model.named_parameters() if name in names}, dtypes), sp)
-    return model
+    sharded = fsdp and sp.world_size > 1
+    source = find_source(origin, sp, later=later) if sharded else None
+    if source is not None:
+        return load_from(source, origin, sp, prepare=prepare, **options)
+    model = together(sp, lambda: prepare(origin.build()))
+    return parallelize(model if sharded else model.to(sp.device), sp, fsdp=fsdp, **options)
 
 
-def _prepared(base: Any, prepare: Prepare) -> tuple[Any, dict[str, str], dict[str, torch.dtype]]:
-    """What `prepare` makes of the model, on the meta device; what the loaded weights are called there; their dtypes."""
-    stubs: dict[nn.Parameter, str] = {p: name for name, p in base.named_parameters()}
-    dtypes = {name: p.dtype for p, name in stubs.items()}
-    model = prepare(base)
-    return model, vacate(model, stubs), dtypes
+def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) -> Files | FirstRank | None:
+    """Where each rank gets its shards from; None where every rank has to make the whole model. Collective.
 
-
-def _source(origin: Origin, sp: SequenceSharding, later: bool) -> Files | FirstRank | None:
-    """Where the weights come from; None where every rank has to make the whole model. Collective."""
+    Raises:
+        LongspanError: on every rank, for files that are damaged, or that differ between ranks.
+    """
     found: Files | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
     try:
         files = None if later or origin.name is None else WeightFiles.find(origin.name)
         digests = {} if files is None else files.digests()
         found = Files.of(origin, files, later)
-        facts["the weights"] = f"{len(digests)} tensors" if files is not None else "in no safetensors files"
+        facts["the model's weights"] = f"{len(digests)} tensors" if files is not None else "in no safetensors files"
         facts["they are read"] = "by each rank" if found is not None else "by the first rank"
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
     agree_on_model(sp, facts, digests, problem)
     return found if found is not None else FirstRank.of(origin, sp)
+
+
+def load_from(
+    source: Files | FirstRank,
+    origin: Origin,
+    sp: SequenceSharding,
+    *,
+    prepare: Prepare = _as_it_is,
+    kept: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """The second half of `load_sharded`. Collective.
+
+    Args:
+        source: that `find_source` has found; it can be used once.
+        origin: that it was found for.
+        sp: how the sequence lies over the ranks.
+        prepare: as in `from_pretrained`.
+        kept: the dtype to which weights are cast when they have been read; by default they are not.
+        options: of `parallelize`.
+
+    Raises:
+        LongspanError: as `from_pretrained`.
+    """
+    base = source.model
+    if origin.name is not None:
+        base.eval()
+        base.config.name_or_path = origin.name
+        if base.can_generate():
+            base.generation_config = generation_config(origin.name, base)
+    model, names, dtypes = together(sp, lambda: _prepared(base, prepare, kept))
+    model = parallelize(model, sp, fsdp=True, **options)
+    materialize(model, sp.device)
+    source.fill(Weights({names[name]: p for name, p in model.named_parameters() if name in names}, dtypes), sp)
+    return model
+
+
+def _prepared(
+    base: Any, prepare: Prepare, kept: torch.dtype | None
+) -> tuple[Any, dict[str, str], dict[str, torch.dtype]]:
+    """What `prepare` makes of the model, on the meta device; what the loaded weights are called there; their dtypes."""
+    stubs: dict[nn.Parameter, str] = {p: name for name, p in base.named_parameters()}
+    dtypes = {name: p.dtype for p, name in stubs.items()}
+    model = prepare(base)
+    names = vacate(model, stubs)
+    return model if kept is None else model.to(kept), names, dtypes

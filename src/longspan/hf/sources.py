@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from longspan.compat.transformers_api import keys_in_model
+from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_numbers, gather_values, together
 from longspan.hf.digests import local_part
 from longspan.hf.hollow import put, stub, tied_names
-from longspan.hf.pretrained import check_weights
+from longspan.hf.pretrained import check_weights, first_line
 from longspan.hf.weight_files import WeightFiles, rows_of
 
 if TYPE_CHECKING:
@@ -28,25 +30,63 @@ class Origin:
     """What a model is made from.
 
     Attributes:
-        build: makes the whole model on the CPU, as one process has it.
         auto: the `AutoModel...` that chooses its class.
-        config: its Hugging Face config.
+        config: its Hugging Face config, which is left as it is.
         dtype: of its weights.
-        name: the folder, or the model on the hub, that `build` reads; None if it reads none.
-        options: of `auto.from_config`.
+        name: the folder, or the model on the hub, whose weights it has; None if they are drawn from `seed`.
+        seed: for random weights.
+        said: what it is called in messages.
+        strict: whether weights that are missing are refused, and those that are too many named.
+        options: of `auto.from_config` and `auto.from_pretrained`.
     """
 
-    build: Callable[[], Any]
     auto: Any
     config: Any
     dtype: torch.dtype
     name: str | None = None
+    seed: int = 0
+    said: str = "the config"
+    strict: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def build(self) -> Any:
+        """The whole model on the CPU, as one process has it. Seeds torch.
+
+        Raises:
+            LongspanError: if transformers cannot make such a model of it, or weights are missing.
+        """
+        torch.manual_seed(self.seed)
+        options = {"config": copy.deepcopy(self.config), "dtype": self.dtype, **self.options}
+        with self._refusing():
+            if self.name is None:
+                return self.auto.from_config(**options)
+            model, info = self.auto.from_pretrained(self.name, output_loading_info=True, **options)
+            self.check(info)
+            return model
+
     def on_meta(self) -> Any:
-        """The model on the meta device."""
-        with torch.device("meta"):
+        """The model on the meta device.
+
+        Raises:
+            LongspanError: as `build`.
+        """
+        with self._refusing(), torch.device("meta"):
             return self.auto.from_config(copy.deepcopy(self.config), dtype=self.dtype, **self.options)
+
+    def check(self, info: dict[str, Any]) -> None:
+        """Look at what `from_pretrained` says of the weights' names, if this origin is strict."""
+        if self.strict:
+            check_weights(self.said, info)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except LongspanError:
+            raise
+        except Exception as error:
+            kind = "masked" if "Masked" in self.auto.__name__ else "causal"
+            raise LongspanError(f"{self.said} cannot be made into a {kind} LM: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -93,7 +133,9 @@ class Files:
             return None
         meta = origin.on_meta()
         own = meta.state_dict()
-        shapes = {name: tuple(x.shape) for name, x in own.items()} if files is None else files.shapes()
+        groups = [*tied_names(meta), *([name] for name, _ in meta.named_buffers() if name in own)]
+        # As a folder has them: of tied weights one.
+        shapes = files.shapes() if files is not None else {each[0]: tuple(own[each[0]].shape) for each in groups}
         names = keys_in_model(meta, shapes)
         if names is None or any(name in own and shapes[key] != tuple(own[name].shape) for key, name in names.items()):
             return None
@@ -101,13 +143,13 @@ class Files:
         unique = len(keys) == sum(name in own for name in names.values())
         # What is missing, and what is tied and there twice, transformers judges.
         groups = [*tied_names(meta), *([name] for name, _ in meta.named_buffers() if name in own)]
-        if not unique or (files is not None and any(sum(name in keys for name in each) != 1 for each in groups)):
+        if not unique or any(sum(name in keys for name in each) != 1 for each in groups):
             return None
         model, info = _hollow(origin, type(meta), {key: (shapes[key], own.get(names[key])) for key in shapes})
         if info["missing_keys"] or info["mismatched_keys"]:
             return None
         if files is not None:
-            check_weights(str(origin.name), info)
+            origin.check(info)
         return cls(model, keys, files)
 
     def fill(self, weights: Weights, sp: SequenceSharding) -> None:
@@ -186,7 +228,7 @@ class FirstRank:
 
     def __init__(self, model: Any, whole: Any, parameters: Mapping[str, _Tensor]) -> None:
         self.model = model
-        self.whole = None if whole is None else dict(whole.named_parameters())
+        self.whole = whole
         self.parameters = parameters
 
     @classmethod
@@ -212,20 +254,33 @@ class FirstRank:
         for name, x in buffers.items():
             data = values[name].to(sp.device) if values else torch.empty(x.shape, dtype=x.dtype, device=sp.device)
             data = data.contiguous()
-            dist.broadcast(data.view(-1).view(torch.uint8), group_src=0, group=sp.world_group)
+            dist.broadcast(_bytes(data), group_src=0, group=sp.world_group)
             put(model, name, data.cpu())
         return cls(model, whole, parameters)
 
     def fill(self, weights: Weights, sp: SequenceSharding) -> None:
         """Send, and take, rows. Collective; every rank calls it with the same names."""
+        whole = None if self.whole is None else dict(self.whole.named_parameters())
         for name, p in weights.parameters.items():
             assert isinstance(p, DTensor)
-            x = self.parameters[name]
-            if self.whole is None:  # its values come from the first rank
-                mine = torch.empty(x.shape, dtype=x.dtype, device=sp.device)
-            else:
-                mine = self.whole[name].detach().to(sp.device)
-            local_part(p).copy_(local_part(distribute_tensor(mine, p.device_mesh, p.placements, src_data_rank=0)))
+            x, group = self.parameters[name], p.device_mesh.get_group()
+            size = group.size()
+            each = rows_of(x.shape[0], 0, size)[1]
+            mine = torch.empty(each, *x.shape[1:], dtype=x.dtype, device=sp.device)
+            sent = None
+            if whole is not None:
+                values = whole[name].detach().to(sp.device)
+                parts = [values[slice(*rows_of(x.shape[0], rank, size))] for rank in range(size)]
+                # The last may have fewer rows, and all must be of one size.
+                sent = [_bytes(y if len(y) == each else torch.cat([y, mine[len(y) :]])) for y in parts]
+            dist.scatter(_bytes(mine), sent, group_src=0, group=group)
+            local = local_part(p)
+            local.copy_(mine[: len(local)])
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """What any backend can send, whatever the dtype."""
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def _is_first(sp: SequenceSharding) -> bool:
