@@ -177,11 +177,11 @@ def _held(folder: Path, name: str | None) -> tuple[int, int, int, int]:
     """Bytes at the most; of this rank's shards; of the largest parameter; of all."""
     from longspan.hf.loading import load_sharded
 
-    sp, found = sharding(), list[Any]()
+    sp, origin, found = sharding(), _origin(**BIG), list[Any]()
 
     def load() -> None:
         if name is None:
-            found.append(load_sharded(_origin(**BIG), sp))
+            found.append(load_sharded(origin, sp))
         else:
             found.append(longspan.from_pretrained(name, sp, dtype=torch.float32))
 
