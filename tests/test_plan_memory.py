@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.saved import Scale, saved_per_token
 from longspan.plan.models import shape_from_config
+from tests.memory import peak_of
 from tests.pool import RankPool
 
 SMALL = {
@@ -100,30 +100,9 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
     peaks = []
     for _ in range(3):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded:
-            step()
-        trace = folder / f"trace-{sp.rank}-{sp.data_rank}.json"
-        recorded.export_chrome_trace(str(trace))
-        peaks.append(peak(json.loads(trace.read_text())["traceEvents"]))
+        peaks.append(peak_of(step, folder / f"trace-{sp.rank}-{sp.data_rank}.json"))
     torch.set_num_threads(threads)
     return at_rest + min(peaks)
-
-
-def peak(events: list[dict[str, Any]]) -> int:
-    """Most bytes that are held at once, from allocations and frees by address.
-
-    Not from the profiler's own total, which misses what gloo's threads free. An address given out anew was free.
-    """
-    held: dict[int, int] = {}
-    now = most = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now -= held.pop(address, 0)
-        if size > 0:
-            held[address] = size
-            now += size
-            most = max(most, now)
-    return most
 
 
 def local(x: Any) -> Any:

@@ -599,17 +599,17 @@ def test_catches_a_gradient_that_is_not_a_number(
 def _other_weights_on_rank_1(patch: pytest.MonkeyPatch) -> None:
     from longspan.verify import inputs
 
-    original = inputs.build_model
+    original = inputs.model_origin
 
     def other(config: VerifyConfig, model_config: Any) -> Any:
         return original(dataclasses.replace(config, seed=config.seed + (_rank() == 1)), model_config)
 
-    patch.setattr(inputs, "build_model", other)
+    patch.setattr(inputs, "model_origin", other)
 
 
 def test_other_weights_on_a_rank_are_refused_on_every_rank(models: dict[str, Path], pool2: RankPool) -> None:
     with pytest.raises(RankError, match="2 of 2 ranks failed") as caught:
-        pool2.run(_worker_with, _other_weights_on_rank_1, _config(models["llama"], 2))
+        pool2.run(_worker_with, _other_weights_on_rank_1, _config(models["llama"], 2, fsdp=False))
     assert all("ranks [1] hold other weights than rank 0" in f.message for f in caught.value.failures.values())
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.gradients import no_sync as no_sync
+    from longspan.hf.loading import from_pretrained as from_pretrained
     from longspan.hf.logprobs import token_logprobs as token_logprobs
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
@@ -36,6 +37,7 @@ _HOME = {
     "causal_lm_loss": "longspan.hf.loss",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.nonfinite",
+    "from_pretrained": "longspan.hf.loading",
     "kernel_table": "longspan.attn.kernels.choice",
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",

@@ -44,6 +44,14 @@ class Ranks:
         several = dist.is_initialized() and dist.get_world_size() > 1
         return cls(dist.new_group(backend="gloo", timeout=_FILES_LIMIT) if several else None)
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """This process, though there may be others, who each have a group of their own: collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        mine, _ = dist.new_subgroups(group_size=1, backend="gloo")
+        return cls(mine)
+
     @property
     def size(self) -> int:
         """How many they are."""

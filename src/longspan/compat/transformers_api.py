@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
@@ -81,6 +81,56 @@ def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
     return make(config) if dtype is None else make(config, dtype=dtype)
 
 
+def keys_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str] | None:
+    """What the keys of a folder's files are called in a model: key -> name, which may be one that it has no place for.
+
+    Args:
+        model: it may be on the meta device.
+        keys: of the files.
+
+    Returns:
+        None if any is converted on its way (split, merged, transposed), and not just called otherwise.
+
+    Versions: transformers 5.5 to 5.23. Public way: none; `from_pretrained` does it while it reads. When gone: None, so
+    that transformers reads the files itself.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(model)
+        renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
+        converters = [x for x in mapping if isinstance(x, WeightConverter)]
+        if len(renamings) + len(converters) != len(mapping):
+            return None
+        own = model.state_dict()
+        found = {
+            key: rename_source_key(key, renamings, converters, model.base_model_prefix, own) for key in sorted(keys)
+        }
+    except (ImportError, AttributeError, TypeError):
+        return None
+    if any(pattern is not None for _, pattern in found.values()):
+        return None
+    # As it does: a key that a rule would take out of the model is left as it is.
+    return {key: key if name not in own and key in own else name for key, (name, _) in found.items()}
+
+
+def generation_config(name: str, model: PreTrainedModel) -> Any:
+    """The generation config that `from_pretrained` gives a model of this name: of its own file, or of config.json.
+
+    Versions: transformers 5.5 to 5.23. Public way: `GenerationConfig.from_pretrained`, for the first of the two. When
+    gone: a generation config made of the model's config.
+    """
+    from transformers import GenerationConfig
+
+    for options in ({}, {"config_file_name": "config.json", "_from_auto": False, "_from_model_config": True}):
+        try:
+            return GenerationConfig.from_pretrained(name, **options)
+        except (OSError, TypeError):
+            continue
+    return GenerationConfig.from_model_config(model.config)
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Have a model compute its layers again in the backward, not reentrantly.
 
@@ -104,7 +154,7 @@ def router_loss(model: PreTrainedModel) -> Any:
     return next((f for m in modules if (f := getattr(m, "load_balancing_loss_func", None)) is not None), None)
 
 
-def has_no_sdpa(error: Exception) -> bool:
+def has_no_sdpa(error: BaseException | None) -> bool:
     """Whether a model was not made because it has no attention by `scaled_dot_product_attention`.
 
     Versions: transformers 5.5 to 5.23. Public way: none; there is only the text. When gone: False, and the error is

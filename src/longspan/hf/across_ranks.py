@@ -7,9 +7,9 @@ which every rank then knows. So all ranks raise the same error, whichever of the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from longspan.hf.digests import Digester, digest_of_text, digests_of, weights_of
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+
+T = TypeVar("T")
 
 
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
@@ -96,6 +98,28 @@ def raise_problems(flags: Sequence[bool], mine: Exception | None, group: dist.Pr
     if mine is not None and (all(flags) or not isinstance(mine, LongspanError)):
         raise mine
     raise LongspanError(texts[first] if all(flags) else f"rank {ranks[first]} {what}: {texts[first]}") from mine
+
+
+def together(sp: SequenceSharding, action: Callable[[], T]) -> T:
+    """Do something on every rank, and raise on all if it fails on any. Collective, where there are ranks.
+
+    Raises:
+        LongspanError: naming the rank; on the rank that has failed, what it raised if that is no refusal.
+    """
+    problem: Exception | None = None
+    found: list[T] = []
+    try:
+        found.append(action())
+    except Exception as error:  # of any kind: the other ranks must hear of it
+        problem = error
+    group = sp.world_group
+    if group is None or sp.world_size == 1:
+        if problem is not None:
+            raise problem
+        return found[0]
+    rows = gather_numbers([int(problem is not None)], group, sp.device)
+    raise_problems([bool(row[0]) for row in rows], problem, group, "failed")
+    return found[0]
 
 
 def describe(error: Exception) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 from longspan.core.checked import existing_path, means_a_path, read_text, spell
 from longspan.core.errors import LongspanError
+from longspan.ranks import launch
 
 
 def check_source(flag: str, name: str, *, local: bool = False) -> None:
@@ -102,6 +104,35 @@ def _check_json(flag: str, name: str) -> None:
         raise LongspanError(f"{flag} {path} is not JSON: {first_line(error)}; give a model's config.json") from error
     if not isinstance(found, dict):
         raise LongspanError(f"{flag} {path} holds {spell(found)}, not an object; give a model's config.json")
+
+
+def check_weights(name: str, info: dict[str, Any]) -> None:
+    """Refuse a model that lacks weights, and name those it has no place for: transformers makes up the one, at random,
+    and leaves the other aside.
+
+    Args:
+        name: what was loaded, for messages.
+        info: what `from_pretrained(..., output_loading_info=True)` says.
+
+    Raises:
+        LongspanError: naming the first that are missing.
+    """
+    missing, strange = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
+    if missing:
+        raise LongspanError(
+            f"{name} lacks {len(missing)} weights that a model of its config has, they would be random: "
+            f"{_some(missing)}; give a folder that holds all of them"
+        )
+    if strange and launch.is_first_rank():
+        warnings.warn(
+            f"{name} holds {len(strange)} weights that its config has no place for; they are left aside: "
+            f"{_some(strange)}",
+            stacklevel=3,
+        )
+
+
+def _some(names: list[str], count: int = 4) -> str:
+    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
 def first_line(error: BaseException) -> str:

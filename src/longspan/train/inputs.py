@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
@@ -14,10 +12,13 @@ from longspan.checkpoint.identity import differences
 from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import first_line, read_model_config
+from longspan.hf.pretrained import read_model_config
 from longspan.ranks import launch
 from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity
+
+if TYPE_CHECKING:
+    from longspan.hf.sources import Origin
 
 
 @dataclass(frozen=True)
@@ -121,33 +122,22 @@ def load_model_config(config: TrainConfig) -> Any:
     return read_model_config(flag, str(config.model or config.config), config.context)
 
 
-def build_model(config: TrainConfig, model_config: Any) -> Any:
-    """The model on the CPU in fp32, in training mode: pretrained, or random from the seed alone.
-
-    Raises:
-        LongspanError: if transformers cannot make a causal LM of it, or its folder lacks weights.
-    """
+def model_origin(config: TrainConfig, model_config: Any) -> Origin:
+    """What the model is made from: pretrained, or random from the seed alone; in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from longspan.hf.sources import Origin
+
+    # In messages of what is wrong with its weights, the option; a config has none.
+    said = f"--model {config.model}" if config.model is not None else str(config.config)
+    return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model, config.seed, said)
+
+
+def prepare_model(config: TrainConfig, model: Any) -> Any:
+    """`model` as it is trained, before it is sharded."""
     from longspan.compat.transformers_api import checkpoint_activations
 
-    torch.manual_seed(config.seed)
-    # Sharding rewrites the config it is given; the export needs it as it was.
-    own = copy.deepcopy(model_config)
-    try:
-        if config.model is not None:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                config.model, config=own, dtype=torch.float32, output_loading_info=True
-            )
-            _check_weights(config.model, info)
-        else:
-            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
-    except LongspanError:
-        raise
-    except Exception as error:
-        name = config.model or config.config
-        raise LongspanError(f"{name} cannot be made into a causal LM: {first_line(error)}") from error
     if config.grad_checkpointing:
         checkpoint_activations(model)
     return model.train()
@@ -160,26 +150,6 @@ def _check_vocabulary(config: TrainConfig, model_config: Any, tokenizer: Any) ->
             f"--tokenizer {config.tokenizer_name} has {len(tokenizer)} ids, the model's vocabulary only {size}; use "
             f"the model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
         )
-
-
-def _check_weights(name: str, info: dict[str, Any]) -> None:
-    """transformers makes up what a folder lacks, at random, and leaves what it does not know."""
-    missing, strange = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
-    if missing:
-        raise LongspanError(
-            f"--model {name} lacks {len(missing)} weights that a causal LM of its config has, they would be random: "
-            f"{_some(missing)}; give a folder that holds all of them"
-        )
-    if strange and launch.is_first_rank():
-        warnings.warn(
-            f"--model {name} holds {len(strange)} weights that its config has no place for; they are left aside: "
-            f"{_some(strange)}",
-            stacklevel=3,
-        )
-
-
-def _some(names: list[str], count: int = 4) -> str:
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:

@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,15 +30,15 @@ from longspan.data import StepBatch, deal, prefetch
 from longspan.hf.across_ranks import host_group
 from longspan.hf.batch import shard_batch
 from longspan.hf.gradients import no_sync
+from longspan.hf.loading import load_sharded
 from longspan.hf.nonfinite import watch
-from longspan.hf.parallelize import parallelize
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
-from longspan.train.inputs import Inputs, build_model, find_resume, open_here
+from longspan.train.inputs import Inputs, find_resume, model_origin, open_here, prepare_model
 from longspan.train.metrics import (
     CommunicationSampler,
     Display,
@@ -128,22 +129,21 @@ class Trainer:
     def _load_model(self) -> tuple[Any, Any, bool]:
         """The sharded model, its generation config where it came with one, and whether it needs autocast."""
         config, sp = self.config, self.sp
-        model = build_model(config, self.inputs.model_config)
-        generation = model.generation_config if config.model else None
         sharded, bf16 = config.fsdp and sp.world_size > 1, config.dtype == "bf16"
         # Weights stay in fp32; FSDP casts what it gathers, and without FSDP autocast casts what needs it.
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-        if not sharded:  # FSDP moves one layer at a time, so that no device ever holds the whole model
-            model = model.to(sp.device)
-        model = parallelize(
-            model,
+        model = load_sharded(
+            model_origin(config, self.inputs.model_config),
             sp,
+            prepare=partial(prepare_model, config),
+            later=self.inputs.resume is not None,
             fsdp=config.fsdp,
             mp_policy=policy,
             kernel=config.kernel,
             check_weights=config.check_weights,
             check_at_rest=config.check_at_rest,
         )
+        generation = model.generation_config if config.model else None
         return model, generation, bf16 and not sharded
 
     # --- the run

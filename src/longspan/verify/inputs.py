@@ -5,7 +5,7 @@ Shape suffixes: B rows of the global batch, S tokens.
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,7 +19,8 @@ from longspan.checkpoint.identity import check_same_model, kept_model_config
 from longspan.core.checked import path_of
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import check_language_model, first_line, read_model_config
+from longspan.hf.pretrained import check_language_model, read_model_config
+from longspan.hf.sources import Origin
 from longspan.verify.config import VerifyConfig
 
 
@@ -105,6 +106,15 @@ def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, A
 def build_model(config: VerifyConfig, model_config: Any) -> Any:
     """The pristine Hugging Face model on the CPU, in training mode, its weights in the dtype asked for.
 
+    Raises:
+        LongspanError: if transformers cannot make such a model of it.
+    """
+    return model_origin(config, model_config).build().train()
+
+
+def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
+    """What the model is made from.
+
     A masked LM where the config's `architectures` name one (BERT), else a causal LM; of a checkpoint always a causal
     LM, since `longspan train` trains no other. There, weights are random until `checkpoint.load_weights` has read them.
 
@@ -122,29 +132,24 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
     logging.disable_progress_bar()  # every rank loads the model, and more than once
     architectures = getattr(model_config, "architectures", None) or ()
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
-    auto = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    options = {"dtype": torch.float32 if config.dtype == "fp32" else torch.bfloat16}
-
-    def build(attention: str) -> Any:
-        torch.manual_seed(config.seed)
-        own = copy.deepcopy(model_config)
-        if config.model is None:
-            return auto.from_config(own, attn_implementation=attention, trust_remote_code=False, **options)
-        return auto.from_pretrained(config.model, config=own, attn_implementation=attention, **options)
-
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
+    origin = Origin(
+        AutoModelForMaskedLM if masked else AutoModelForCausalLM,
+        model_config,
+        torch.float32 if config.dtype == "fp32" else torch.bfloat16,
+        config.model,
+        config.seed,
+        said=str(config.model or config.config or config.resume),
+        strict=False,
+        options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
+    )
     try:
-        try:
-            model = build("sdpa" if softcap is None else "eager")
-        except ValueError as error:
-            if not has_no_sdpa(error):
-                raise
-            model = build("eager")
-    except Exception as error:
-        name = config.model or config.config or config.resume
-        kind = "masked" if masked else "causal"
-        raise LongspanError(f"{name} cannot be made into a {kind} LM: {first_line(error)}") from error
-    return model.train()
+        origin.on_meta()
+    except LongspanError as error:
+        if not has_no_sdpa(error.__cause__):
+            raise
+        origin = dataclasses.replace(origin, options={**origin.options, "attn_implementation": "eager"})
+    return origin
 
 
 def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tensor]:

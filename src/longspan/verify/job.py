@@ -13,6 +13,8 @@ from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from longspan.checkpoint import Ranks
     from longspan.ranks.heartbeat import Heartbeat
     from longspan.verify.inputs import Inputs
@@ -74,32 +76,26 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     import torch
 
     from longspan import checkpoint
+    from longspan.checkpoint import Ranks
     from longspan.comm.mesh import SequenceSharding, init_mesh
-    from longspan.hf.registry import check_model
-    from longspan.verify.inputs import build_model
-    from longspan.verify.runs import (
-        Link,
-        check_same_weights,
-        logits_part,
-        make_report,
-        shard_model,
-        sharded_parts,
-        unsharded_runs,
-    )
+    from longspan.verify.inputs import model_origin
+    from longspan.verify.runs import Link, logits_part, make_models, make_report, sharded_parts, unsharded_runs
 
     inputs, ranks = _agreed_inputs(config, heart)
     mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
     sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
-    model = build_model(config, inputs.model_config)
-    if inputs.checkpoint is not None:
-        checkpoint.load_weights(inputs.checkpoint, model, ranks)
-    model = model.to(sp.device)
-    check_model(model, sp, config.kernel)  # before the long runs, not after them
-    check_same_weights(model, link)
-    references = unsharded_runs(model, batch_BS, config, link)
-    model = shard_model(model, config, sp)
+    alone = Ranks.alone()
+
+    def load(whole: torch.nn.Module) -> None:
+        if inputs.checkpoint is not None:
+            checkpoint.load_weights(inputs.checkpoint, whole, alone)
+
+    models = make_models(model_origin(config, inputs.model_config), config, sp, link, load)
+    references = unsharded_runs(models.whole, batch_BS, config, link)
+    model = models.shard()
+    del models
     if inputs.checkpoint is not None:  # once more, now as `train --resume` reads them: each rank its shards
         checkpoint.load_weights(inputs.checkpoint, model, ranks)
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)

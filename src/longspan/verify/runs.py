@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,11 @@ import longspan
 from longspan.checkpoint import Checkpoint
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
+from longspan.hf.across_ranks import together
+from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
+from longspan.hf.registry import check_model
+from longspan.hf.sources import FirstRank, Origin
 from longspan.hf.support import is_masked_lm
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, row_pieces
@@ -101,7 +105,7 @@ def _checksum(x: Tensor) -> int:
 
 
 def unsharded_runs(
-    model: nn.Module, batch_BS: dict[str, Tensor], config: VerifyConfig, link: Link
+    model: nn.Module | None, batch_BS: dict[str, Tensor], config: VerifyConfig, link: Link
 ) -> tuple[Tensors, Tensors]:
     """The reference run and the run in the dtype asked for, one after the other; on rank 0, elsewhere empty.
 
@@ -112,6 +116,7 @@ def unsharded_runs(
     reference: Tensors = {}
     unsharded: Tensors = {}
     if link.rank == 0:
+        assert model is not None
         try:
             with _all_cores():
                 wide = torch.float64 if config.fp64 else torch.float32
@@ -198,12 +203,66 @@ def _all_cores() -> Iterator[None]:
 # ---- What the sharded run has, and how far it is from the references.
 
 
-def shard_model(model: nn.Module, config: VerifyConfig, sp: SequenceSharding) -> nn.Module:
-    """Parallelize as `longspan train` does: in bf16, FSDP keeps weights and sums of gradients in fp32."""
-    policy = None
-    if config.dtype == "bf16" and config.fsdp and sp.world_size > 1:
-        model, policy = model.float(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    return parallelize(model, sp, fsdp=config.fsdp, mp_policy=policy, kernel=config.kernel)
+@dataclass(frozen=True)
+class Models:
+    """The model twice: whole, on the ranks that need it, and how the sharded one is made.
+
+    Attributes:
+        whole: for the unsharded runs, on its device: on every rank, or with FSDP on the first alone.
+        shard: makes the sharded model, as `longspan train` does. Collective.
+    """
+
+    whole: nn.Module | None
+    shard: Callable[[], nn.Module]
+
+
+def make_models(
+    origin: Origin, config: VerifyConfig, sp: SequenceSharding, link: Link, load: Callable[[nn.Module], None]
+) -> Models:
+    """Collective.
+
+    Args:
+        origin: of the model.
+        config: of the comparison.
+        sp: how the sequence lies over the ranks.
+        link: to the other ranks.
+        load: reads the weights of a checkpoint into a whole model on one rank, or does nothing.
+
+    Raises:
+        LongspanError: on every rank, if the model cannot be made or sharded, or ranks hold other weights than rank 0.
+    """
+    sharded = config.fsdp and sp.world_size > 1
+    source = find_source(origin, sp, later=config.resume is not None) if sharded else None
+
+    def make() -> nn.Module | None:
+        check_model(origin.on_meta(), sp, config.kernel)  # before the long runs, not after them
+        if source is not None and link.rank:
+            return None
+        given = source.whole if isinstance(source, FirstRank) else None
+        whole: nn.Module = origin.build() if given is None else given
+        load(whole)
+        return whole.train().to(sp.device)
+
+    whole = together(sp, make)
+    # In bf16, FSDP keeps weights and sums of gradients in fp32.
+    bf16 = sharded and config.dtype == "bf16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
+
+    def shard() -> nn.Module:
+        if source is not None:
+            kept = torch.float32 if bf16 else None
+            options = {"mp_policy": policy, "kernel": config.kernel}
+            model: nn.Module = load_from(source, origin, sp, prepare=lambda model: model.train(), kept=kept, **options)
+            return model
+        assert whole is not None
+        return parallelize(
+            whole.float() if bf16 else whole, sp, fsdp=config.fsdp, mp_policy=policy, kernel=config.kernel
+        )
+
+    if source is None:
+        assert whole is not None
+        check_same_weights(whole, link)
+    return Models(whole, shard)
 
 
 def sharded_parts(
