@@ -224,8 +224,11 @@ def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> T
 def _within_a_row(x_BSHD: Tensor) -> bool:
     """Whether a token's heads lie side by side, and something else beside them."""
     B, S, H, D = x_BSHD.shape
-    apart = min((n for n, size in zip(x_BSHD.stride(), (B, S), strict=False) if size > 1), default=0)
-    return apart > H * D and (H == 1 or x_BSHD.stride(2) == D)
+    of_batch, of_token, of_head = x_BSHD.stride()[:3]
+    apart = of_token if S > 1 else 0
+    if B > 1 and (S == 1 or of_batch < apart):  # not min(...) of a generator: a compiler must follow
+        apart = of_batch
+    return apart > H * D and (H == 1 or of_head == D)
 
 
 def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
