@@ -115,10 +115,11 @@ RECOMPILE_LIMIT = 64
 
 
 def compiled_whole(function: Callable[..., Any], what: str, way_out: str, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True, dynamic=False)` whose limit of programs is an error, not a fallback.
+    """`torch.compile(function, fullgraph=True)` whose limit of programs is an error, not a fallback.
 
     Without `fullgraph` torch runs a function that was compiled too often as it is: for FlexAttention with all scores
-    materialized, and a line in the log. Dimensions are fixed but for those marked (`mark_dynamic`).
+    materialized, and a line in the log. A size that differs between calls is left open from the second program on, one
+    that is marked (`mark_dynamic`) from the first.
 
     Versions: torch 2.11 to 2.13 (`torch._dynamo.config.recompile_limit`, `torch._dynamo.exc.FailOnRecompileLimitHit`).
     Public way: `torch.compile(recompile_limit=)` from 2.13 on, for the number alone. When gone: torch's own limit, and
@@ -133,7 +134,7 @@ def compiled_whole(function: Callable[..., Any], what: str, way_out: str, **opti
     Returns:
         A function like it, that raises LongspanError with the number of programs.
     """
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, **options)
+    compiled = torch.compile(function, fullgraph=True, **options)
     dynamo = importlib.import_module("torch._dynamo")
     at_limit: Any = getattr(dynamo.exc, "FailOnRecompileLimitHit", ())
 

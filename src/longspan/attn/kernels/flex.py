@@ -184,9 +184,15 @@ def _filled(x: Tensor, blocks: int) -> Tensor:
 def _in_blocks(x_BHSD: Tensor, blocks: int) -> Tensor:
     """Tokens filled up to whole blocks and cut into them, [B, H, blocks, BLOCK, D]: a view where they are whole."""
     missing = blocks * BLOCK - x_BHSD.shape[2]
-    if missing:  # tokens first in memory, as without padding: strides of another order need a program of their own
+    if missing and x_BHSD.stride(2) > x_BHSD.stride(1):  # strides of another order would need a program of their own
         x_BHSD = torch.nn.functional.pad(x_BHSD.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
-    return mark_dynamic(x_BHSD.unflatten(2, (blocks, BLOCK)), 2)
+    elif missing:
+        x_BHSD = torch.nn.functional.pad(x_BHSD, (0, 0, 0, missing))
+    x = x_BHSD.unflatten(2, (blocks, BLOCK))
+    for dim in (1, 0):  # the stride of a single row or head says nothing, and a compiler would hold on to it
+        if x.shape[dim] == 1:
+            x = x.squeeze(dim).unsqueeze(dim)
+    return mark_dynamic(x, 2)
 
 
 def _mask_function(
