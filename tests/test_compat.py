@@ -29,7 +29,7 @@ VERSION_BOUND = {
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
     "activation_checkpointing_enable", "gradient_checkpointing_enable", "set_force_sum_reduction_for_comms",
     "queue_callback", "causal_mask_function", "bidirectional_mask_function", "load_balancing_loss_func",
-    "AuxRequest", "create_block_mask",
+    "AuxRequest", "BlockMask", "create_block_mask",
 }  # fmt: skip
 
 
@@ -302,5 +302,5 @@ def test_operators_have_the_schemas_that_are_described(name: str) -> None:
 
 
 def test_flex_and_trees_are_torchs() -> None:
-    assert callable(torch_attention.flex().create_block_mask) and callable(torch_attention.flex().flex_attention)
+    assert callable(torch_attention.flex().BlockMask) and callable(torch_attention.flex().flex_attention)
     assert torch_attention.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]

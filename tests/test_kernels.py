@@ -23,6 +23,7 @@ from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 from tests.attention import CASES, HARD, check_all, compare, one_device, sharding
 from tests.counting import count_sent
+from tests.flexing import differentiable_flex
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, excess
@@ -232,36 +233,11 @@ def test_flex_forward_takes_every_mask(name: str) -> None:
     assert errors(case, {"out": out})["out"] <= MARGIN
 
 
-def _differentiable_flex(compiled: bool) -> Any:
-    """Stands in for FlexAttention, which has no backward on a CPU: the same functions called, the formula inside."""
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, scale: float | None, enable_gqa: bool
-    ) -> Any:
-        B, H, Q, D = q.shape
-        group = H // k.shape[1]
-        assert enable_gqa == (group > 1)
-        b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
-        i, j = torch.arange(Q)[:, None], torch.arange(k.shape[2])
-        x = q @ k.repeat_interleave(group, 1).transpose(2, 3) * (D**-0.5 if scale is None else scale)
-        x = x if score_mod is None else score_mod(x, b, h, i, j)
-        allowed = block_mask.mask_mod(b, h, i, j).expand_as(x)
-        highest = x.detach().masked_fill(~allowed, -1e30).amax(-1, keepdim=True)
-        # Masked before the exponential: where nothing is seen it is infinite, and its gradient 0 times that.
-        weights = torch.where(allowed, (x - highest).masked_fill(~allowed, 0).exp(), 0)
-        total = weights.sum(-1)
-        seen = total > 0
-        safe = torch.where(seen, total, 1)
-        lse = torch.where(seen, safe.log() + highest[..., 0], -torch.inf)
-        return weights @ v.repeat_interleave(group, 1) / safe[..., None], lse
-
-    return run
-
-
 def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_flex_attention", _differentiable_flex)
+        patch.setattr(flex, "_flex_attention", differentiable_flex)
+        patch.setattr(flex, "BLOCK", 4)  # so that these short sequences have full blocks
         patch.setattr(prepare, "choose_kernel", lambda *_: (flex.FLEX, kernels.Choice("flex", "for this test")))
         return {name: compare(HARD[name], sp) for name in names}
 

@@ -6,12 +6,17 @@ only the operators below it give. They are called as their schemas say, which a 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from longspan.compat.gone import gone
+from longspan.core.errors import LongspanError
 
 
 def _aten(name: str) -> Any:
@@ -117,7 +122,7 @@ def activate_flash(implementation: str) -> None:
 
 
 def flex() -> Any:
-    """The module `torch.nn.attention.flex_attention`: `flex_attention`, `create_block_mask`, `AuxRequest`, `BlockMask`.
+    """The module `torch.nn.attention.flex_attention`: `flex_attention`, `BlockMask`, `AuxRequest`.
 
     Versions: torch 2.11 to 2.13; public, but log-sum-exps were asked for otherwise before 2.9 (`AuxRequest`). Public
     way: this one. When gone: LongspanError.
@@ -126,22 +131,92 @@ def flex() -> Any:
         from torch.nn.attention import flex_attention
     except ImportError as error:
         raise gone("torch", "torch.nn.attention.flex_attention", "kernel='flex'", "kernel='auto'") from error
-    for name in ("flex_attention", "create_block_mask", "AuxRequest"):
+    for name in ("flex_attention", "BlockMask", "AuxRequest"):
         if not hasattr(flex_attention, name):
             raise gone("torch", f"torch.nn.attention.flex_attention.{name}", "kernel='flex'", "kernel='auto'")
     return flex_attention
 
 
-def flex_attention(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention's output and log-sum-exp. Versions and public way: as `flex`."""
+def flex_attend() -> Callable[..., tuple[Tensor, Tensor]]:
+    """FlexAttention's output and log-sum-exp, as one function that a compiler takes whole.
+
+    It is given the tensors of a BlockMask and not the BlockMask, whose lengths are numbers: a compiler would make a
+    program for each. Tokens come in blocks, `[B, heads, blocks, block, D]`, so that a compiler which knows nothing of
+    the number of blocks still knows that they divide the length: FlexAttention then checks no borders.
+
+    Versions and public way: as `flex`.
+    """
     module = flex()
-    out, aux = module.flex_attention(*args, return_aux=module.AuxRequest(lse=True), **options)
-    return out, aux.lse
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Tensor | None, ...], mask_mod: Any, score_mod: Any,
+        scale: float | None, enable_gqa: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        size = q.shape[3], k.shape[3]
+        q, k, v = (x.view(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4]) for x in (q, k, v))
+        mask = module.BlockMask((q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=size, mask_mod=mask_mod)
+        out, aux = module.flex_attention(
+            q, k, v, score_mod=score_mod, block_mask=mask, scale=scale, enable_gqa=enable_gqa,
+            return_aux=module.AuxRequest(lse=True),
+        )  # fmt: skip
+        return out, aux.lse
+
+    return attend
 
 
-def flex_block_mask(*args: Any, **options: Any) -> Any:
-    """FlexAttention's `create_block_mask`. Versions and public way: as `flex`."""
-    return flex().create_block_mask(*args, **options)
+RECOMPILE_LIMIT = 64
+"""Programs of one function: each kind of layer needs two or three, and torch's own limit is 8."""
+
+
+def compiled_whole(function: Callable[..., Any], what: str, way_out: str, **options: Any) -> Callable[..., Any]:
+    """`torch.compile(function, fullgraph=True)` whose limit of programs is an error, not a fallback.
+
+    Without `fullgraph` torch runs a function that was compiled too often as it is: for FlexAttention with all scores
+    materialized, and a line in the log. A size that differs between calls is left open from the second program on, one
+    that is marked (`mark_dynamic`) from the first.
+
+    Versions: torch 2.11 to 2.13 (`torch._dynamo.config.recompile_limit`, `torch._dynamo.exc.FailOnRecompileLimitHit`).
+    Public way: `torch.compile(recompile_limit=)` from 2.13 on, for the number alone. When gone: torch's own limit, and
+    torch's own exception.
+
+    Args:
+        function: to compile.
+        what: names it in the error.
+        way_out: ends the error.
+        options: `torch.compile`'s.
+
+    Returns:
+        A function like it, that raises LongspanError with the number of programs.
+    """
+    compiled = torch.compile(function, fullgraph=True, **options)
+    dynamo = importlib.import_module("torch._dynamo")
+    at_limit: Any = getattr(dynamo.exc, "FailOnRecompileLimitHit", ())
+
+    def run(*args: Any) -> Any:
+        theirs = getattr(dynamo.config, "recompile_limit", None)
+        limit = RECOMPILE_LIMIT if theirs is None else max(theirs, RECOMPILE_LIMIT)
+        wider = dynamo.config.patch(recompile_limit=limit) if theirs is not None else contextlib.nullcontext()
+        try:
+            with wider:
+                return compiled(*args)
+        except at_limit as error:
+            raise LongspanError(
+                f"{what} has been compiled {limit} times in this process, each time for other arguments, and these "
+                f"need one more; {way_out}, or raise torch._dynamo.config.recompile_limit above {limit} "
+                f"(TORCH_LOGS=recompiles says what differs)"
+            ) from error
+
+    return run
+
+
+def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
+    """`x`, whose sizes in `dims` a compiler leaves open. Sizes of 0 and 1 it never does.
+
+    Versions: torch 2.11 to 2.13 (`torch._dynamo.mark_dynamic`, documented). Public way: this one. When gone: an
+    AttributeError.
+    """
+    importlib.import_module("torch._dynamo").mark_dynamic(x, list(dims))
+    return x
 
 
 def tree_leaves(tree: Any) -> list[Any]:

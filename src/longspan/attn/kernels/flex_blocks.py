@@ -1,0 +1,229 @@
+"""Which blocks of keys each block of queries sees, from a mask's regions: FlexAttention's BlockMask without its pairs.
+
+`create_block_mask` evaluates the mask at every pair, S^2 of them, once a batch. A region (a rectangle with a diagonal
+band, `longspan.core.regions`) says the same in closed form: in one row of blocks it touches one run of blocks of keys,
+and covers one run of them whole. So the work is one row of arithmetic for each region and block of queries that meet,
+and what is made are lists of the blocks that are seen, as long as the longest of them.
+
+A block that several regions share (a border of a prefix, of a document, of a ring's runs) is full where their pairs add
+up to all of it: regions are disjoint.
+
+Shape suffixes: B rows of the batch, R rows of blocks, W longest list of blocks, N events (a region in a row of blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.attn.kernels.base import Part
+from longspan.core.layout import Span
+
+_FAR = 1 << 40  # a border that binds nothing; far from the ends of int64, so that it can be added to
+
+
+class BlockList(NamedTuple):
+    """For each row of blocks the blocks that it meets, in ascending order, as BlockMask takes them.
+
+    Attributes:
+        counts: how many, int32 [B, 1, R].
+        indices: which, int32 [B, 1, R, W]; W is at least 2, and what stands behind the count means nothing.
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """The blocks of a mask: those in which some pairs attend, and those in which all do.
+
+    Attributes:
+        partial: blocks of keys by blocks of queries.
+        full: likewise; None where no block is known to be full (a mask function may hide any pair).
+        partial_q: blocks of queries by blocks of keys, for the gradients of keys and values.
+        full_q: likewise.
+    """
+
+    partial: BlockList
+    full: BlockList | None
+    partial_q: BlockList
+    full_q: BlockList | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order in which BlockMask takes them: counts and indices of each."""
+        lists = (self.partial, self.full, self.partial_q, self.full_q)
+        return tuple(x for found in lists for x in (found or (None, None)))
+
+
+def block_lists(
+    parts: Sequence[Part], rows: int, counts: Span, size: int, *, opaque: bool, device: torch.device
+) -> BlockLists:
+    """The blocks of a mask, from its regions.
+
+    Args:
+        parts: disjoint regions, with the rows of the batch that have them and their places in the tensors.
+        rows: of the batch; 1 where all have the same mask.
+        counts: blocks of queries and blocks of keys.
+        size: queries, and keys, of a block.
+        opaque: a mask function hides more, nobody knows where: no block is full.
+        device: of the lists.
+    """
+    regions_N7 = torch.tensor([_edges(part) for part in parts], dtype=torch.int64).reshape(-1, 7)
+    first_of_row = torch.arange(rows)
+    for part in parts:
+        if rows > 1:
+            first_of_row[slice(*part.rows)] = part.rows[0]
+    by_q, by_k = (counts[0], counts[1]), (counts[1], counts[0])
+    ways = (_runs(regions_N7, by_q, size, opaque), by_q), (_runs(_transposed(regions_N7), by_k, size, opaque), by_k)
+    partial, partial_q = (_listed(runs[0], first_of_row, sizes, device) for runs, sizes in ways)
+    if opaque:
+        return BlockLists(partial, None, partial_q, None)
+    full, full_q = (_listed(runs[1], first_of_row, sizes, device) for runs, sizes in ways)
+    return BlockLists(partial, full, partial_q, full_q)
+
+
+def _edges(part: Part) -> tuple[int, ...]:
+    """First row of the batch, queries, keys and band of a region, by places in the tensors."""
+    r, shift = part.region, part.q_at - part.k_at
+    lo, hi = (-_FAR if r.lo is None else r.lo + shift), (_FAR if r.hi is None else r.hi + shift)
+    return part.rows[0], r.q0 + part.q_at, r.q1 + part.q_at, r.k0 + part.k_at, r.k1 + part.k_at, lo, hi
+
+
+def _transposed(regions_N7: Tensor) -> Tensor:
+    """Keys for queries: lo <= i - j <= hi is -hi <= j - i <= -lo."""
+    b, q0, q1, k0, k1, lo, hi = regions_N7.unbind(1)
+    return torch.stack([b, k0, k1, q0, q1, -hi, -lo], 1)
+
+
+class _Events(NamedTuple):
+    """Regions in rows of blocks, [N] each: the row (counted through all rows of the batch), and what lies in it.
+
+    Attributes:
+        row: number.
+        a: first query of the region in the row, and `b`: behind the last.
+        k0: the region's keys and band, as `k1`, `lo`, `hi`.
+        touched: the run of blocks of keys that it touches [first, stop).
+        covered: the run that it covers whole; first = stop where there is none.
+    """
+
+    row: Tensor
+    a: Tensor
+    b: Tensor
+    k0: Tensor
+    k1: Tensor
+    lo: Tensor
+    hi: Tensor
+    touched: tuple[Tensor, Tensor]
+    covered: tuple[Tensor, Tensor]
+
+    def at(self, which: Tensor) -> _Events:
+        """Some of them, in any order and number."""
+        (t0, t1), (f0, f1) = self.touched, self.covered
+        row, a, b, k0, k1, lo, hi = (x[which] for x in (self.row, self.a, self.b, self.k0, self.k1, self.lo, self.hi))
+        return _Events(row, a, b, k0, k1, lo, hi, (t0[which], t1[which]), (f0[which], f1[which]))
+
+
+def _events(regions_N7: Tensor, rows: int, size: int) -> _Events:
+    batch_row, q0, q1, k0, k1, lo, hi = regions_N7.unbind(1)
+    q0, q1 = torch.maximum(q0, k0 + lo), torch.minimum(q1, k1 + hi)  # the queries that see anything of it
+    which, block = _spread(q0 // size, -(-q1 // size))
+    batch_row, q0, q1, k0, k1, lo, hi = (x[which] for x in (batch_row, q0, q1, k0, k1, lo, hi))
+    a, b = torch.maximum(q0, block * size), torch.minimum(q1, (block + 1) * size)
+    # Query i sees keys i - hi to i - lo: all of them together, and what each of them sees.
+    touched = torch.maximum(k0, a - hi) // size, -(-torch.minimum(k1, b - lo) // size)
+    first, stop = -(-torch.maximum(k0, b - 1 - hi) // size), torch.minimum(k1, a - lo + 1) // size
+    whole = (b - a == size) & (first < stop)
+    covered = torch.where(whole, first, touched[0]), torch.where(whole, stop, touched[0])
+    return _Events(batch_row * rows + block, a, b, k0, k1, lo, hi, touched, covered)
+
+
+def _spread(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+    """All numbers of some runs [first, stop): of which run each is, and the number."""
+    sizes = (stop - first).clamp(min=0)
+    which = torch.repeat_interleave(torch.arange(len(first)), sizes)
+    return which, first[which] + torch.arange(len(which)) - (sizes.cumsum(0) - sizes)[which]
+
+
+_Runs = tuple[Tensor, Tensor, Tensor]
+"""Rows, and runs of blocks [first, stop) in them: sorted and disjoint."""
+
+
+def _runs(regions_N7: Tensor, sizes: Span, size: int, opaque: bool) -> tuple[_Runs, _Runs]:
+    """Partial and full blocks, of so many rows and columns of them."""
+    rows, columns = sizes
+    events = _events(regions_N7, rows, size)
+    touched = events.row, *events.touched
+    if opaque:
+        return _swept(touched, [], columns)
+    return _swept(touched, [(events.row, *events.covered), _shared(events, columns, size)], columns)
+
+
+def _shared(events: _Events, columns: int, size: int) -> _Runs:
+    """Blocks that no region covers alone, and several cover together: their pairs add up to the whole block."""
+    in_row = torch.bincount(events.row) if len(events.row) else events.row
+    events = events.at((in_row[events.row] > 1).nonzero()[:, 0])
+    left, at_left = _spread(events.touched[0], events.covered[0])
+    right, at_right = _spread(torch.maximum(events.covered[1], events.touched[0]), events.touched[1])
+    column, some = torch.cat([at_left, at_right]), events.at(torch.cat([left, right]))
+    k0, k1 = torch.maximum(some.k0, column * size), torch.minimum(some.k1, (column + 1) * size)
+    pairs = _pairs_from(some.lo, some.a, some.b, k0, k1) - _pairs_from(some.hi + 1, some.a, some.b, k0, k1)
+    block, of = torch.unique(some.row * columns + column, return_inverse=True)
+    total = torch.zeros_like(block).index_add_(0, of, pairs)
+    block = block[total == size * size]
+    return block // columns, block % columns, block % columns + 1
+
+
+def _pairs_from(lo: Tensor, a: Tensor, b: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """Pairs with i - j >= lo among queries [a, b) and keys [k0, k1): query i sees the first i - (k0 + lo - 1) keys."""
+    keys = k1 - k0
+
+    def below(x: Tensor) -> Tensor:
+        """Of queries up to x places behind the last that sees none: they see 1, 2, ..., and then all keys."""
+        rising = torch.minimum(x.clamp(min=0), keys)
+        return rising * (rising + 1) // 2 + (x - keys).clamp(min=0) * keys
+
+    before = k0 + lo - 1
+    return below(b - 1 - before) - below(a - 1 - before)
+
+
+def _swept(touched: _Runs, covered: Sequence[_Runs], columns: int) -> tuple[_Runs, _Runs]:
+    """Runs of blocks that are touched and not covered, and runs that are covered: a sweep over the borders of runs."""
+    places, steps = [], []
+    for kind, (row, first, stop) in [(0, touched), *((1, runs) for runs in covered)]:
+        for border, sign in ((first, 1), (stop, -1)):
+            places.append(row * (columns + 1) + border)
+            step = torch.zeros(len(row), 2, dtype=torch.int64)
+            step[:, kind] = sign
+            steps.append(step)
+    place, order = torch.cat(places).sort()
+    open_ = torch.cat(steps)[order].cumsum(0)[:-1] > 0  # between a border and the next; behind a row's last nothing is
+    row, first = place[:-1] // (columns + 1), place[:-1] % (columns + 1)
+    stop = first + place.diff()
+    some = stop > first
+    partial, full = open_[:, 0] & ~open_[:, 1] & some, open_[:, 1] & some
+    return (row[partial], first[partial], stop[partial]), (row[full], first[full], stop[full])
+
+
+def _listed(runs: _Runs, first_of_row: Tensor, sizes: Span, device: torch.device) -> BlockList:
+    """The numbers of all blocks of runs, row by row."""
+    (row, first, stop), (own, other) = runs, sizes
+    total = len(first_of_row) * own
+    counts = torch.zeros(total, dtype=torch.int64).index_add_(0, row, stop - first)
+    place = (stop - first).cumsum(0) - (stop - first) - (counts.cumsum(0) - counts)[row]  # in the row's list
+    # A list rises by 1 from entry to entry, and at the start of a run by what lies between: the sum of its steps.
+    ends = torch.cat([stop[:1] * 0, stop[:-1]])
+    step = torch.where(place > 0, first - ends + 1, first)
+    indices_RW = torch.ones(total, max(2, int(counts.max())), dtype=torch.int32, device=device)
+    indices_RW[row.to(device), place.to(device)] = step.to(device, torch.int32)
+    indices_RW = indices_RW.cumsum_(1).clamp_(max=other - 1)  # behind a list: any block that there is
+    of_row = first_of_row.to(device)
+    indices, counts = indices_RW.view(-1, own, indices_RW.shape[1]), counts.to(device, torch.int32).view(-1, own)
+    if len(of_row) > 1:
+        indices, counts = indices[of_row], counts[of_row]
+    return BlockList(counts[:, None].contiguous(), indices[:, None].contiguous())

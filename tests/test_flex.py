@@ -1,0 +1,310 @@
+"""FlexAttention as on a GPU, without one: blocks against torch's brute force, programs counted, their limit met."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import longspan
+from longspan.attn.kernels import flex
+from longspan.attn.kernels.base import Blocks, Finished
+from longspan.attn.mask import Mask, over_indices
+from longspan.attn.score import Scores
+from longspan.compat import torch_attention
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout
+from tests.attention import one_device
+from tests.flexing import classes, listed
+from tests.oracle import Case, errors, make, options
+from tests.tolerance import MARGIN
+
+CPU = torch.device("cpu")
+
+
+def _blocks(mask: Mask, batch: int, lengths: tuple[int, int], layout: Layout | None = None, rank: int = 0) -> Blocks:
+    """What `prepare` makes of a mask for one rank of a ring."""
+    layout = layout or Layout()
+    k_spans, owners = layout.runs(lengths[1])
+    q_spans = tuple((a + mask.q_start, b + mask.q_start) for a, b in layout.block(lengths[0], rank))
+    return Blocks(mask, Scores().kind, batch, 2, 0, lengths, q_spans, k_spans, owners, CPU)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks.
+
+SIZE = 8
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "BLOCK", SIZE)
+
+
+def _segments(draw: Any, rows: int, n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Documents with holes between them, as padding leaves."""
+    out = []
+    for _ in range(rows):
+        borders = sorted(draw(st.sets(st.integers(0, n), min_size=2, max_size=8)))
+        runs = list(itertools.pairwise(borders))
+        out.append(tuple(run for run in runs if draw(st.integers(0, 4))))
+    return tuple(out)
+
+
+@st.composite
+def problems(draw: Any) -> tuple[Mask, int, int, Layout, int]:
+    """A mask, rows of the batch, a length, and a rank of a ring."""
+    n, batch = draw(st.integers(1, 90)), draw(st.integers(1, 3))
+    causal = draw(st.booleans())
+    kind = draw(st.sampled_from(["plain", "window", "chunk", "window and chunk", "prefix", "prefixes"]))
+    near = st.sampled_from([SIZE, 2 * SIZE, 3 * SIZE]) | st.integers(1, n)
+    options: dict[str, Any] = {"causal": causal}
+    if "window" in kind:
+        options["window"] = draw(near)
+    if "chunk" in kind:
+        options["chunk"] = draw(near)
+    if "prefix" in kind:
+        of_row = st.integers(0, n)
+        options |= {"causal": True, "prefix": draw(of_row)}
+        if kind == "prefixes":
+            options["prefix"] = tuple(draw(of_row) for _ in range(batch))
+    if draw(st.booleans()):
+        options["segments"] = _segments(draw, batch, n)
+    ring = draw(st.sampled_from([1, 1, 2, 4]))
+    layout = Layout(ring=ring, kind=draw(st.sampled_from(["contiguous", "zigzag"])) if ring > 1 else "contiguous")
+    return Mask(**options), batch, n, layout, draw(st.integers(0, ring - 1))
+
+
+def _brute_force(mask: Mask, blocks: Blocks, block: int, counts: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """The mask of one block written out, padding filled up, and torch's classes of its blocks."""
+    i, j = blocks.positions(block)
+    seen = mask.dense(blocks.batch, 1, i, j)[:, 0]
+    seen = seen & (i < blocks.ends[0])[:, None] & (j < blocks.ends[1])
+    seen = torch.nn.functional.pad(seen, (0, counts[1] * SIZE - len(j), 0, counts[0] * SIZE - len(i)))
+    lengths = counts[0] * SIZE, counts[1] * SIZE
+    found = torch_flex.create_block_mask(
+        lambda b, h, q, kv: seen[b, q, kv], len(seen), None, *lengths, device="cpu", BLOCK_SIZE=SIZE
+    )
+    partial = listed(found.kv_num_blocks, found.kv_indices, counts[1])
+    full = listed(found.full_kv_num_blocks, found.full_kv_indices, counts[1])
+    assert partial is not None and full is not None
+    return seen, partial + 2 * full
+
+
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=150)
+@given(problems())
+@example((Mask(prefix=SIZE + 3), 1, 40, Layout(), 0))  # a block of which a prefix and causality show each a part
+@example((Mask(causal=False), 1, 50, Layout(ring=2, kind="zigzag"), 0))  # a block in which two runs of tokens meet
+@example((Mask(segments=(((0, 20), (20, 64)),) * 2, causal=False), 2, 64, Layout(), 0))
+def test_blocks_are_those_of_brute_force(problem: tuple[Mask, int, int, Layout, int]) -> None:
+    mask, batch, n, layout, rank = problem
+    blocks = _blocks(mask, batch, (n, n), layout, rank)
+    for block, made in enumerate(flex.FLEX.prepare(blocks)):
+        if made is None:
+            assert not blocks.parts[block]
+            continue
+        seen, wanted = _brute_force(mask, blocks, block, made.counts)
+        found = classes(made.lists.tensors, made.counts)
+        assert torch.equal(found.expand(batch, -1, -1, -1), wanted.expand(batch, -1, -1, -1))
+        at = (torch.arange(size) for size in (batch, 1, *(count * SIZE for count in made.counts)))
+        assert torch.equal(over_indices(made.mask_mod(0), *at)[:, 0], seen.expand(batch, -1, -1))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_keys_of_another_length_have_blocks_of_their_own() -> None:
+    runs = (((0, 13), (13, 30)), ((0, 30), (30, 30))), (((0, 5), (5, 41)), ((0, 20), (20, 60)))
+    cross = Mask(causal=False, segments=runs[0], kv_segments=runs[1])
+    for mask, batch, lengths in ((cross, 2, (30, 60)), (Mask(q_start=35, window=20), 1, (25, 60))):
+        blocks = _blocks(mask, batch, lengths)
+        (made,) = flex.FLEX.prepare(blocks)
+        assert made is not None and made.counts == (4, 8)
+        _, wanted = _brute_force(mask, blocks, 0, made.counts)
+        assert torch.equal(classes(made.lists.tensors, made.counts), wanted)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_mask_function_is_asked_for_no_pair_beforehand() -> None:
+    """It may hide any, so no block is full; and it is asked for positions of tokens alone, never of padding."""
+    n, asked = 50, []
+    table = torch.arange(n)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        asked.append(q)
+        return (table[q] + table[kv]) % 3 > 0
+
+    blocks = _blocks(Mask(mod=mod), 2, (n, n), Layout(ring=2, kind="zigzag"), 1)
+    plain = flex.FLEX.prepare(_blocks(Mask(), 2, (n, n), Layout(ring=2, kind="zigzag"), 1))
+    made = flex.FLEX.prepare(blocks)
+    assert not asked
+    for mine, other in zip(made, plain, strict=True):
+        assert mine is not None and other is not None and mine.lists.full is None and mine.lists.full_q is None
+        wanted = classes(other.lists.tensors, other.counts)
+        assert (wanted == 2).any() and torch.equal(classes(mine.lists.tensors, mine.counts), (wanted > 0).long())
+        over_indices(mine.mask_mod(0), *(torch.arange(size) for size in (2, 2, *(c * SIZE for c in mine.counts))))
+    assert asked
+
+
+class _Largest(TorchDispatchMode):
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple) else [out]:
+            if isinstance(x, Tensor):
+                self.nbytes = max(self.nbytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("n", "document", "share"),
+    [(1 << 17, 1 << 17, 1), (1 << 17, 1000, 40), (1 << 20, 1000, 200), (1 << 20, 30_000, 25)],
+)
+def test_blocks_of_a_long_sequence_are_small(n: int, document: int, share: int) -> None:
+    """One list of all blocks for a causal mask; for documents a small share of it: no tensor is larger at any time."""
+    runs = tuple((start, min(start + document, n)) for start in range(0, n, document))
+    blocks = _blocks(Mask(segments=(runs,)), 1, (n, n))
+    _ = blocks.parts
+    with _Largest() as largest:
+        (made,) = flex.FLEX.prepare(blocks)
+    assert made is not None
+    everything = 4 * (n // flex.BLOCK) ** 2
+    lists = sum(x.nbytes for x in made.lists.tensors if x is not None)
+    assert largest.nbytes <= max(everything // share, 8 * n)  # 8 n: the positions
+    assert lists <= 4 * everything // share
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs.
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """FlexAttention compiled as for a GPU, but for the last step: what a compiler is given is run as it is.
+
+    The list has the number of programs made for each call.
+    """
+    made: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        made.append(len(graph.graph.nodes))
+        return graph.forward
+
+    compile_ = torch.compile
+
+    def compiled(function: Any, **kwargs: Any) -> Any:
+        return compile_(function, **{"backend": backend, **kwargs})
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", compiled)
+    attend = flex._flex_attention.__wrapped__(True)
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(flex, "_flex_attention", lambda compiled: attend)
+    yield made
+    torch.compiler.reset()
+
+
+def _documents(n: int) -> tuple[int, ...]:
+    return tuple(at // (5 + n // 7) for at in range(n))
+
+
+LENGTHS = (300, 512, 640, 130, 1000)
+KINDS: dict[str, Callable[[int], Case]] = {
+    "causal": lambda n: Case(n=n),
+    "one KV head": lambda n: Case(n=n, kv_heads=1, batch=2),
+    "window": lambda n: Case(n=n, window=100),
+    "documents": lambda n: Case(n=n, documents=_documents(n), batch=2),
+    "a prefix for each row": lambda n: Case(n=n, prefix=(n // 3, n // 2), batch=2),
+    "softcap": lambda n: Case(n=n, softcap=2.0, chunk=128),
+    "alibi and a bias": lambda n: Case(n=n, alibi=True, bias="waves"),
+    "a mask function": lambda n: Case(n=n, mod="striped"),
+    "chunked prefill": lambda n: Case(n=n, kv_n=2 * n, q_start=n // 2),
+}
+
+
+def _found(case: Case, **more: Any) -> dict[str, float]:
+    x = make(case)
+    with torch.no_grad():
+        out = longspan.attention(x["q"], x["k"], x["v"], one_device(), kernel="flex", **options(case, x), **more)
+    return errors(case, {"out": out})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_layer_is_compiled_once_for_all_lengths(programs: list[int], kind: str) -> None:
+    for n in LENGTHS:
+        case = KINDS[kind](n)
+        assert max(_found(case).values()) <= MARGIN, n
+        assert len(programs) == 1, f"compiled anew for {n} tokens"
+
+
+@pytest.mark.slow
+def test_functions_made_anew_for_each_batch_are_one_kind(programs: list[int]) -> None:
+    """What they hold in tensors may be of any length, which is left open when it is first seen to differ.
+
+    (It may then be taken for another length that is as large by chance; that costs a third program, and no more.)
+    """
+
+    def functions(n: int) -> dict[str, Any]:
+        limits, slope = torch.arange(n) // 2, torch.tensor(n / 1e5)
+        return {"mask_mod": lambda b, h, q, kv: kv >= limits[q], "bias": lambda h, q, kv: slope * (q - kv)}
+
+    for n in LENGTHS:
+        x = make(Case(n=n))
+        with torch.no_grad():
+            found, other = (
+                longspan.attention(x["q"], x["k"], x["v"], one_device(), kernel=kernel, **functions(n))
+                for kernel in ("flex", "eager")
+            )
+        assert errors(Case(n=n), {"out": found}, {"out": other.double()})["out"] <= MARGIN
+    assert len(programs) <= 3
+
+
+@pytest.mark.slow
+def test_torchs_own_backward_is_compiled_once_too(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention refuses a backward on a CPU, whose formula it has all the same."""
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
+    for n in LENGTHS[:3]:
+        case = Case(n=n, window=100, documents=_documents(n), batch=2, softcap=3.0)
+        x = make(case)
+        (block,) = flex.FLEX.prepare(
+            _blocks(Mask(window=100, segments=(_runs_of(case.documents or ()),) * 2), 2, (n, n))
+        )
+        q, k, v, grad = (x[name].transpose(1, 2) for name in ("q", "k", "v", "grad"))
+        scores = Scores(softcap=3.0)
+        with torch.no_grad():
+            out, lse = flex.FLEX.forward(q, k, v, block, scores)
+        dq, dk, dv = flex.FLEX.backward(Finished(q, out, grad, lse), k, v, block, scores)
+        found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+        of_case = errors(case, {name: y.transpose(1, 2) for name, y in found.items()})
+        assert max(of_case.values()) <= MARGIN, of_case
+        assert len(programs) == 2  # a forward alone, and one with its backward
+
+
+def _runs_of(ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    borders = [0, *(at for at in range(1, len(ids)) if ids[at] != ids[at - 1]), len(ids)]
+    return tuple(itertools.pairwise(borders))
+
+
+@pytest.mark.slow
+def test_too_many_programs_are_an_error_and_no_fallback(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attention, "RECOMPILE_LIMIT", 2)
+    kinds = [Case(n=20), Case(n=20, chunk=3), Case(n=20, prefix=3)]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for case in kinds[:2]:
+            _found(case)
+        for _ in range(2):  # not the first time alone
+            with pytest.raises(LongspanError, match=r"compiled 2 times.*kernel='tiled'.*recompile_limit above 2"):
+                _found(kinds[2])
+        assert max(_found(Case(n=300, chunk=3)).values()) <= MARGIN  # what was compiled serves on
+    assert len(programs) == 2
+    with torch._dynamo.config.patch(recompile_limit=3):  # one's own, where it is wider
+        assert max(_found(kinds[2]).values()) <= MARGIN
