@@ -133,7 +133,7 @@ BAD = [
     (_shapes(), {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
     (_shapes(), {"window": 0}, "window=0 must be at least 1"),
     (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
-    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, .*sdpa.*tiled"),
+    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, .*tiled.*sdpa"),
     (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
     (_shapes(), {"softcap": 2.0, "kernel": "sdpa"}, "kernel='sdpa' cannot do softcap; use kernel='auto'"),
     (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),

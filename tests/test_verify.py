@@ -275,6 +275,8 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
     original = hooks.cut_batch
 
     def late(batch: Any, sp: Any) -> dict[str, Any]:
+        if "labels" not in batch:
+            return original(batch, sp)
         mine = shard.shard(batch["labels"], sp, pad_value=-100)
         return {**original(batch, sp), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
 
@@ -291,8 +293,8 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf import hooks
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        total = F.cross_entropy(logits.of(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum")
         mine = total / (labels != -100).sum().clamp_min(1) / sp.world_size
         every = mine.detach().clone()
         dist.all_reduce(every, group=sp.world_group)
