@@ -174,6 +174,30 @@ def test_an_output_says_where_its_logits_are() -> None:
     assert asked(**batch()).logits.shape == (4, 21, 61)
 
 
+@pytest.mark.parametrize("what", ["loss", "logprobs"])
+def test_under_autocast_a_tile_is_computed_as_the_head_is(what: str) -> None:
+    # The backward runs where autocast is off; what it computes again must be what the forward computed.
+    grads = []
+    for deferred in (True, False):
+        module, hidden, labels = _case("plain", torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if deferred:
+                Head(module).armed = True
+            logits = module(hidden)
+            if what == "loss":
+                loss = loss_sum(logits, labels)
+            elif deferred:
+                loss = logprobs_of(logits, labels)[0].square().sum()
+            else:
+                log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+                chosen = log_p.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+                loss = torch.where(labels == IGNORE, 0, chosen).square().sum()
+            assert isinstance(logits, DeferredLogits) == deferred and logits.dtype == torch.bfloat16
+        grads.append(torch.autograd.grad(loss, [hidden, module.weight]))
+    for mine, plain in zip(*grads, strict=True):
+        assert float((mine - plain).norm() / plain.norm()) < torch.finfo(torch.bfloat16).eps / 8
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Log-probabilities of tokens.
 
