@@ -222,10 +222,10 @@ def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> T
 
 
 def _within_a_row(x_BSHD: Tensor) -> bool:
-    """Whether a token's heads lie side by side, and something else beside them."""
-    B, S, H, D = x_BSHD.shape
-    apart = min((n for n, size in zip(x_BSHD.stride(), (B, S), strict=False) if size > 1), default=0)
-    return apart > H * D and (H == 1 or x_BSHD.stride(2) == D)
+    """Whether a token's heads lie side by side, and something else beside them (by strides: a compiler knows them)."""
+    B, _, H, D = x_BSHD.shape
+    wider = x_BSHD.stride(1) > H * D and (B == 1 or x_BSHD.stride(0) > H * D)
+    return wider and (H == 1 or x_BSHD.stride(2) == D)
 
 
 def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
