@@ -228,11 +228,11 @@ def joined(calls: Iterable[Call]) -> list[Call]:
         calls: of one block of keys, disjoint. Those with a mask are left as they are.
     """
     found = list(calls)
-    if len(found) > 1:
-        found = _joined_triangles(found)
-        for axis in ("keys", "queries", "rows"):
-            found = _joined_along(axis, found)
-    return sorted(found, key=lambda call: (call.rows, call.queries, call.keys))
+    if any(call.kind == "full" for call in found):  # documents, thousands perhaps, are triangles alone
+        found = _joined_along("queries", _joined_along("keys", _joined_triangles(found)))
+    if len({call.rows for call in found}) > 1:
+        found = _joined_along("rows", found)
+    return sorted(found, key=attrgetter("rows", "queries", "keys"))
 
 
 def _joined_triangles(calls: list[Call]) -> list[Call]:
