@@ -313,7 +313,7 @@ def _command(config: TrainConfig) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    source = str(Path(launch.__file__).parents[1])
+    source = str(Path(launch.__file__).parents[2])
     return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
 
 
