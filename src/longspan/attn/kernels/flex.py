@@ -157,16 +157,11 @@ def _prepared(blocks: Blocks, block: int, parts: Sequence[Part]) -> FlexBlock:
 
 
 def _of_any_batch(mask: Mask) -> Mask:
-    """A mask without what differs from batch to batch, which a compiler would make part of its program."""
+    """A mask without the numbers of this batch, which a compiler would make part of its program."""
     out = copy(mask)
-    for name, value in (
-        ("mod", None),
-        ("segments", None),
-        ("kv_segments", None),
-        ("q_start", 0),
-        ("prefix", None if mask.prefix is None else 0),
-    ):
-        object.__setattr__(out, name, value)
+    object.__setattr__(out, "prefix", None if mask.prefix is None else 0)
+    for name in ("mod", "segments", "kv_segments"):
+        object.__setattr__(out, name, None)
     return out
 
 
@@ -188,11 +183,7 @@ def _in_blocks(x_BHSD: Tensor, blocks: int) -> Tensor:
         x_BHSD = torch.nn.functional.pad(x_BHSD.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
     elif missing:
         x_BHSD = torch.nn.functional.pad(x_BHSD, (0, 0, 0, missing))
-    x = x_BHSD.unflatten(2, (blocks, BLOCK))
-    for dim in (1, 0):  # the stride of a single row or head says nothing, and a compiler would hold on to it
-        if x.shape[dim] == 1:
-            x = x.squeeze(dim).unsqueeze(dim)
-    return mark_dynamic(x, 2)
+    return mark_dynamic(x_BHSD.unflatten(2, (blocks, BLOCK)), 2)
 
 
 def _mask_function(
