@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -217,6 +218,17 @@ def _reference(model: Any, temperature: float) -> Run:
     loss = (WEIGHTS * (chosen + 0.1 * entropy)).sum()
     loss.backward()
     return Run(float(loss.detach()), torch.stack([chosen, entropy]).detach(), gradients(model), None)
+
+
+def _a_step_without_warnings() -> None:
+    model = longspan.parallelize(build("Llama"), sharding()).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch()).loss.backward()
+
+
+def test_fsdp_is_not_told_that_there_are_no_logits(pool2: RankPool) -> None:
+    pool2.run(_a_step_without_warnings)
 
 
 def _logprobs(truth: Any, data: int, ring: int, fsdp: bool, gather: bool) -> None:
