@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
+from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import buckets
 from longspan.core.errors import LongspanError
 from longspan.memory.logits import DeferredLogits, Head
@@ -39,6 +40,8 @@ class _Lora(nn.Module):
 def _frozen(base: nn.Linear) -> nn.Linear:
     return base.requires_grad_(False)
 
+
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 HEADS: dict[str, Any] = {
     "plain": lambda base: base,
@@ -83,7 +86,12 @@ def test_the_loss_and_all_its_gradients(
         trained = [hidden, *(p for p in module.parameters() if p.requires_grad)]
         if deferred and compute is loss_sum:
             Head(module).armed = True
-        loss = compute(STEPS[steps](module(hidden)), labels, terms)
+        logits = STEPS[steps](module(hidden))
+        if isinstance(logits, Tensor) and compute is loss_sum:  # as users reach it
+            options = {"label_smoothing": terms.label_smoothing, "z_loss": terms.z_loss}
+            loss = longspan.causal_lm_loss(logits, labels, ONE_DEVICE, 1, **options)
+        else:
+            loss = compute(logits, labels, terms)
         found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, trained)])
     for mine, single, exact in zip(*found, strict=True):
         assert excess(mine, single, exact) <= 1
@@ -123,7 +131,11 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, wh
     Head(module).armed = True
     with _Largest() as seen:
         logits = module(hidden)
-        loss = loss_sum(logits, labels) if what == "loss" else sum(x.sum() for x in logprobs_of(logits, labels))
+        loss = (
+            loss_sum(logits, labels)
+            if what == "loss"
+            else sum(x.sum() for x in logprobs_of(logits, labels, entropy=True))
+        )
         loss.backward()
     assert seen.most == max(8 * V, V * D, T * D) < T * V
 

@@ -95,7 +95,7 @@ def token_logprobs(
         raise LongspanError(f"{type(inner).__name__} does not call its head as transformers' models do")
     if temperature != 1:
         logits = logits / temperature
-    found = logprobs_of(logits, labels)
+    found = logprobs_of(logits, labels, entropy)
     if not torch.is_grad_enabled():
         reshard(inner)
     if gather:

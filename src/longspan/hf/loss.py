@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 
 def causal_lm_loss(
-    logits: Tensor, shifted_labels: Tensor, sp: SequenceSharding, num_items_in_batch: Tensor | int | None = None
+    logits: Tensor,
+    shifted_labels: Tensor,
+    sp: SequenceSharding,
+    num_items_in_batch: Tensor | int | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The mean cross entropy of the global batch (data x sequence), the same number on every rank.
 
@@ -40,6 +46,8 @@ def causal_lm_loss(
         sp: the sharding.
         num_items_in_batch: divide by this instead of the number of unmasked tokens; for gradient accumulation, where
             it counts the unmasked tokens of all micro-batches of all ranks.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        z_loss: times the square of each token's log-sum-exp is added (PaLM, arXiv:2204.02311, section 5).
 
     Returns:
         A scalar, fp32 (fp64 for fp64). 0 where no token of the global batch is unmasked.
@@ -55,7 +63,10 @@ def causal_lm_loss(
     _check_items(num_items_in_batch)
     if shifted_labels.device.type == "cpu":  # elsewhere the host would wait; there torch's own check stops the kernel
         _check_labels(shifted_labels, logits.shape[-1])
-    return mean_loss(logits, shifted_labels, sp, num_items_in_batch)[0]
+    check_number("label_smoothing", label_smoothing, 0, 1)
+    check_number("z_loss", z_loss, 0, 1e6)
+    terms = Terms(label_smoothing, z_loss)
+    return mean_loss(logits, shifted_labels, sp, num_items_in_batch, terms=terms)[0]
 
 
 def mean_loss(

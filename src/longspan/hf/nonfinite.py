@@ -8,6 +8,7 @@ order in which the model works, which is the same everywhere, and the lowest cou
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from longspan.hf.fsdp import reshard
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+    from longspan.memory.logits import Head
 
 
 @dataclass(frozen=True)
@@ -151,31 +153,22 @@ class _Watcher:
         self.order = 0
         self.found: _Found | None = None
         self.handles: list[Any] = []
+        hooks: Any = next(m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks"))
+        self.head: Head | None = hooks.head
 
     def __enter__(self) -> None:
         for name, module in self.model.named_modules():
             at = name or type(module).__name__
-            if module is self._head_module():
-                self._observe(lambda logits, at=at: self.look("activation", f"the output of {at}", logits))
+            if self.head is not None and module is self.head.module:  # logits by tiles are what no module returns
+                self.head.observer = functools.partial(self.look, "activation", f"the output of {at}")
             self.handles.append(module.register_forward_pre_hook(self._before(at), with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._after(at), with_kwargs=True))
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
             handle.remove()
-        self._observe(None)
-
-    def _head(self) -> Any:
-        """Of a model that makes its logits tile by tile: what no module returns is seen where it is made."""
-        hooks: Any = next(m.longspan_hooks for m in self.model.modules() if hasattr(m, "longspan_hooks"))
-        return hooks.head
-
-    def _head_module(self) -> Any:
-        return None if self._head() is None else self._head().module
-
-    def _observe(self, observer: Any) -> None:
-        if self._head() is not None:
-            self._head().observer = observer
+        if self.head is not None:
+            self.head.observer = None
 
     def look(self, kind: str, tensor: str, x: Tensor) -> None:
         """Note a tensor if it is the first that is not finite."""

@@ -17,41 +17,41 @@ from longspan.memory.logits import DeferredLogits
 from longspan.memory.loss import IGNORE
 
 
-def logprobs_of(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """log p(label) and the entropy of p at every token, in the shape of `labels`; 0 where the label is -100.
+def logprobs_of(logits: DeferredLogits, labels: Tensor, entropy: bool = False) -> tuple[Tensor, ...]:
+    """log p(label), and if asked for the entropy of p, at every token, in the shape of `labels`; 0 where the label is
+    -100.
 
     Args:
         logits: `[..., V]`.
         labels: int64, of the shape of the tokens.
+        entropy: whether it is asked for.
 
     Returns:
-        fp32 (fp64 for fp64), differentiable.
+        One or two tensors, fp32 (fp64 for fp64), differentiable.
     """
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     labels_T = labels.reshape(-1).to(logits.device)
-    found: Any = _Logprobs.apply(logits, labels_T, hidden_TD, *logits.head.trained().values())  # type: ignore[no-untyped-call]
-    return found[0].view(labels.shape), found[1].view(labels.shape)
+    found: Any = _Logprobs.apply(logits, entropy, labels_T, hidden_TD, *logits.head.trained().values())  # type: ignore[no-untyped-call]
+    return tuple(x.view(labels.shape) for x in found)
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: DeferredLogits, labels_T: Tensor, hidden_TD: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        log_p, entropies = [], []
-        for part in _parts(logits, len(labels_T)):
-            one, two = _numbers(logits.of(hidden_TD[part]), labels_T[part])
-            log_p.append(one)
-            entropies.append(two)
-        ctx.logits, ctx.autocast = logits, _autocast_of(logits.device)
+        ctx: Any, logits: DeferredLogits, entropy: bool, labels_T: Tensor, hidden_TD: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        parts = [
+            _numbers(logits.of(hidden_TD[part]), labels_T[part], entropy) for part in _parts(logits, len(labels_T))
+        ]
+        ctx.logits, ctx.entropy, ctx.autocast = logits, entropy, _autocast_of(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
-        return torch.cat(log_p), torch.cat(entropies)
+        return tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Tile by tile: each is made again, and autograd goes through it."""
         labels_T, hidden_TD, *parameters = ctx.saved_tensors
-        of_hidden, *of_parameters = ctx.needs_input_grad[2:]
+        of_hidden, *of_parameters = ctx.needs_input_grad[3:]
         names = [name for name, asked in zip(ctx.logits.head.trained(), of_parameters, strict=True) if asked]
         mine = [p for p, asked in zip(parameters, of_parameters, strict=True) if asked]
         # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
@@ -61,7 +61,7 @@ class _Logprobs(torch.autograd.Function):
         for part in _parts(ctx.logits, len(labels_T)):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 x = hidden_TD[part].detach().requires_grad_(of_hidden)
-                numbers = _numbers(ctx.logits.of(x, wanted or None), labels_T[part])
+                numbers = _numbers(ctx.logits.of(x, wanted or None), labels_T[part], ctx.entropy)
             inputs = [*([x] if of_hidden else []), *wanted.values()]
             found = list(torch.autograd.grad(numbers, inputs, [g[part] for g in grads], allow_unused=True))
             if grad_TD is not None:
@@ -70,7 +70,7 @@ class _Logprobs(torch.autograd.Function):
                 if more is not None:
                     total.add_(more)
         made = iter([total.to(p.dtype) for total, p in zip(sums, mine, strict=True)])
-        return None, None, grad_TD, *(next(made) if asked else None for asked in of_parameters)
+        return None, None, None, grad_TD, *(next(made) if asked else None for asked in of_parameters)
 
 
 def _autocast_of(device: torch.device) -> dict[str, Any]:
@@ -79,12 +79,12 @@ def _autocast_of(device: torch.device) -> dict[str, Any]:
     return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
-def _numbers(logits_TV: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
     counts = labels_T != IGNORE
     all_log_p = torch.log_softmax(logits_TV, -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
-    entropy = -(all_log_p.exp() * all_log_p).sum(-1)
-    return torch.where(counts, log_p, 0), torch.where(counts, entropy, 0)
+    found = (log_p, -(all_log_p.exp() * all_log_p).sum(-1)) if entropy else (log_p,)
+    return tuple(torch.where(counts, x, 0) for x in found)
 
 
 def _parts(logits: DeferredLogits, tokens: int) -> Iterator[slice]:

@@ -74,9 +74,10 @@ class _Sum(torch.autograd.Function):
         for part in _tiles(logits_TV):
             tile, labels = logits_TV[part], labels_T[part]
             at = _index(labels)
-            log_p = torch.log_softmax(tile, -1, dtype=dtype)
-            lse_T[part] = tile.gather(-1, at)[:, 0].to(dtype) - log_p.gather(-1, at)[:, 0]
-            loss_T = _losses(log_p.gather(-1, at)[:, 0], log_p if terms.label_smoothing else None, lse_T[part], terms)
+            log_p = torch.log_softmax(tile, -1, dtype=dtype).gather(-1, at)[:, 0]
+            lse_T[part] = tile.gather(-1, at)[:, 0].to(dtype) - log_p
+            mean_T = tile.mean(-1, dtype=dtype) if terms.label_smoothing else None
+            loss_T = _losses(-log_p, mean_T, lse_T[part], terms)
             total += torch.where(labels == IGNORE, 0, loss_T).sum(dtype=torch.float64)
         ctx.save_for_backward(logits_TV, labels_T, lse_T)
         ctx.terms = terms
@@ -222,11 +223,7 @@ def _of_tile(
     p_TV = x.sub_(highest_T).exp_()
     sum_T = p_TV.sum(-1, keepdim=True)
     lse_T = (sum_T.log() + highest_T)[:, 0]
-    loss_T = lse_T - label_T
-    if mean_T is not None:
-        loss_T = (1 - terms.label_smoothing) * loss_T + terms.label_smoothing * (lse_T - mean_T)
-    if terms.z_loss:
-        loss_T = loss_T + terms.z_loss * lse_T.square()
+    loss_T = _losses(lse_T - label_T, mean_T, lse_T, terms)
     counts = labels_T != IGNORE
     total = torch.where(counts, loss_T, 0).sum(dtype=torch.float64)
     if not grad:
@@ -236,10 +233,10 @@ def _of_tile(
     return total, p_TV
 
 
-def _losses(log_p_T: Tensor, all_log_p: Tensor | None, lse_T: Tensor, terms: Terms) -> Tensor:
-    loss_T = -log_p_T
-    if all_log_p is not None:
-        loss_T = (1 - terms.label_smoothing) * loss_T - terms.label_smoothing * all_log_p.mean(-1)
+def _losses(loss_T: Tensor, mean_T: Tensor | None, lse_T: Tensor, terms: Terms) -> Tensor:
+    """The tokens' losses from -log p(label), the mean of each token's logits and their log-sum-exp."""
+    if mean_T is not None:
+        loss_T = (1 - terms.label_smoothing) * loss_T + terms.label_smoothing * (lse_T - mean_T)
     return loss_T + terms.z_loss * lse_T.square() if terms.z_loss else loss_T
 
 

@@ -293,6 +293,26 @@ class BlockKernel(Kernel, Protocol):
             total += more
 
 
+class AddingKernel(BlockKernel):
+    """A kernel of many calls: it gives `accumulate` and `accumulate_gradients`, and the rest follows."""
+
+    def forward(
+        self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """All calls, added up; see `BlockKernel`."""
+        into = SoftmaxAccumulator(q_BHQD, v_BKTD.shape[3])
+        self.accumulate(into, q_BHQD, k_BKTD, v_BKTD, block, scores)
+        return into.out, into.lse
+
+    def backward(
+        self, done: Finished, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """All calls' gradients, added up in fp32 at least; see `BlockKernel`."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=done.lse.dtype) for x in (done.q, k_BKTD, v_BKTD))
+        self.accumulate_gradients((dq, dk, dv), done, k_BKTD, v_BKTD, block, scores)
+        return dq, dk, dv
+
+
 class WholeKernel(Kernel, Protocol):
     """A kernel that gives the output alone, with gradients by autograd: where all keys are at hand (no ring)."""
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.kernels.base import AddingKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
 from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
 from longspan.attn.score import Scores
 from longspan.compat.torch_attention import FLASH_IMPLEMENTATIONS, activate_flash, active_flash, missing_flash
@@ -45,7 +45,7 @@ class FlashBlock:
     unused: Tensor
 
 
-class FlashKernel(BlockKernel):
+class FlashKernel(AddingKernel):
     """Every mask that is made of regions, in a few calls of flash attention.
 
     Attributes:
@@ -82,12 +82,6 @@ class FlashKernel(BlockKernel):
         unused = torch.empty(0, device=blocks.device)
         return [FlashBlock(calls, state, unused) if calls else None for calls in flash_calls(blocks)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores) -> tuple[Tensor, Tensor]:
-        """All calls, added up; see `BlockKernel`."""
-        into = SoftmaxAccumulator(q, v.shape[3])
-        self.accumulate(into, q, k, v, block, scores)
-        return into.out, into.lse
-
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
     ) -> None:
@@ -106,14 +100,6 @@ class FlashKernel(BlockKernel):
             out, rows, queries = call.queries.put(out, q)
             lse = call.queries.put(lse.transpose(-1, -2), q, -torch.inf)[0]
             into.add(out[..., :v_dim], lse, rows, queries)
-
-    def backward(
-        self, done: Finished, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All calls' gradients, added up in fp32 at least; see `BlockKernel`."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=done.lse.dtype) for x in (done.q, k, v))
-        self.accumulate_gradients((dq, dk, dv), done, k, v, block, scores)
-        return dq, dk, dv
 
     def accumulate_gradients(
         self,

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.kernels.base import AddingKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import ScoreKind, Scores
 from longspan.compat.torch_attention import flash_cpu as _flash_cpu
@@ -52,7 +52,7 @@ def takes_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, 
     return dtype in (torch.float16, torch.bfloat16) and dim <= 256 and dim % 8 == 0
 
 
-class TiledKernel(BlockKernel):
+class TiledKernel(AddingKernel):
     """Every mask and score, by tiles; a subclass may compute a tile in another way."""
 
     name = "tiled"
@@ -94,21 +94,6 @@ class TiledKernel(BlockKernel):
             )
             out.append(TiledBlock(tuple(calls), blocks.mask) if calls else None)
         return out
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores) -> tuple[Tensor, Tensor]:
-        """All tiles, added up; see `BlockKernel`."""
-        into = SoftmaxAccumulator(q, v.shape[3])
-        self.accumulate(into, q, k, v, block, scores)
-        return into.out, into.lse
-
-    def backward(
-        self, done: Finished, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All tiles' gradients, added up in fp32 at least; see `BlockKernel`."""
-        dtype = done.lse.dtype
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (done.q, k, v))
-        self.accumulate_gradients((dq, dk, dv), done, k, v, block, scores)
-        return dq, dk, dv
 
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
