@@ -6,6 +6,7 @@ an exchange around another method (`Ulysses`). They compose by this protocol: US
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -18,3 +19,30 @@ class Method(Protocol):
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, /) -> Tensor:
         """`[B, L, H, Dv]` for q `[B, L, H, D]`, k `[B, M, K, D]`, v `[B, M, K, Dv]`, and the scores of these heads."""
+
+
+class Keeper(Protocol):
+    """What a checkpointed layer keeps of its attention: recorded in the forward, found again when the layer is computed
+    again for its backward, wherever it lay meanwhile. One for each call of a layer.
+
+    Attributes:
+        replaying: whether the layer is being computed again.
+    """
+
+    replaying: bool
+
+    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+        """Record what one attention keeps; in the order in which a layer calls its attentions."""
+
+    def take(self) -> Kept:
+        """What the next attention of the layer has kept, when the layer is computed again."""
+
+
+class Kept(Protocol):
+    """What one attention has kept."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors, on their device again."""
+
+    def drop(self) -> None:
+        """They are not needed any more."""

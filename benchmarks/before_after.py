@@ -1,0 +1,218 @@
+"""This version beside an older one: attention and a Hugging Face training step, forward and backward, on CPU ranks.
+
+    git worktree add ../longspan-before COMMIT
+    python benchmarks/before_after.py --before ../longspan-before/src
+
+Both versions have the same name, so each runs in ranks of its own; both groups stay alive and take turns, case by case
+and round by round: while one computes, the other waits at a pipe. Each round's time is that of its slowest rank;
+ratios are medians over the rounds of new over old. The steps are without FSDP, with AdamW, and with what either version
+does by default (this one makes no logits in training); `step, logits` asks this version for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+SIDES = ("now", "before")
+ATTENTION = [
+    {"mesh": mesh, "tokens": tokens, "dtype": dtype, "mask": mask}
+    for mesh in ("ulysses", "ring")
+    for tokens, dtype in ((4096, "fp32"), (8192, "bf16"))
+    for mask in ("causal", "window", "documents")
+]
+STEPS = [{"step": logits, "tokens": 4096, "dtype": dtype} for dtype in ("fp32", "bf16") for logits in (False, True)]
+
+
+# --- a rank of one version ------------------------------------------------------------------------------
+
+
+def worker(rank: int, world: int, port: int) -> None:
+    """Rank 0 reads a case a line from its standard input, and answers with the seconds of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    made: dict[str, Any] = {}
+    while True:
+        said: list[Any] = [sys.stdin.readline().strip() if rank == 0 else None]
+        dist.broadcast_object_list(said)
+        if not said[0]:
+            break
+        if said[0] not in made:
+            made.clear()  # one case at a time is held
+            made[said[0]] = build(json.loads(said[0]))
+            made[said[0]]()
+        dist.barrier()
+        start = time.perf_counter()
+        made[said[0]]()
+        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if rank == 0:
+            print(float(took), flush=True)
+    dist.destroy_process_group()
+
+
+def build(case: dict[str, Any]) -> Any:
+    import common
+    import torch
+    import torch.distributed as dist
+
+    import longspan
+
+    world, dtype, n = dist.get_world_size(), common.DTYPES[case["dtype"]], case["tokens"]
+    torch.manual_seed(0)
+    if "step" in case:
+        return build_step(case["step"], n, dtype)
+    sp = longspan.SequenceSharding(longspan.init_mesh(**{case["mesh"]: world}))
+    mask: dict[str, Any] = {
+        "causal": {},
+        "window": {"window": n // 8},
+        "documents": {"documents": torch.arange(n)[None] // (n // 16)},
+    }[case["mask"]]
+    inputs = [
+        sp.shard(torch.randn(1, n, heads, HEAD_DIM).to(dtype)).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    grad = torch.randn_like(inputs[0])
+
+    def run() -> None:
+        for x in inputs:
+            x.grad = None
+        longspan.attention(*inputs, sp, **mask).backward(grad)
+
+    return run
+
+
+def build_step(logits: bool, tokens: int, dtype: Any) -> Any:
+    import inspect
+
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import longspan
+
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS, vocab_size=32000, max_position_embeddings=tokens,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).train()
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
+    asked = {"logits": True} if logits and "logits" in inspect.signature(longspan.parallelize).parameters else {}
+    model = longspan.parallelize(model, sp, fsdp=False, **asked)
+    ids = torch.randint(0, 32000, (1, tokens), generator=torch.Generator().manual_seed(1))
+    shard = longspan.shard_batch({"input_ids": ids, "labels": ids}, sp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(**shard).loss.backward()
+        optimizer.step()
+
+    return run
+
+
+# --- the two groups, turn by turn -----------------------------------------------------------------------
+
+
+class Group:
+    """The ranks of one version."""
+
+    def __init__(self, sources: Path, world: int) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        env = {**os.environ, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", str(rank), str(world), str(port)],
+                env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+
+    def __call__(self, case: dict[str, Any]) -> float:
+        first = self.ranks[0]
+        assert first.stdin is not None and first.stdout is not None
+        first.stdin.write(json.dumps(case) + "\n")
+        first.stdin.flush()
+        return float(first.stdout.readline() or sys.exit("a rank has died"))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+            rank.wait()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*map(int, sys.argv[2:]))
+        return
+    import common
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="`src` of an older version")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9, help="at least; up to six times as many of a short case")
+    parser.add_argument("--seconds", type=float, default=5.0, help="how long a case shall take each version")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--name", default="before-after", help="name of the report")
+    args = parser.parse_args()
+    cases = [case for case in (*ATTENTION, *STEPS) if args.only in what(case)]
+    env = common.environment(["torch", "transformers"])
+    here = Path(__file__).resolve().parents[1] / "src"
+    groups = {"now": Group(here, args.ranks), "before": Group(args.before.resolve(), args.ranks)}
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        first = groups["now"](case)
+        for turn in range(max(args.rounds, min(6 * args.rounds, int(args.seconds / first)))):
+            for side in SIDES if turn % 2 else reversed(SIDES):
+                seconds[side].append(groups[side](case))
+        rows.append({**case, "seconds": seconds, "ratio": common.paired_ratio(seconds["now"], seconds["before"])})
+        print(common.table(HEADER, [cells(rows[-1])]).splitlines()[-1], flush=True)
+    for group in groups.values():
+        group.close()
+    kinds = {"attention": [r for r in rows if "step" not in r], "step": [r for r in rows if "step" in r]}
+    text = common.table(HEADER, [cells(row) for row in rows]) + "\n"
+    for kind, found in kinds.items():
+        if found:
+            ratios = [row["ratio"] for row in found]
+            text += f"\n- {kind}: median {common.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
+    text += (
+        f"\n\n{args.ranks} ranks over gloo, one thread each; attention forward and backward, 8 query and 2 KV heads of"
+    )
+    text += " 64, window = tokens/8, 16 documents; a step of a Llama of 4 layers, hidden 512, vocabulary 32,000, AdamW."
+    print(text)
+    common.write_report(args.name, "This version beside an older one", env, text, rows)
+
+
+def what(case: dict[str, Any]) -> str:
+    if "step" in case:
+        return "step, logits" if case["step"] else "step"
+    return f"{case['mesh']}, {case['mask']}"
+
+
+HEADER = ["what", "tokens", "dtype", "now ms", "before ms", "now/before"]
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    import common
+
+    medians = [f"{1e3 * common.median(row['seconds'][side]):.1f}" for side in SIDES]
+    return [what(row), f"{row['tokens']:,}", row["dtype"], *medians, f"{row['ratio']:.3f}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What is done to save memory, one lever each, as one value: `longspan.parallelize(model, sp, memory=Memory(...))`.
+
+Every lever is exact; each says what it saves and what it costs. The planner costs the same value (`longspan plan
+--memory ...`), so a table of levers and what a run really holds are about the same thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, path_of, spell
+from longspan.core.errors import LongspanError
+
+Checkpointing = Literal["none", "attention", "output", "layers"]
+Offload = Literal["none", "host", "disk"]
+MemoryLevel = Literal["fastest", "longest", "auto"]
+
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "attention", "output", "layers")
+OFFLOAD: tuple[Offload, ...] = ("none", "host", "disk")
+LEVELS: tuple[MemoryLevel, ...] = ("fastest", "longest", "auto")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The levers.
+
+    Attributes:
+        checkpointing: what of a layer is kept for its backward.
+            none: all that autograd saves.
+            attention: the layer's input, and all that its attention has saved (q, k and v as the exchange brought them,
+            output, log-sum-exp); norms, projections and MLP run again, no exchange, ring or attention kernel does.
+            output: the layer's input, and of its attention the output of my tokens and the log-sum-exp; neither a
+            ring's forward nor the kernel's runs again, and the backward's exchange brings q, k and v along.
+            layers: the layer's input alone; all of it runs again.
+        offload: where what checkpointing keeps lies until its backward: host memory (from a GPU), or a file on a disk.
+        offload_folder: folder of that file, on a disk that is local to the rank; "" for the system's folder for
+            temporary files.
+        tiled_mlp: tiles of tokens that an MLP works through, forward and backward, so that its intermediates exist for
+            one tile at a time (computed again in the backward). 0: as many as make a tile's intermediates about as
+            large as the hidden states. 1: no tiles.
+        tiled_norms: norms keep their input alone, and are computed again in the backward.
+        head_chunks: pieces in which the heads go through the exchange and the attention, one after the other (at most
+            the KV heads of a rank), so that what is there between the two All-to-Alls is 1/pieces. 0: as many as a rank
+            has KV heads. 1: all at once.
+        cpu_offload: weights, gradients and optimizer states stay in the host's memory (FSDP2's CPUOffloadPolicy).
+    """
+
+    checkpointing: Checkpointing = "none"
+    offload: Offload = "none"
+    offload_folder: str = ""
+    tiled_mlp: int = 1
+    tiled_norms: bool = False
+    head_chunks: int = 1
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (("checkpointing", CHECKPOINTING), ("offload", OFFLOAD)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
+        check_number("tiled_mlp", self.tiled_mlp, 0, LARGEST_COUNT, whole=True)
+        check_number("head_chunks", self.head_chunks, 0, LARGEST_COUNT, whole=True)
+        for name in ("tiled_norms", "cpu_offload"):
+            check_flag(name, getattr(self, name))
+        if self.offload != "none" and self.checkpointing == "none":
+            raise LongspanError(
+                f"offload={self.offload!r} moves what checkpointing keeps, and checkpointing='none' keeps everything "
+                f"where it is; add checkpointing='layers' (or 'output', 'attention')"
+            )
+        if self.offload_folder:
+            path_of("offload_folder", self.offload_folder)
+            if self.offload != "disk":
+                raise LongspanError(
+                    f"offload_folder={self.offload_folder!r} is where offload='disk' writes, and offload is "
+                    f"{self.offload!r}"
+                )
+
+    @property
+    def lean(self) -> bool:
+        """Whether attention saves q, k, v and output of my tokens, and its backward exchanges them again."""
+        return self.head_chunks != 1 or self.checkpointing == "output"
+
+    def described(self) -> str:
+        """What differs from the fastest, in a few words."""
+        parts = [
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
+        return ", ".join(parts) or "nothing saved: everything is kept"
+
+
+FASTEST = Memory()
+"""Everything is kept (but for logits, which training makes by tiles)."""
+
+LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True, head_chunks=0)
+"""The least memory without offload."""
