@@ -46,3 +46,27 @@ def head_tile(vocabulary: int, on_cpu: bool) -> int:
     """Tokens of a tile of logits that are made for it: a power of 2."""
     elements, fewest = HEAD_TILE[on_cpu]
     return max(fewest, 1 << max(1, elements // vocabulary).bit_length() - 1)
+
+
+def mlp_rows(tokens: int, hidden: int, width: int, tiles: int) -> int:
+    """Tokens of a tile of an MLP.
+
+    Args:
+        tokens: of a rank.
+        hidden: features that go in.
+        width: of its widest intermediate.
+        tiles: that are asked for; 0 for as many as make what a tile needs, forward and backward, about as large as the
+            hidden states of all tokens (some six intermediates).
+    """
+    if tiles:
+        return max(1, -(-tokens // tiles))
+    return max(FEWEST_ROWS, -(-tokens * hidden // (6 * width)))
+
+
+def norm_rows(tokens: int) -> int:
+    """Tokens of a tile of a norm, which makes some three copies of it in fp32."""
+    return max(FEWEST_ROWS, -(-tokens // 8))
+
+
+FEWEST_ROWS = 512
+"""Tokens of a tile of an MLP or a norm, at least: products of fewer rows are slow."""

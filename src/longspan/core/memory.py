@@ -95,3 +95,17 @@ FASTEST = Memory()
 
 LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True, head_chunks=0)
 """The least memory without offload."""
+
+
+def memory_of(asked: object) -> Memory:
+    """The levers of a level, or those that were given.
+
+    Raises:
+        LongspanError: for what is neither.
+    """
+    if isinstance(asked, Memory):
+        return asked
+    levels = {"fastest": FASTEST, "longest": LONGEST}
+    if isinstance(asked, str) and asked in levels:
+        return levels[asked]
+    raise LongspanError(f"memory={spell(asked)} is unknown; choose {', '.join(levels)}, or give a longspan.Memory")

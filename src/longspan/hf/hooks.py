@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
     from longspan.hf.alike import BatchCheck
     from longspan.hf.guards import Guard, RestCheck
+    from longspan.hf.levers import Levers
     from longspan.memory.logits import DeferredLogits
 
 
@@ -68,6 +69,7 @@ class ForwardHooks:
         guard: whether the model is still what it was when it was parallelized; None likewise.
         rest: checksums of this rank's weights between steps, if asked for.
         logits: whether the model makes its logits in training too, where the loss needs none.
+        levers: what is done for the memory's sake, in training.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class ForwardHooks:
         guard: Guard | None = None,
         rest: RestCheck | None = None,
         logits: bool = False,
+        levers: Levers | None = None,
     ) -> None:
-        self.batches, self.guard, self.rest = batches, guard, rest
+        self.batches, self.guard, self.rest, self.levers = batches, guard, rest, levers
         self.name = type(model).__name__  # FSDP will make another class of it
         self.sp = sp
         self.binding = binding
@@ -242,6 +245,8 @@ class ForwardHooks:
             )
         if batch.get("labels") is not None and "labels" not in self.signature.parameters:
             raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
+        if model.training and self.levers is not None:
+            self.levers.check(self._wants_router_loss(model, batch))
         if model.training and self.dropout is not None:
             layer, p, key = self.dropout
             raise LongspanError(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
+from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
 from longspan.hf.alike import BatchCheck
 from longspan.hf.digests import digests_of, weights_of
@@ -30,6 +31,7 @@ from longspan.hf.fsdp import apply_fsdp
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import ForwardHooks
+from longspan.hf.levers import LeverModules, Levers, draws
 from longspan.hf.registry import bind_layers
 from longspan.hf.savers import refuse_savers
 from longspan.hf.support import check_model, transformers_model
@@ -54,6 +56,7 @@ def parallelize(
     check_weights: int = 100,
     check_at_rest: bool = False,
     logits: bool = False,
+    memory: MemoryLevel | Memory = "fastest",
 ) -> Model:
     """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
 
@@ -85,6 +88,8 @@ def parallelize(
         logits: True: the model makes its logits in training too. By default a forward in training that is given labels
             does not: head and cross entropy go tile by tile over the tokens, so that the largest tensor of a step
             never exists, and `out.logits` is None (`longspan.memory.loss`). Elsewhere logits are made.
+        memory: what is done in training to save memory: "fastest" (nothing beyond that), "longest" (every lever that
+            stays on the device), or a `longspan.Memory` that names each lever.
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
@@ -107,11 +112,15 @@ def parallelize(
         "check_weights": check_weights,
         "check_at_rest": check_at_rest,
         "logits": logits,
+        "memory": memory,
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
+    levers = FASTEST
     try:
+        levers = memory_of(memory)
         inner = _checked(model, sp, options)
+        LeverModules(inner, levers)
         facts = _facts(model, sp, options)
         if sp.world_size > 1 and weights == "same":
             digests = digests_of(weights_of(model))
@@ -123,7 +132,7 @@ def parallelize(
         broadcast_weights(inner, sp)
     _warn_of_idle_ranks(inner, sp)
     _warn_of_dropout(inner)
-    hooks = _set_hooks(inner, sp, kernel, logits)
+    hooks = _set_hooks(inner, sp, kernel, levers, logits)
     if sp.world_size > 1:
         hooks.guard = Guard(inner, sp, mp_policy)
         hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
@@ -196,9 +205,12 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
     return facts
 
 
-def _set_hooks(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, logits: bool) -> ForwardHooks:
+def _set_hooks(
+    model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory, logits: bool
+) -> ForwardHooks:
     """Bind the layers and set the hooks."""
-    hooks = ForwardHooks(model, sp, bind_layers(model, sp, kernel), logits=logits)
+    binding = bind_layers(model, sp, kernel, memory)
+    hooks = ForwardHooks(model, sp, binding, logits=logits, levers=Levers(model, memory))
     model.longspan_hooks = hooks
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)
@@ -224,16 +236,10 @@ def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:
 
 
 def _warn_of_dropout(model: nn.Module) -> None:
-    active = [name for name, module in model.named_modules() if _draws(module)]
+    active = [name for name, module in model.named_modules() if draws(module)]
     if active:
         warnings.warn(
             f"{len(active)} dropout layers ({active[0]}, ...): each rank draws for its own tokens, so a run depends on "
             f"the number of ranks; give every rank a seed of its own",
             stacklevel=3,
         )
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
-    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
-    return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)

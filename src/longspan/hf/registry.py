@@ -23,11 +23,13 @@ from longspan.attn.score import Scores
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, Memory
 from longspan.core.segments import chunk_segments
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, attention_layers
 from longspan.hf.support import check_model as check_model
+from longspan.memory.checkpointing import LayerCall, kept_attention
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -56,6 +58,7 @@ class LayerBinding:
     """What is written on an attention layer: how it is sharded, by which kernel, and whether it has been seen at work.
 
     `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
+    `keeper` is there while a checkpointed layer runs that keeps what its attention computes.
     """
 
     name: str
@@ -63,6 +66,8 @@ class LayerBinding:
     kernel: AnyKernel
     model: object
     seen: bool = False
+    memory: Memory = FASTEST
+    keeper: LayerCall | None = None
 
 
 @dataclass
@@ -204,6 +209,8 @@ def longspan_attention(
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
+    if layer.keeper is not None and layer.keeper.whole:
+        return kept_attention(plan, q, k, v, scores, layer.keeper), None
     return plan(q, k, v, scores), None
 
 
@@ -277,7 +284,9 @@ register_attention(NAME, longspan_attention, longspan_mask)
 # Preparing a model.
 
 
-def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ModelBinding:
+def bind_layers(
+    model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
+) -> ModelBinding:
     """Point this one model's attention layers at longspan. Its config is copied first: another model may share it."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -291,7 +300,7 @@ def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel)
             set_attention(config, NAME)
     binding, model_key = ModelBinding(), object()
     for path, layer in attention_layers(model).items():
-        bound = LayerBinding(path, sp, kernel, model_key)
+        bound = LayerBinding(path, sp, kernel, model_key, memory=memory)
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):

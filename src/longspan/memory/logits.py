@@ -148,7 +148,7 @@ register_tree(
 )
 
 
-class _Bare(nn.Module):
+class Bare(nn.Module):
     """A module without the hooks around its call."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -185,7 +185,7 @@ class Head:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.compute: Callable[[Tensor], Tensor] = module.forward
-        self.bare = _Bare(module, self.compute)
+        self.bare = Bare(module, self.compute)
         self.armed = False
         self.observer: Callable[[Tensor], None] | None = None
         module.forward = self._forward  # the instance's: hooks around the call, FSDP's among them, stay

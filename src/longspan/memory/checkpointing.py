@@ -1,0 +1,264 @@
+"""Activation checkpointing by layers, in which attention need not run again.
+
+A layer keeps its input, and is computed again in the backward (Chen et al. 2016, arXiv:1604.06174; torch's
+non-reentrant checkpoint). What that repeats is worst in attention: an exchange, a ring, a kernel whose cost grows with
+the square of the length. So a layer may keep of its attention either everything that autograd saved
+(`checkpointing="attention"`: nothing of it runs again) or output and log-sum-exp (`"output"`: the kernel does not).
+Whatever is kept may lie elsewhere meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    from longspan.attn.methods.base import Kept
+    from longspan.attn.prepare import AttentionPlan
+    from longspan.attn.score import Scores
+    from longspan.core.memory import Memory
+    from longspan.memory.offload import Store, Stored
+
+
+class Here:
+    """A tensor that stays where it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # not the output of a node that holds this: that would be a circle
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+    def drop(self) -> None:
+        pass
+
+
+def put(store: Store | None, tensor: Tensor) -> Stored:
+    """Into the store, if there is one."""
+    return Here(tensor) if store is None or not tensor.numel() else store.put(tensor.detach())
+
+
+class KeptTensors:
+    """What one attention keeps; given back to the store when nobody can ask for it any more."""
+
+    def __init__(self, store: Store | None, tensors: Sequence[Tensor]) -> None:
+        self.stored = [put(store, x) for x in tensors]
+        self.here: list[Tensor] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """On their device; fetched once for the layer's second run and its backward."""
+        if self.here is None:
+            self.here = [stored.get() for stored in self.stored]
+        return self.here
+
+    def drop(self) -> None:
+        """The backward has used them. (A second backward, of a graph that was retained, fetches them again.)"""
+        self.here = None
+
+    def __del__(self) -> None:
+        for stored in self.stored:
+            stored.drop()
+
+
+@dataclass
+class LayerCall:
+    """One call of a checkpointed layer: the `Keeper` of its attentions, and its inputs.
+
+    Attributes:
+        store: where what is kept lies.
+        whole: whether all that attention saves is kept (`checkpointing="attention"`).
+        replaying: whether the layer is being computed again.
+    """
+
+    store: Store | None
+    whole: bool = False
+    replaying: bool = False
+    kept: list[KeptTensors] = field(default_factory=list)
+    at: int = 0
+
+    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+        """Record what one attention keeps."""
+        self.kept.append(KeptTensors(self.store, tensors))
+        return self.kept[-1]
+
+    def take(self) -> Kept:
+        """What the next attention has kept."""
+        if self.at == len(self.kept):
+            raise LongspanError(
+                f"a checkpointed layer called {len(self.kept)} attentions in its forward, and now calls another one: "
+                f"it does not compute the same twice; use checkpointing='layers' or 'none'"
+            )
+        self.at += 1
+        return self.kept[self.at - 1]
+
+
+class CheckpointedLayer:
+    """A layer that keeps its input alone, in the place of its `forward`.
+
+    Args:
+        layer: the module. Hooks around its call, FSDP's among them, stay outside, where its class has them.
+        memory: the levers.
+        store: where what is kept lies; None: where it is.
+        tell: is told, for the time of a call, who keeps what its attentions compute; None: nobody.
+        draws: whether the layer draws random numbers, which must be the same when it is computed again.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        memory: Memory,
+        store: Store | None,
+        tell: Callable[[LayerCall | None], None],
+        *,
+        draws: bool,
+    ) -> None:
+        self.layer, self.memory, self.store, self.tell, self.draws = layer, memory, store, tell, draws
+        layer.forward = self  # the instance's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The class as it is now: FSDP makes another one of it.
+        forward = partial(type(self.layer).forward, self.layer)
+        if not torch.is_grad_enabled() or not self.layer.training:
+            return forward(*args, **kwargs)
+        keeps = self.memory.checkpointing in ("attention", "output")
+        call = LayerCall(self.store, whole=self.memory.checkpointing == "attention")
+        inputs = _Inputs(args, self.store)
+
+        def run(_: Tensor) -> Any:
+            return forward(*(inputs.again() if call.replaying else inputs.first()), **kwargs)
+
+        anchor = next(x for x in args if isinstance(x, Tensor)).new_empty(0)  # says on which device
+        return checkpoint(
+            run,
+            anchor,
+            use_reentrant=False,
+            preserve_rng_state=self.draws,
+            context_fn=lambda: (self._during(call if keeps else None), self._again(call, keeps)),
+        )
+
+    @contextlib.contextmanager
+    def _during(self, keeper: LayerCall | None) -> Iterator[None]:
+        self.tell(keeper)
+        try:
+            yield
+        finally:
+            self.tell(None)
+
+    def _again(self, call: LayerCall, keeps: bool) -> contextlib.AbstractContextManager[None]:
+        return _Again(self, call, keeps)
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """Around the layer's second run. (torch enters it once more for every backward of a retained graph.)"""
+
+    def __init__(self, layer: CheckpointedLayer, call: LayerCall, keeps: bool) -> None:
+        self.layer, self.call, self.keeps = layer, call, keeps
+
+    def __enter__(self) -> None:
+        self.call.replaying, self.call.at = True, 0
+        if self.keeps:
+            self.layer.tell(self.call)
+
+    def __exit__(self, *_: object) -> None:
+        self.layer.tell(None)
+
+
+class _Inputs:
+    """A layer's positional arguments: tensors go to the store while nobody needs them."""
+
+    def __init__(self, args: Sequence[Any], store: Store | None) -> None:
+        self.given: list[Any] | None = list(args)
+        self.asked = [isinstance(x, Tensor) and x.requires_grad for x in args]
+        # Only what a gradient flows to is of this layer alone; masks and positions are every layer's.
+        self.kept = [put(store, x) if asked else x for x, asked in zip(args, self.asked, strict=True)]
+
+    def first(self) -> list[Any]:
+        given, self.given = self.given, None
+        assert given is not None
+        return given
+
+    def again(self) -> list[Any]:
+        return [
+            x.get().detach().requires_grad_() if asked else x for x, asked in zip(self.kept, self.asked, strict=True)
+        ]
+
+    def __del__(self) -> None:
+        for x, asked in zip(self.kept, self.asked, strict=True):
+            if asked:
+                x.drop()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention of which everything is kept.
+
+
+def kept_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores: Scores, call: LayerCall) -> Tensor:
+    """`plan(q, k, v, scores)` in a checkpointed layer: it runs once, and all that it saves is kept.
+
+    Args:
+        plan: of the attention.
+        q: my tokens, `[B, L, H, D]`.
+        k: `[B, L, K, D]`.
+        v: `[B, L, K, Dv]`.
+        scores: scale, sinks, ... of the layer.
+        call: of the layer.
+    """
+    out: Tensor = _KeptAttention.apply(plan, scores, call, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _KeptAttention(torch.autograd.Function):
+    """A graph of its own inside: the layer's second run takes its output and leaves it alone."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: AttentionPlan, scores: Scores, call: LayerCall, *inputs: Tensor | None) -> Tensor:
+        if call.replaying:
+            (out,) = call.take().tensors()
+            return out.detach()
+        leaves = [
+            None if x is None else x.detach().requires_grad_(asked)
+            for x, asked in zip(inputs, ctx.needs_input_grad[3:], strict=True)
+        ]
+        q, k, v, sinks = leaves
+        assert q is not None and k is not None and v is not None
+
+        def pack(x: Tensor) -> Any:
+            return _Dropping(put(call.store, x)) if x.numel() and not isinstance(x, nn.Parameter) else Here(x)
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
+            made = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
+        ctx.leaves = [x for x in leaves if x is not None and x.requires_grad]
+        ctx.edge = get_gradient_edge(made)
+        ctx.places = [x is not None and x.requires_grad for x in leaves]
+        ctx.kept = call.keep([made])
+        return made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        found = iter(torch.autograd.grad([ctx.edge], ctx.leaves, [grads[0]], allow_unused=True))
+        ctx.kept.drop()
+        return None, None, None, *(next(found) if asked else None for asked in ctx.places)
+
+
+class _Dropping:
+    """A stored tensor that is given back when autograd lets it go."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+
+    def get(self) -> Tensor:
+        return self.stored.get()
+
+    def __del__(self) -> None:
+        self.stored.drop()

@@ -1,0 +1,240 @@
+"""Modules that work through their tokens tile by tile, forward and backward: an MLP, a norm.
+
+What such a module computes of a token depends on that token alone, so its intermediates (of an MLP several times as
+wide as hidden states) need exist for one tile at a time. The forward keeps the input alone; the backward computes each
+tile again, with its gradients, and adds up those of the weights, in fp32 at least. So weights are gathered once (by
+FSDP, with their layer), and each has one gradient, whatever the number of tiles (as ALST's TiledMLP, arXiv:2506.13996).
+
+The input is saved by a node of its own before the module runs: where a checkpointed layer is computed again, torch
+stops as soon as what the backward needs is there, and that is before a layer's last MLP, which then runs once less.
+
+Shape suffixes: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.core.errors import LongspanError
+from longspan.memory.logits import Bare
+
+_PROBED = 4  # tokens with which a module is asked whether its tokens are independent
+
+
+class Tiled:
+    """A module whose calls go tile by tile, in the place of its `forward`.
+
+    Args:
+        module: called with hidden states `[B, L, ...]` alone, and gives a tensor, or several, each with the tokens in
+            the same dimensions, or in one.
+        name: of the module, for errors.
+        rows: from the number of tokens: tokens of a tile.
+        draws: whether it draws random numbers.
+    """
+
+    def __init__(self, module: nn.Module, name: str, rows: Callable[[int], int], *, draws: bool = False) -> None:
+        self.module, self.name, self.rows, self.draws = module, name, rows, draws
+        self.compute: Callable[[Tensor], Any] = module.forward
+        self.bare = Bare(module, self.compute)
+        self.probed = False
+        module.forward = self._forward  # the instance's: hooks around the call stay
+
+    def trained(self) -> dict[str, Tensor]:
+        """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
+        return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+
+    def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The module's outputs for a tile, with other tensors for some parameters."""
+        out = torch.func.functional_call(self.bare, parameters, (hidden,)) if parameters else self.compute(hidden)
+        return out if isinstance(out, tuple) else (out,)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.compute(*args, **kwargs)
+        (hidden,) = args
+        if not self.probed:
+            self._probe(hidden)
+        parameters = self.trained()
+        if not hidden.requires_grad and not parameters:
+            return self.compute(hidden)
+        held = _Input.apply(hidden) if hidden.requires_grad else hidden  # type: ignore[no-untyped-call]
+        outs = _TiledCall.apply(self, held.grad_fn, held, *parameters.values())  # type: ignore[no-untyped-call]
+        return outs[0] if len(outs) == 1 else outs
+
+    def _probe(self, hidden: Tensor) -> None:
+        """Refuse a module in which tokens are not independent; the same tokens on every rank."""
+        self.probed = True
+        if self.draws:
+            return  # what it computes of a token is drawn
+        drawn = torch.randn(1, _PROBED, *hidden.shape[2:], generator=torch.Generator().manual_seed(0))
+        x = drawn.to(hidden.device, hidden.dtype)
+        with torch.no_grad():
+            together, alone = (self.compute_with(part, {}) for part in (x, x[:, : _PROBED // 2]))
+        for a, b in zip(together, alone, strict=True):
+            a = _tokens_first(a, _PROBED)[: _PROBED // 2]
+            b = _tokens_first(b, _PROBED // 2)
+            if not torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * float(a.abs().max())):
+                raise LongspanError(
+                    f"{self.name} ({type(self.module).__name__}) computes something else of a token when fewer "
+                    f"tokens are beside it, so it cannot run tile by tile; use tiled_mlp=1"
+                )
+
+
+class _Input(torch.autograd.Function):
+    """Saves a tiled module's input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _TiledCall(torch.autograd.Function):
+    """All tiles, forward; and backward, each computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, tiled: Tiled, saved_by: Any, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.tiled, ctx.saved_by = tiled, saved_by
+        if saved_by is None:
+            ctx.save_for_backward(hidden)
+        ctx.asked = ctx.needs_input_grad[2:]
+        ctx.random = _random_state(hidden.device) if tiled.draws else None
+        ctx.autocast = _autocast_of(hidden.device)
+        outs: list[Tensor] = []
+        for part, tile in _tiles(tiled, hidden):
+            made = tiled.compute_with(tile, {})
+            outs = outs or [_whole(x, tile, hidden) for x in made]
+            for whole, x in zip(outs, made, strict=True):
+                _at(whole, hidden, part).copy_(_tokens_first(x, tile.shape[1]))
+        ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
+        return tuple(outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        tiled: Tiled = ctx.tiled
+        (hidden,) = ctx.saved_tensors if ctx.saved_by is None else ctx.saved_by.saved_tensors
+        of_hidden, *of_parameters = ctx.asked
+        trained = tiled.trained()
+        # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
+        wanted = {
+            name: p.detach().requires_grad_()
+            for (name, p), asked in zip(trained.items(), of_parameters, strict=True)
+            if asked
+        }
+        grads = tuple(None if g is None else g.contiguous() for g in grads)  # cut below: one copy, not one a tile
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if of_hidden else None
+        sums: dict[str, Tensor] = {}
+        with _as_then(ctx.random, hidden.device), torch.enable_grad(), ctx.autocast():
+            for part, tile in _tiles(tiled, hidden):
+                x = tile.detach().requires_grad_(of_hidden)
+                made = tiled.compute_with(x, wanted)
+                pairs = [
+                    (y, _at(g, hidden, part).reshape(y.shape))
+                    for y, g in zip(made, grads, strict=True)
+                    if g is not None and y.requires_grad
+                ]
+                inputs = [*([x] if of_hidden else []), *wanted.values()]
+                found = list(
+                    torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+                )
+                del made, pairs
+                if grad_hidden is not None:
+                    mine = found.pop(0)
+                    into = _at(grad_hidden, hidden, part)
+                    _ = into.zero_() if mine is None else into.copy_(mine.reshape(into.shape))
+                for name, more in zip(wanted, found, strict=True):
+                    _add(sums, name, more, several=tile.shape[1] < _count(hidden))
+        given = (
+            sums[name].to(p.dtype) if name in sums else torch.zeros_like(p) if name in wanted else None
+            for name, p in trained.items()
+        )
+        return None, None, grad_hidden, *given
+
+
+def _add(sums: dict[str, Tensor], name: str, more: Tensor | None, *, several: bool) -> None:
+    """Add a tile's part of a weight's gradient, in fp32 at least where there are several."""
+    if more is None:
+        return
+    if name in sums:
+        sums[name] += more
+    elif several:
+        wide = torch.promote_types(more.dtype, torch.float32)
+        # The first part may be a view of something that a tile has for itself, or expanded.
+        sums[name] = more.to(wide, copy=True) if more.dtype != wide or not more.is_contiguous() else more
+    else:
+        sums[name] = more
+
+
+def _count(hidden: Tensor) -> int:
+    return hidden.shape[:2].numel()
+
+
+def _tiles(tiled: Tiled, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Tiles `[1, rows, ...]` of all tokens of the batch, and where they are."""
+    flat = hidden.reshape(1, _count(hidden), *hidden.shape[2:])
+    rows = max(1, tiled.rows(_count(hidden)))
+    for start in range(0, max(1, _count(hidden)), rows):
+        part = slice(start, start + rows)
+        yield part, flat[:, part]
+
+
+def _whole(x: Tensor, tile: Tensor, hidden: Tensor) -> Tensor:
+    """Room for an output of all tokens, from that of a tile: `[1, rows, ...]` or `[rows, ...]`."""
+    batched = x.dim() > 1 and x.shape[0] == 1 and x.shape[1] == tile.shape[1]
+    leading = hidden.shape[:2] if batched else (_count(hidden),)
+    return x.new_empty(*leading, *x.shape[2 if batched else 1 :])
+
+
+def _tokens_first(x: Tensor, rows: int) -> Tensor:
+    """`[rows, ...]` of an output `[1, rows, ...]` or `[rows, ...]`."""
+    if x.dim() > 1 and x.shape[0] == 1 and x.shape[1] == rows:
+        return x[0]
+    if x.shape[0] == rows:
+        return x
+    raise LongspanError(
+        f"a module that runs tile by tile gave a tensor of shape {tuple(x.shape)} for {rows} tokens; use tiled_mlp=1"
+    )
+
+
+def _at(whole: Tensor, hidden: Tensor, part: slice) -> Tensor:
+    """Some tokens of a tensor of all of them, `[B, L, ...]` or `[B * L, ...]`."""
+    batched = whole.shape[:2] == hidden.shape[:2]
+    return (whole.reshape(-1, *whole.shape[2:]) if batched else whole)[part]
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None
+    return torch.get_rng_state(), on_device
+
+
+@contextlib.contextmanager
+def _as_then(state: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
+    """Random numbers as they were drawn in the forward."""
+    if state is None:
+        yield
+        return
+    devices = [] if state[1] is None else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.get_device_module(device).set_rng_state(state[1], device)
+        yield
+
+
+def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Autocast as it is now, for the backward, which knows nothing of it."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind):
+        return contextlib.nullcontext
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
