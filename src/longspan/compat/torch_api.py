@@ -39,6 +39,15 @@ def not_compiled(function: Function) -> Function:
     return disabled
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward under way was asked to keep its graph (`retain_graph=True`); inside one alone.
+
+    Versions: torch 2.11 to 2.13. Public way: none. When gone: it is not, and a second backward raises torch's error.
+    """
+    found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
+    return bool(found())
+
+
 # --- collectives and groups
 
 # The public names of two collectives changed: torch 2.13 warns of the old ones, torch before it has only those.

@@ -41,6 +41,9 @@ CPU. Each tile reads and writes the gradient of the whole head, so it has many t
 HEAD_ROWS = 1 << 14
 """Rows of a head's gradient that are added up in fp32 at a time, where a tile's part of it is narrower."""
 
+NARROW_PARTS = 4
+"""Parts of a tile of logits in half precision whose fp32 copies are made one after the other; it has twice the rows."""
+
 
 def head_tile(vocabulary: int, on_cpu: bool) -> int:
     """Tokens of a tile of logits that are made for it: a power of 2."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from longspan.compat.torch_api import graph_is_kept
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -246,7 +247,8 @@ class _KeptAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        found = iter(torch.autograd.grad([ctx.edge], ctx.leaves, [grads[0]], allow_unused=True))
+        kept = graph_is_kept()
+        found = iter(torch.autograd.grad([ctx.edge], ctx.leaves, [grads[0]], retain_graph=kept, allow_unused=True))
         ctx.kept.drop()
         return None, None, None, *(next(found) if asked else None for asked in ctx.places)
 

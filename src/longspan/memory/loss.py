@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.core.buckets import HEAD_ROWS, LOSS_TILE, head_tile
+from longspan.core.buckets import HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.core.errors import LongspanError
 from longspan.memory.logits import DeferredLogits, Head
 
@@ -114,8 +114,8 @@ class _DeferredSum(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in wanted]
         grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        rows = min(len(labels_T), head_tile(logits.shape[-1], hidden_TD.device.type == "cpu"))
-        tile = _tile_of(logits, rows, of_hidden, of_parameters)
+        tile = _tile_of(logits, hidden_TD, of_hidden, of_parameters)
+        rows = tile.rows
         for start in range(0, len(labels_T), rows):
             part = slice(start, start + rows)
             into = None if grad_TD is None else grad_TD[part]
@@ -141,22 +141,23 @@ class _DeferredSum(torch.autograd.Function):
         return None, None, None, grad_TD, *(next(found) if asked else None for asked in ctx.asked)
 
 
-def _tile_of(logits: DeferredLogits, rows: int, of_hidden: bool, of_parameters: list[bool]) -> Any:
+def _tile_of(logits: DeferredLogits, hidden_TD: Tensor, of_hidden: bool, of_parameters: list[bool]) -> Any:
     """The function that computes a tile: loss, and gradients, added to what they belong to."""
+    rows = head_tile(logits.shape[-1], hidden_TD.device.type == "cpu")
     plain = logits.plain
     if plain is not None and (of_hidden or any(of_parameters)):
-        return _PlainTile(logits.head, plain.weight.detach(), rows)
+        return _PlainTile(logits.head, plain.weight.detach(), rows, len(hidden_TD))
     trained = logits.head.trained()
     wanted = [name for name, asked in zip(trained, of_parameters, strict=True) if asked]
     # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
-    return _AnyTile(logits, {name: trained[name].detach().requires_grad_() for name in wanted}, of_hidden)
+    return _AnyTile(logits, {name: trained[name].detach().requires_grad_() for name in wanted}, of_hidden, rows)
 
 
 class _AnyTile:
     """A tile of any head: gradients by autograd."""
 
-    def __init__(self, logits: DeferredLogits, wanted: dict[str, Tensor], of_hidden: bool) -> None:
-        self.logits, self.wanted, self.of_hidden = logits, wanted, of_hidden
+    def __init__(self, logits: DeferredLogits, wanted: dict[str, Tensor], of_hidden: bool, rows: int) -> None:
+        self.logits, self.wanted, self.of_hidden, self.rows = logits, wanted, of_hidden, rows
 
     def __call__(
         self, hidden_TD: Tensor, labels_T: Tensor, terms: Terms, into: Tensor | None, sums: list[Tensor]
@@ -179,25 +180,35 @@ class _AnyTile:
 
 
 class _PlainTile:
-    """A tile of a head that is one matrix product, in buffers that all tiles share."""
+    """A tile of a head that is one matrix product, in buffers that all tiles share.
 
-    def __init__(self, head: Head, weight_VD: Tensor, rows: int) -> None:
+    In half precision a tile has twice the rows, as every one reads and writes the fp32 sum of the head's gradient; what
+    is computed in fp32 is then some of its rows at a time (`NARROW_PARTS`), and the whole takes no more memory.
+    """
+
+    def __init__(self, head: Head, weight_VD: Tensor, rows: int, tokens: int) -> None:
         self.head, self.weight_VD = head, weight_VD
-        self.logits = weight_VD.new_empty(rows, len(weight_VD))
+        self.narrow = weight_VD.dtype.itemsize < 4
+        self.rows = min(tokens, 2 * rows) if self.narrow else min(tokens, rows)
+        self.part = max(1, -(-self.rows // NARROW_PARTS)) if self.narrow else self.rows
+        self.logits = weight_VD.new_empty(self.rows, len(weight_VD))
 
     def __call__(
         self, hidden_TD: Tensor, labels_T: Tensor, terms: Terms, into: Tensor | None, sums: list[Tensor]
     ) -> Tensor:
         tile = self.head.observed(torch.mm(hidden_TD, self.weight_VD.t(), out=self.logits[: len(hidden_TD)]))
-        loss, grad_TV = _of_tile(tile, labels_T, terms, True, in_place=True)
-        assert grad_TV is not None
-        if grad_TV.dtype != tile.dtype:
-            grad_TV = tile.copy_(grad_TV)
+        total = torch.zeros((), dtype=torch.float64, device=tile.device)
+        for logits, labels in zip(tile.split(self.part), labels_T.split(self.part), strict=True):
+            loss, grad = _of_tile(logits, labels, terms, True, in_place=True)
+            assert grad is not None
+            total += loss
+            if grad.dtype != logits.dtype:
+                logits.copy_(grad)
         if into is not None:
-            torch.mm(grad_TV, self.weight_VD, out=into)
-        for total in sums:
-            _add_product(total, grad_TV, hidden_TD)
-        return loss
+            torch.mm(tile, self.weight_VD, out=into)
+        for gradient in sums:
+            _add_product(gradient, tile, hidden_TD)
+        return total
 
 
 def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, head_tile
+from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, freed_per_token, norm_bytes, saved_per_token
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
@@ -239,8 +239,11 @@ def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[
     """
     autocast, head, hidden = _autocast(job, mesh), model.vocab * s.d // mesh.tensor, _hidden(job, mesh, s)
     # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
-    width = 4 if s.b == 4 else 2 + 4 + 2 * autocast
-    tile = min(s.tokens, head_tile(model.vocab, s.on_cpu)) * (model.vocab // mesh.tensor) * width
+    rows, v = head_tile(model.vocab, s.on_cpu), model.vocab // mesh.tensor
+    narrow = min(s.tokens, 2 * rows)  # without autocast: twice the rows, cast part by part
+    tile = min(s.tokens, rows) * v * (4 if s.b == 4 else 8)
+    if s.b == 2 and not autocast:
+        tile = (narrow * 2 + -(-narrow // NARROW_PARTS) * 4) * v
     cast = head * s.b if s.b == 2 and not autocast else 0
     more = head * (4 + 2) if autocast else min(cast, HEAD_ROWS * s.d * s.b)
     return [

@@ -1,0 +1,222 @@
+"""The levers of memory, each against one process in fp64, on every kind of mesh; what they keep, and refuse."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core import buckets
+from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.memory.tiles import Tiled
+from tests.counting import count_sent
+from tests.fakes import fake_world
+from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
+from tests.pool import RankPool
+
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+
+LEVERS: dict[str, Memory] = {
+    "layers": Memory(checkpointing="layers"),
+    "attention": Memory(checkpointing="attention"),
+    "tiled_mlp": Memory(tiled_mlp=3),
+    "tiled_norms": Memory(tiled_norms=True),
+    "all": Memory(checkpointing="attention", tiled_mlp=2, tiled_norms=True),
+}
+
+
+def _small_tiles() -> None:
+    buckets.FEWEST_ROWS = 2
+
+
+@functools.cache
+def _truth(family: str) -> Truth:
+    return truth_of(build(family), _inputs(family))
+
+
+def _inputs(family: str) -> dict[str, Tensor]:
+    """Packed documents, and labels that are very unevenly masked."""
+    if family == "GptOss":  # transformers' eager attention does not look for packed documents in it
+        return batch()
+    ends = torch.tensor([[5, 21], [11, 21], [21, 21], [2, 13]])
+    places = torch.stack([torch.cat([torch.arange(a), torch.arange(b - a), torch.arange(21 - b)]) for a, b in ends])
+    return {**batch(), "position_ids": places}
+
+
+def _on_a_mesh(truth: Truth, family: str, memory: Memory, data: int, ring: int, fsdp: bool) -> None:
+    _small_tiles()
+    sp = sharding(data, ring)
+    model = longspan.parallelize(build(family), sp, fsdp=fsdp, memory=memory).train()
+    compare(truth, model, _inputs(family), sp)
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "GptOss", "Qwen3Moe"])
+def test_each_lever_on_two_ranks(pool2: RankPool, family: str, lever: str) -> None:
+    pool2.run(_on_a_mesh, _truth(family), family, LEVERS[lever], 1, 1, True)
+
+
+@pytest.mark.parametrize(("data", "ring", "fsdp"), [(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)])
+@pytest.mark.parametrize("lever", ["attention", "all"])
+def test_levers_on_four_ranks(pool4: RankPool, lever: str, data: int, ring: int, fsdp: bool) -> None:
+    pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", LEVERS[lever], data, ring, fsdp)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert"])
+def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(buckets, "FEWEST_ROWS", 2)
+    truth = truth_of(build(family), batch())
+    model = longspan.parallelize(build(family), ONE_DEVICE, memory=LEVERS["all"]).train()
+    loss = model(**batch()).loss
+    loss.backward()
+    check_loss(float(loss.detach()), truth)
+    check_gradients(gradients(model), truth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is repeated, and what is kept.
+
+
+def _sent(memory: Memory, ring: int) -> Counter[tuple[str, int]]:
+    """What rank 0 of four sends in a step, weights aside: by operation and bytes."""
+    with fake_world(0, 4):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
+        options: dict[str, Any] = {"fsdp": False, "weights": "same", "check_batches": 0, "check_weights": 0}
+        model = longspan.parallelize(build("Llama"), sp, memory=memory, **options).train()
+        with count_sent() as sent:
+            model(**batch()).loss.backward()
+    return Counter((one.op, one.bytes) for one in sent)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_attention_that_is_kept_sends_nothing_twice(ring: int) -> None:
+    plain, kept = _sent(FASTEST, ring), _sent(Memory(checkpointing="attention"), ring)
+    assert kept == plain
+    again = _sent(Memory(checkpointing="layers"), ring)
+    assert sum(again.values()) > sum(plain.values())  # so this counts what it should
+
+
+class _Calls:
+    """How often a module runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.count, compute = 0, module.forward
+
+        @functools.wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return compute(*args, **kwargs)
+
+        module.forward = forward  # type: ignore[assignment]
+
+
+def _layers(memory: Memory, family: str = "Llama") -> tuple[Any, list[_Calls]]:
+    model = build(family)
+    calls = [_Calls(layer.mlp) for layer in model.model.layers]
+    return longspan.parallelize(model, ONE_DEVICE, memory=memory).train(), calls
+
+
+@pytest.mark.parametrize(
+    ("memory", "runs"),
+    [
+        (FASTEST, 1),
+        (Memory(checkpointing="layers"), 2),
+        (Memory(tiled_mlp=1, tiled_norms=True, checkpointing="layers"), 2),
+        (Memory(tiled_mlp=21), 2 * 84 // 4 + 1),  # 21 tiles forward, 21 backward, and the probe's two
+        (Memory(tiled_mlp=21, checkpointing="layers"), 2 * 84 // 4 + 1),  # not once more: the MLP is a layer's last
+    ],
+)
+def test_how_often_an_mlp_runs(memory: Memory, runs: int) -> None:
+    model, calls = _layers(memory)
+    model(**batch()).loss.backward()
+    probe = 1 if memory.tiled_mlp != 1 else 0
+    assert [call.count for call in calls] == [runs + probe] * 2
+
+
+def test_a_graph_that_is_retained_goes_backward_twice() -> None:
+    for memory in (Memory(checkpointing="attention"), Memory(tiled_mlp=3, checkpointing="layers", tiled_norms=True)):
+        model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=memory, logits=True).train()
+        loss = model(**batch()).loss
+        loss.backward(retain_graph=True)
+        once = gradients(model)
+        loss.backward()
+        for name, grad in gradients(model).items():
+            assert torch.allclose(grad, 2 * once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_dropout_in_a_tiled_mlp_is_drawn_once() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.dropout = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.dropout(self.up(x)))
+            return y
+
+    torch.manual_seed(0)
+    mlp = Mlp()
+    Tiled(mlp, "mlp", lambda tokens: 3, draws=True)
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    out = mlp(x)
+    torch.rand(100)  # other numbers are drawn meanwhile
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    # What a token's gradient is says which numbers were dropped: the output is linear in the input.
+    with torch.no_grad():
+        offset = mlp.down.bias + 0 * out
+    rest = out - offset
+    bias = mlp.down.weight  # of the dropped hidden units nothing arrives in either
+    assert bool(((grad == 0).all(-1) == (rest == 0).all(-1)).all()) and bias is not None
+
+
+def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.up(x - x.mean(1, keepdim=True))
+            return y
+
+    module = Mean()
+    Tiled(module, "layers.0.mlp", lambda tokens: 3)
+    with pytest.raises(LongspanError, match=r"layers\.0\.mlp \(Mean\).*cannot run tile by tile; use tiled_mlp=1"):
+        module(torch.randn(1, 8, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def test_levers_that_do_not_go_together() -> None:
+    with pytest.raises(LongspanError, match=r"offload='disk' .*checkpointing='layers'"):
+        Memory(offload="disk")
+    with pytest.raises(LongspanError, match=r"offload_folder='/x'.*offload is 'none'"):
+        Memory(checkpointing="layers", offload_folder="/x")
+    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose none, attention"):
+        Memory(checkpointing="some")  # type: ignore[arg-type]
+    with pytest.raises(LongspanError, match=r"tiled_mlp"):
+        Memory(tiled_mlp=-1)
+    with pytest.raises(LongspanError, match=r"memory='least' is unknown; choose fastest, longest"):
+        longspan.parallelize(build("Llama"), ONE_DEVICE, memory="least")  # type: ignore[arg-type]
+    assert LONGEST.lean and not FASTEST.lean
+
+
+def test_what_a_model_cannot_do() -> None:
+    with pytest.raises(LongspanError, match=r"bert\.encoder\.layer\.0\.output \(BertOutput\).*use tiled_mlp=1"):
+        longspan.parallelize(build("Bert"), ONE_DEVICE, memory=Memory(tiled_mlp=2))
+    model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory=Memory(tiled_mlp=2)).train()
+    with pytest.raises(LongspanError, match=r"output_router_logits=True .*tiled_mlp=2.*use tiled_mlp=1"):
+        model(**batch(), output_router_logits=True)
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=Memory(checkpointing="layers")).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(LongspanError, match=r"gradient_checkpointing_enable\(\).*checkpointed twice"):
+        model(**batch())
