@@ -17,7 +17,7 @@ import ctypes
 import gc
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +117,22 @@ class Method:
             self.model = model
             mine = {key: x[:, : tokens // dist.get_world_size()].contiguous() for key, x in batch.items()}
             self.forward_backward = lambda: _plain_step(self.model, mine)
-        elif name == "longspan":
+        elif name.startswith("longspan"):
             import longspan
 
             sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
-            self.model = longspan.parallelize(model, sp, fsdp=False)
+            memory: Any = name.partition(" ")[2] or "fastest"
+            self.model = longspan.parallelize(model, sp, fsdp=False, memory=memory)
             shard = longspan.shard_batch(batch, sp)
             self.forward_backward = lambda: _plain_step(self.model, shard)
         else:
             self.model = model
-            alst = peers.AlstStep(model, tokens, 1, tiled_loss_mib=shape["tile_mib"] if "tiled" in name else None)
+            longest = name == "alst longest"
+            if longest:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                peers.tile_mlps(model)
+            tiled = longest or "tiled" in name
+            alst = peers.AlstStep(model, tokens, 1, tiled_loss_mib=shape["tile_mib"] if tiled else None)
             alst_shard = alst.shard(batch)
             self.forward_backward = lambda: alst(alst_shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -147,10 +153,14 @@ def _plain_step(model: Any, batch: Any) -> torch.Tensor:
 # --- time -------------------------------------------------------------------------------------------
 
 
-def time_all(shape: dict[str, Any], tokens: int, dtype: str) -> dict[str, Any]:
-    """Gradients compared, then alternating steps; the losses of all steps are kept and compared too."""
+def time_all(shape: dict[str, Any], tokens: int, dtype: str, names: Sequence[str] = METHODS) -> dict[str, Any]:
+    """Gradients compared, then alternating steps; the losses of all steps are kept and compared too.
+
+    The first of `names` is ours, the second ALST.
+    """
     peers.start_deepspeed()
-    methods = {name: Method(name, shape, tokens, dtype) for name in METHODS}
+    ours, alst = names[:2]
+    methods = {name: Method(name, shape, tokens, dtype) for name in names}
     agreement = compare_gradients(methods)
     methods[FLOOR] = Method(FLOOR, shape, tokens, dtype)
     limit = 1e-4 if dtype == "fp32" else 5e-2
@@ -167,9 +177,9 @@ def time_all(shape: dict[str, Any], tokens: int, dtype: str) -> dict[str, Any]:
         "cpu_seconds": cpu,
         "seconds_by_part": parts,
         "median": {name: common.median(t) for name, t in seconds.items()},
-        "time_over": {name: common.paired_ratio(seconds["longspan"], seconds[name]) for name in (*METHODS[1:], FLOOR)},
-        "cpu_over": {name: common.paired_ratio(cpu["longspan"], cpu[name]) for name in (*METHODS[1:], FLOOR)},
-        "floor_over_alst": common.paired_ratio(seconds[FLOOR], seconds["alst"]),
+        "time_over": {name: common.paired_ratio(seconds[ours], seconds[name]) for name in (*names[1:], FLOOR)},
+        "cpu_over": {name: common.paired_ratio(cpu[ours], cpu[name]) for name in (*names[1:], FLOOR)},
+        "floor_over_alst": common.paired_ratio(seconds[FLOOR], seconds[alst]),
     }
 
 
@@ -184,10 +194,9 @@ def compare_gradients(methods: dict[str, Method]) -> dict[str, Any]:
     if len({len(g) for g in grads.values()}) != 1:
         counts = {name: len(g) for name, g in grads.items()}
         raise SystemExit(f"gradients missing: {counts}")
-    worst = max(
-        float((a - b).norm() / b.norm()) for name in methods for a, b in zip(grads[name], grads["alst"], strict=True)
-    )
-    return {"first_loss": losses, "grad_error": worst, "parameters": len(grads["alst"])}
+    base = grads[list(methods)[1]]
+    worst = max(float((a - b).norm() / b.norm()) for name in methods for a, b in zip(grads[name], base, strict=True))
+    return {"first_loss": losses, "grad_error": worst, "parameters": len(base)}
 
 
 def split(method: Method) -> dict[str, float]:
@@ -213,7 +222,7 @@ def split(method: Method) -> dict[str, float]:
 
 def measure_memory(shape: dict[str, Any], tokens: int, dtype: str, name: str) -> dict[str, float]:
     """Peak MiB of one step above what the process held before it, largest over ranks."""
-    if name != "longspan":
+    if not name.startswith("longspan"):
         peers.start_deepspeed()
     method = Method(name, shape, tokens, dtype)
     method.step()  # optimizer state, gloo's buffers and lazily made tables now exist

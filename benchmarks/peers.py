@@ -120,6 +120,27 @@ def without_exchange() -> str:
 # --- a Hugging Face model under ALST ---------------------------------------------------------------
 
 
+def tile_mlps(model: Any) -> None:
+    """ALST's TiledMLP in every layer of a Llama, as its documentation writes it: tokens / hidden size tiles, agreed on
+    by an all-reduce.
+    """
+    import math
+
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        shards = torch.tensor(math.ceil(x.shape[1] / x.shape[2]))
+        dist.all_reduce(shards, op=dist.ReduceOp.MAX)
+        weights = [self.down_proj.weight, self.gate_proj.weight, self.up_proj.weight]
+        return TiledMLP.apply(plain, self, x, int(shards), weights)
+
+    for layer in model.model.layers:
+        layer.mlp.forward = forward.__get__(layer.mlp)
+
+
 class AlstStep:
     """Forward and backward of a Hugging Face causal LM under ALST, as its tutorial writes it.
 
