@@ -110,6 +110,40 @@ def test_low_precision_heads_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> 
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("head", ["plain", "bias"])
+def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> None:
+    found = []
+    for name, dtype in (("torch", torch.float32), ("tiled", torch.float32), ("tiled", torch.float64)):
+        module, hidden, labels = _case(head, dtype)
+        deferring = Head(module)
+        deferring.armed, deferring.loss = True, name
+        loss = loss_sum(module(hidden), labels, Terms(smoothing))
+        found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, [hidden, *module.parameters()])])
+    for mine, single, exact in zip(*found, strict=True):
+        assert excess(mine, single, exact, dtype=torch.float32) <= 1  # the loss is summed in fp32
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "dtype", "terms", "said"),
+    [
+        ("torch", "plain", torch.float32, Terms(z_loss=0.1), "no z-loss"),
+        ("torch", "plain", torch.bfloat16, Terms(), "adds up the loss in torch.bfloat16, which has 8 bits"),
+        ("torch", "lora", torch.float32, Terms(), "more than one matrix product"),
+        ("liger", "plain", torch.float32, Terms(), "not installed; pip install|need a GPU"),
+    ],
+)
+def test_what_others_losses_cannot_do(name: str, head: str, dtype: torch.dtype, terms: Terms, said: str) -> None:
+    if name == "torch" and not hasattr(F, "linear_cross_entropy"):
+        said = "which came with 2.13"
+    module, hidden, labels = _case(head, dtype)
+    deferring = Head(module)
+    deferring.armed, deferring.loss = True, name
+    with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({said}).*; use head_loss='tiled'"):
+        loss_sum(module(hidden), labels, terms)
+
+
 class _Largest(TorchDispatchMode):
     """The most elements of any tensor that an operator makes."""
 

@@ -17,8 +17,11 @@ Checkpointing = Literal["none", "attention", "output", "layers"]
 Offload = Literal["none", "host", "disk"]
 MemoryLevel = Literal["fastest", "longest", "auto"]
 
+HeadLossName = Literal["tiled", "torch", "liger"]
+
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "attention", "output", "layers")
 OFFLOAD: tuple[Offload, ...] = ("none", "host", "disk")
+HEAD_LOSSES: tuple[HeadLossName, ...] = ("tiled", "torch", "liger")
 LEVELS: tuple[MemoryLevel, ...] = ("fastest", "longest", "auto")
 
 
@@ -44,6 +47,8 @@ class Memory:
         head_chunks: pieces in which the heads go through the exchange and the attention, one after the other (at most
             the KV heads of a rank), so that what is there between the two All-to-Alls is 1/pieces. 0: as many as a rank
             has KV heads. 1: all at once.
+        head_loss: what computes the loss without logits: our tiles; torch's linear_cross_entropy, or Liger's kernel,
+            where they fit.
         cpu_offload: weights, gradients and optimizer states stay in the host's memory (FSDP2's CPUOffloadPolicy).
     """
 
@@ -53,10 +58,11 @@ class Memory:
     tiled_mlp: int = 1
     tiled_norms: bool = False
     head_chunks: int = 1
+    head_loss: HeadLossName = "tiled"
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (("checkpointing", CHECKPOINTING), ("offload", OFFLOAD)):
+        for name, choices in (("checkpointing", CHECKPOINTING), ("offload", OFFLOAD), ("head_loss", HEAD_LOSSES)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")

@@ -97,6 +97,8 @@ class ForwardHooks:
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
+        if self.head is not None and levers is not None:
+            self.head.loss = levers.memory.head_loss
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -180,6 +180,7 @@ class Head:
     Attributes:
         armed: whether the next call is deferred.
         observer: is shown each tile of logits that is made, if there is one.
+        loss: what computes the loss: "tiled", or a name of `longspan.memory.head_losses`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -188,6 +189,7 @@ class Head:
         self.bare = Bare(module, self.compute)
         self.armed = False
         self.observer: Callable[[Tensor], None] | None = None
+        self.loss = "tiled"
         module.forward = self._forward  # the instance's: hooks around the call, FSDP's among them, stay
 
     def trained(self) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longspan.core.buckets import HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.core.errors import LongspanError
+from longspan.memory.head_losses import head_loss
 from longspan.memory.logits import DeferredLogits, Head
 
 IGNORE = -100
@@ -53,7 +54,9 @@ def loss_sum(logits: Tensor | DeferredLogits, labels: Tensor, terms: Terms = CRO
     """
     labels_T = labels.reshape(-1).to(logits.device)
     total: Any
-    if isinstance(logits, DeferredLogits):
+    if isinstance(logits, DeferredLogits) and logits.head.loss != "tiled":
+        total = head_loss(logits.head.loss, logits, labels_T, terms)
+    elif isinstance(logits, DeferredLogits):
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         total = _DeferredSum.apply(logits, labels_T, terms, hidden_TD, *logits.head.trained().values())  # type: ignore[no-untyped-call]
     else:
