@@ -97,7 +97,7 @@ def test_what_comes_back_is_that_state(tmp_path: Path, pool2: RankPool) -> None:
 
 
 def test_without_room_in_memory_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.background, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(checkpoint.background, "free_memory", lambda: 1000)
     saver = Saver()
     saver.start(tmp_path, 1, *small_model(0), {})
     assert saver.written == tmp_path / "step-00000001"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import threading
@@ -19,6 +18,7 @@ from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import Pending, one_process_is_fine, prepare, write
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
+from longspan.core.system import free_memory
 
 #: Of the memory that is free on a machine, what the copies of all its ranks may take together.
 FREE_SHARE = 0.5
@@ -119,17 +119,5 @@ def _fits(pending: Pending) -> bool:
     flat = flat_names(pending.tensors)
     local = (x.to_local() if isinstance(x, DTensor) else x for x in flat.values() if isinstance(x, Tensor))
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = _free_memory()
+    free = free_memory()
     return free is not None and sum(x.nbytes for x in local) * ranks_here <= FREE_SHARE * free
-
-
-def _free_memory() -> int | None:
-    """Bytes that processes here may still take; None where the system does not tell."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-        group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(found, default=None)

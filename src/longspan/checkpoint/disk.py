@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
+from longspan.core.system import spell_os_error
 
 if TYPE_CHECKING:
     from longspan.checkpoint.ranks import Ranks
@@ -25,17 +26,11 @@ _PROBE = ".shared-"
 #: Seconds until what one machine writes has to be seen by the others; network file systems keep names for a while.
 SHARED_WAIT_S = 15.0
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class DiskFull(LongspanError):
     """There is no room for what was to be written; what was whole before still is."""
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that the disk, the quota or the largest file is reached."""
-    return isinstance(error, OSError) and error.errno in _FULL
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
@@ -65,12 +60,6 @@ def _room(folder: Path, needed: int, free: int) -> str:
 
 def _bytes(count: int) -> str:
     return f"{count:,} bytes"
-
-
-def spell_os_error(error: OSError) -> str:
-    """An error of the system in one line."""
-    where = f": {error.filename}" if error.filename else ""
-    return f"[Errno {error.errno}] {error.strerror}{where}" if error.strerror else f"{type(error).__name__}: {error}"
 
 
 # --- one disk for all ranks

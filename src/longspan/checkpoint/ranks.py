@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longspan.checkpoint.disk import DiskFull, is_full, spell_os_error
+from longspan.checkpoint.disk import DiskFull
 from longspan.core.errors import LongspanError
+from longspan.core.system import is_full, spell_os_error
 
 T = TypeVar("T")
 

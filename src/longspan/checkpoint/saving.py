@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from longspan.checkpoint.choosing import verify
-from longspan.checkpoint.disk import DiskFull, check_room, is_full, spell_full
+from longspan.checkpoint.disk import DiskFull, check_room, spell_full
 from longspan.checkpoint.folder import (
     MAKING,
     MARKER,
@@ -43,6 +43,7 @@ from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, Summin
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.core.errors import LongspanError
+from longspan.core.system import is_full
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor, beside its content, at most."""

@@ -1,0 +1,67 @@
+"""A side stream that copies as late as it may, on a CPU: what a store of activations forgets to order is then wrong."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class LateCopy:
+    """A copy that holds only the host's side: the device's must be alive when it runs."""
+
+    def __init__(self, side: LateSide, source: Tensor, into: Tensor) -> None:
+        self.side, self.executed = side, False
+        self.away = side.is_host(into)
+        assert self.away != side.is_host(source)
+        self.host, device = (into, source) if self.away else (source, into)
+        self.device = weakref.ref(device)
+
+    def run(self) -> None:
+        device = self.device()
+        assert device is not None, "the device's memory was let go before its copy was done"
+        if self.away:
+            self.host.copy_(device)
+        else:
+            device.copy_(self.host)
+        self.executed = True
+
+    def done(self) -> bool:
+        return self.executed
+
+    def seconds(self) -> float:
+        return 1.0
+
+    def join(self, tensor: Tensor) -> LateCopy:
+        assert self.executed or tensor is self.device()
+        while not self.executed:
+            self.side.step()
+        return self
+
+
+class LateSide:
+    """The stream: copies run in order, when `step` says so or somebody joins a later one."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[LateCopy] = deque()
+        self.begun: list[LateCopy] = []
+        self.chunks: list[Tensor] = []
+
+    def memory(self, nbytes: int) -> Tensor:
+        self.chunks.append(torch.full((nbytes,), 0xEE, dtype=torch.uint8))
+        return self.chunks[-1]
+
+    def is_host(self, x: Tensor) -> bool:
+        return any(c.data_ptr() <= x.data_ptr() < c.data_ptr() + c.nbytes for c in self.chunks)
+
+    def begin(self, source: Tensor, into: Tensor) -> LateCopy:
+        copy = LateCopy(self, source, into)
+        self.waiting.append(copy)
+        self.begun.append(copy)
+        return copy
+
+    def step(self) -> None:
+        if self.waiting:
+            self.waiting.popleft().run()

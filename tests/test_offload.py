@@ -1,0 +1,590 @@
+"""Offload of activations: what is put comes back to the bit, from few buffers, from a full disk with its reason."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from longspan.core.errors import LongspanError
+from longspan.core.memory import Memory
+from longspan.memory import pinned
+from longspan.memory.offload import store_for
+from longspan.memory.pinned import HostStore
+from longspan.memory.slots import Slots
+from longspan.memory.spill import DiskStore
+from tests.disk import largest_file
+from tests.side_stream import LateSide
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "fp32": lambda: torch.randn(3000),
+    "tokens first": lambda: torch.randn(2, 50, 3, 4).transpose(1, 2),
+    "gaps": lambda: torch.randn(40, 30)[:, 3:7],
+    "offset": lambda: torch.randn(7, 100)[3],
+    "expanded": lambda: torch.randn(5, 1).expand(5, 9),
+    "bf16": lambda: torch.randn(4097).to(torch.bfloat16),
+    "fp8": lambda: torch.randn(33).to(torch.float8_e4m3fn),
+    "bool": lambda: torch.rand(8193) > 0.5,
+    "int64": lambda: torch.randint(-9, 9, (512,)),
+    "conjugate": lambda: torch.randn(5, 6, dtype=torch.complex64).conj(),
+    "trained": lambda: torch.randn(6, requires_grad=True),
+    "0-dim": lambda: torch.tensor(2.5, dtype=torch.float64),
+    "empty": lambda: torch.zeros(3, 0, 2),
+    "large": lambda: torch.randn(20_000),
+}
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def _same(x: Tensor, kind: tuple[Any, ...], bits: Tensor) -> bool:
+    return (x.dtype, x.shape) == kind and torch.equal(_bits(x), bits) and not x.requires_grad
+
+
+def _disk(folder: Path, **options: Any) -> DiskStore:
+    return DiskStore(str(folder), CPU, **{"piece": 4096, "in_flight": 16384, "ahead": 0, **options})
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskStore]:
+    store = _disk(tmp_path)
+    yield store
+    store.close()
+
+
+def _written(store: DiskStore) -> None:
+    with store._changed:
+        assert store._changed.wait_for(lambda: not store._flying, timeout=60)
+
+
+@pytest.fixture
+def gate(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """No write goes on before it is set."""
+    opened, write = threading.Event(), disk._file.write
+
+    def waiting(data: memoryview, at: int) -> None:
+        assert opened.wait(60)
+        write(data, at)
+
+    monkeypatch.setattr(disk._file, "write", waiting)
+    return opened
+
+
+# --- what is put comes back
+
+OPS = st.lists(
+    st.tuples(st.sampled_from(["put", "put", "get", "drop", "step", "leave"]), st.integers(0, 99)), max_size=40
+)
+
+
+def _play(store: Any, ops: list[tuple[str, int]], lifo: bool, step: Callable[[], None]) -> None:
+    torch.manual_seed(0)
+    stored: list[tuple[Any, tuple[Any, ...], Tensor]] = []
+    names = sorted(KINDS)
+    for what, number in ops:
+        at = -1 if lifo else number % max(1, len(stored))
+        if what == "put":
+            x = KINDS[names[number % len(names)]]()
+            stored.append((store.put(x), (x.dtype, x.shape), _bits(x)))
+            del x
+        elif what == "step":
+            step()
+        elif stored and what == "get":
+            handle, kind, bits = stored[at]
+            assert _same(handle.get(), kind, bits)
+        elif stored and what == "drop":
+            handle = stored.pop(at)[0]
+            handle.drop()
+            handle.drop()
+            with pytest.raises(LongspanError, match="dropped"):
+                handle.get()
+        elif stored and what == "leave":
+            stored.pop(at)
+    for handle, kind, bits in reversed(stored):
+        assert _same(handle.get(), kind, bits)
+        assert _same(handle.get(), kind, bits)
+        handle.drop()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DiskStore]]:
+    folder = tmp_path_factory.mktemp("disk")
+    stores = [_disk(folder), _disk(folder, by_way=True, ahead=20_000), _disk(folder, direct=False)]
+    yield stores
+    for store in stores:
+        store.close()
+    assert not list(folder.iterdir())
+
+
+@given(ops=OPS, lifo=st.booleans(), which=st.integers(0, 2))
+def test_a_disk_gives_back_what_was_put(played: list[DiskStore], ops: list[Any], lifo: bool, which: int) -> None:
+    store = played[which]
+    _play(store, ops, lifo, lambda: _written(store))
+    _written(store)
+    store.reserve(0)  # looks for what was left behind
+    with store._changed:
+        assert store._changed.wait_for(lambda: not store._slots.used, timeout=60)
+
+
+@given(ops=OPS, lifo=st.booleans(), in_flight=st.integers(0, 3))
+def test_the_host_gives_back_what_was_put(ops: list[Any], lifo: bool, in_flight: int) -> None:
+    """With copies as late as may be, or earlier where a step is drawn; the side stream checks who is alive."""
+    side = LateSide()
+    store = HostStore(side, in_flight=in_flight)
+    _play(store, ops, lifo, side.step)
+    store.reserve(0)
+    assert not any(slots.used for _, slots in store._pool._chunks)
+    store.close()
+    assert not side.waiting or not any(copy.away for copy in side.waiting)
+
+
+def test_what_is_laid_out_in_another_order_comes_back_so(disk: DiskStore) -> None:
+    x = torch.randn(2, 50, 3, 4).permute(0, 2, 3, 1)
+    stored = disk.put(x)
+    _written(disk)
+    assert stored.get().stride() == x.stride()
+
+
+def test_a_tensor_put_twice_is_two_entries(disk: DiskStore) -> None:
+    x = torch.randn(100)
+    first, second = disk.put(x), disk.put(x)
+    _written(disk)
+    first.drop()
+    assert torch.equal(second.get(), x)
+
+
+def test_threads_share_a_store(disk: DiskStore) -> None:
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        mine = [(torch.full((rng.randrange(5000),), float(seed * 1000 + i))) for i in range(30)]
+        stored = [disk.put(x) for x in mine]
+        wrong.extend(i for i, (x, s) in enumerate(zip(mine, stored, strict=True)) if not torch.equal(s.get(), x))
+        for one in rng.sample(stored, len(stored)):
+            one.drop()
+
+    wrong: list[int] = []
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    with disk._changed:
+        assert disk._changed.wait_for(lambda: not disk._slots.used, timeout=60)
+
+
+# --- how much is held
+
+
+def _tracked(alive: set[int], nbytes: int, number: int) -> Tensor:
+    """A tensor whose memory, not only its object, is seen to be freed."""
+    array = np.random.default_rng(number).integers(0, 255, nbytes, np.uint8)
+    alive.add(number)
+    weakref.finalize(array, alive.discard, number)
+    return torch.from_numpy(array)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    size, count, few = 4 * MIB, 64, 5
+    store = DiskStore(str(tmp_path), CPU, in_flight=few * size)
+    store.reserve(count * size)
+    alive: set[int] = set()
+    stored: list[Any] = []
+    before = most = _resident()
+    for number in range(count):
+        stored.append(store.put(_tracked(alive, size, number)))
+        assert len(alive) <= few + 1
+        most = max(most, _resident())
+    _written(store)
+    assert not alive
+    for number in reversed(range(count)):
+        expected = _tracked(set(), size, number)
+        assert torch.equal(stored.pop().get(), expected)
+        under_way = sum(entry.reading is not None for entry in store._shelf)
+        assert under_way <= few
+        most = max(most, _resident())
+    # Being written or read, made by this test, and the threads' buffers: a third of the 256 MiB is far more.
+    assert most - before < count * size // 3
+    store.close()
+
+
+def test_a_put_beyond_what_may_be_under_way_waits(disk: DiskStore, gate: threading.Event) -> None:
+    first = [disk.put(torch.full((2048,), float(i))) for i in range(2)]  # 16 KiB: as much as may be
+    late: list[Any] = []
+    thread = threading.Thread(target=lambda: late.append(disk.put(torch.full((10_000,), 7.0))))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and not late
+    assert torch.equal(first[0].get(), torch.zeros(2048))  # what is still here need not be waited for
+    gate.set()
+    thread.join(60)
+    assert torch.equal(late[0].get(), torch.full((10_000,), 7.0))
+    assert disk.metrics()["waited_seconds_away"] > 0.2
+
+
+def test_the_file_does_not_grow_from_step_to_step(disk: DiskStore) -> None:
+    sizes = []
+    for step in range(4):
+        stored = [disk.put(torch.randn(1000 + 700 * i)) for i in range(8)]
+        for one in reversed(stored) if step % 2 else stored:
+            one.get()
+            one.drop()
+        _written(disk)
+        sizes.append(os.fstat(disk._file._fd).st_size)
+    assert len(set(sizes)) == 1
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60))
+def test_places_never_overlap_and_join_again(ops: list[tuple[bool, int]]) -> None:
+    slots, taken = Slots(8), list[tuple[int, int]]()
+    for take, number in ops:
+        if take or not taken:
+            if (at := slots.take(number)) is None:
+                slots.grow(slots.size_for(number))
+                at = slots.take(number)
+            assert at is not None and at % 8 == 0 and at + number <= slots.size
+            taken.append((at, number))
+        else:
+            slots.give(*taken.pop(number % len(taken)))
+        ends = [x for at, n in sorted(taken) for x in (at, at + n)]
+        assert ends == sorted(ends) and slots.used == sum(slots.rounded(n) for _, n in taken)
+    for place in taken:
+        slots.give(*place)
+    assert slots.take(slots.size) == (0 if slots.size else None)
+
+
+def test_places_whose_handles_are_gone_are_given_back(disk: DiskStore) -> None:
+    disk.put(torch.randn(5000))
+    gc.collect()
+    _written(disk)
+    disk.reserve(0)
+    assert disk._slots.used == 0
+
+
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_the_device_holds_few_and_pins_only_in_the_first_step(in_flight: int) -> None:
+    side = LateSide()
+    store = HostStore(side, in_flight=in_flight)
+    alive: set[int] = set()
+    numbers = itertools.count()
+    for _ in range(3):
+        store.reserve(16 * 1000)
+        stored = []
+        for _ in range(16):
+            stored.append(store.put(_tracked(alive, 1000, next(numbers))))
+            assert len(alive) <= in_flight
+        while stored:
+            handle = stored.pop()
+            handle.get()
+            assert sum(entry.back is not None for entry in store._shelf) <= 1
+            handle.drop()
+        assert len(side.chunks) == 1
+    assert side.chunks[0].nbytes == 64 * MIB
+
+
+# --- ahead of the backward
+
+
+def test_a_disk_reads_the_one_before_ahead(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = [disk.put(torch.full((2000,), float(i))) for i in range(4)]
+    _written(disk)
+    places, read = [s._entry.at for s in stored], disk._file.read
+    seen: list[int] = []
+    monkeypatch.setattr(disk._file, "read", lambda into, at: (seen.append(at), read(into, at)))
+    stored[3].get()
+    with disk._changed:
+        assert disk._changed.wait_for(lambda: not any(e.busy for e in disk._shelf), timeout=60)
+    piece = 4096
+    assert {at // piece for at in seen} == {p // piece + k for p in (places[2], places[3]) for k in (0, 1)}
+    for one in reversed(stored[:3]):
+        one.get()
+        one.drop()
+    assert len(seen) == len(set(seen)) == 8  # what was read ahead is not read again
+
+
+def test_the_side_stream_copies_the_one_before_ahead() -> None:
+    side = LateSide()
+    store = HostStore(side, in_flight=0)
+    stored = [store.put(torch.full((n,), float(n))) for n in (100, 4, 100, 4)]  # a layer keeps much and little
+    begun = len(side.begun)
+    for one, so_far in zip(reversed(stored), (2, 4, 4, 4), strict=True):
+        one.get()
+        assert len(side.begun) - begun == so_far
+        one.drop()
+
+
+def test_what_is_read_ahead_in_vain_is_let_go(disk: DiskStore) -> None:
+    stored = [disk.put(torch.randn(500)) for _ in range(30)]
+    _written(disk)
+    for one in random.Random(0).sample(stored, 30):
+        one.get()
+        assert sum(entry.reading is not None for entry in disk._shelf) <= 2
+
+
+# --- what goes wrong
+
+
+def _fails(number: int) -> Callable[..., Any]:
+    def call(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def _says(store_folder: Path, *words: str) -> str:
+    return "(?s)" + "".join(f"(?=.*{word})" for word in (str(store_folder), *words))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_write_that_fails_is_told_at_the_next_call(
+    disk: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", _fails(number))
+        lost = disk.put(torch.randn(5000))
+        _written(disk)
+    for call in (lost.get, lambda: disk.put(torch.randn(3))):
+        with pytest.raises(LongspanError, match=_says(tmp_path, f"Errno {number}")):
+            call()
+    lost.drop()
+    x = torch.randn(5000)
+    assert torch.equal(disk.put(x).get(), x)
+
+
+def test_a_read_that_fails_is_told_and_tried_again(
+    disk: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(5000)
+    stored = disk.put(x)
+    _written(disk)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", _fails(errno.EIO))
+        with pytest.raises(LongspanError, match=_says(tmp_path, "Input/output error")):
+            stored.get()
+    assert torch.equal(stored.get(), x)
+
+
+@pytest.mark.parametrize("most", [4096, 5000])
+@pytest.mark.parametrize("direct", [True, False])
+def test_short_writes_and_reads_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, direct: bool
+) -> None:
+    store = _disk(tmp_path, direct=direct, piece=16384)
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: min(most, pwrite(fd, data, at)))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: min(most, preadv(fd, into, at)))
+    x = torch.randn(20_000)
+    stored = store.put(x)
+    _written(store)
+    assert torch.equal(stored.get(), x)
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: 0)  # the file has become shorter
+    with pytest.raises(LongspanError, match=r"Errno 5\b"):
+        stored.get()
+    store.close()
+
+
+def test_a_disk_without_room_is_refused_with_the_bytes(disk: DiskStore, tmp_path: Path) -> None:
+    with pytest.raises(LongspanError, match=_says(tmp_path, r"1,125,899,906,842,624 bytes more", "bytes are free")):
+        disk.reserve(1 << 50)
+    before = os.fstat(disk._file._fd).st_size
+    with largest_file(8192):
+        with pytest.raises(LongspanError, match=_says(tmp_path, r"40,960 bytes more", r"Errno 27\b")):
+            disk.reserve(40_000)
+        with pytest.raises(LongspanError, match=r"Errno 27\b"):
+            disk.put(torch.randn(10_000))
+    assert os.fstat(disk._file._fd).st_size <= max(before, 4096)
+    x = torch.randn(10_000)
+    assert torch.equal(disk.put(x).get(), x)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for name, word in (("nowhere", "does not exist"), ("file", "is no folder")):
+        memory = Memory(checkpointing="layers", offload="disk", offload_folder=str(tmp_path / name))
+        with pytest.raises(LongspanError, match=_says(tmp_path / name, word)):
+            store_for(memory, CPU)
+    for number in (errno.EROFS, errno.EACCES):
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "open", _fails(number))
+            with pytest.raises(LongspanError, match=_says(tmp_path, f"Errno {number}")):
+                _disk(tmp_path)
+
+
+@pytest.mark.parametrize("without", ["O_TMPFILE", "posix_fallocate", "O_DIRECT"])
+def test_file_systems_that_can_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
+    opened = os.open
+    if without == "O_TMPFILE":
+        monkeypatch.setattr(
+            os, "open", lambda p, f, *a, **k: _fails(errno.EOPNOTSUPP)() if f & os.O_TMPFILE == os.O_TMPFILE
+            else opened(p, f, *a, **k),
+        )  # fmt: skip
+    elif without == "posix_fallocate":
+        monkeypatch.setattr(os, "posix_fallocate", _fails(errno.EOPNOTSUPP))
+    else:
+        monkeypatch.setattr("longspan.memory.spill_file._set_direct", lambda fd: False)
+    store = _disk(tmp_path)
+    monkeypatch.undo()
+    assert not list(tmp_path.iterdir())
+    store.reserve(50_000)
+    x = torch.randn(9000)
+    stored = store.put(x)
+    _written(store)
+    assert torch.equal(stored.get(), x)
+    store.close()
+
+
+def test_a_tensor_written_to_on_its_way_is_not_given_back(disk: DiskStore, gate: threading.Event) -> None:
+    x = torch.randn(100)
+    stored = disk.put(x)
+    x.add_(1)
+    gate.set()
+    _written(disk)
+    with pytest.raises(LongspanError, match="in place"):
+        stored.get()
+
+
+def test_what_a_device_can_have() -> None:
+    assert store_for(Memory(), CPU) is None
+    with pytest.raises(LongspanError, match="on a CPU.*offload='disk'"):
+        store_for(Memory(checkpointing="layers", offload="host"), CPU)
+    store = store_for(Memory(checkpointing="layers", offload="disk"), CPU)
+    assert store is not None
+    store.close()
+    with pytest.raises(LongspanError, match="mps"):
+        store_for(Memory(checkpointing="layers", offload="disk"), torch.device("mps"))
+
+
+def test_a_host_without_room_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "free_memory", lambda: 1000)
+    store = HostStore(LateSide())
+    for call in (lambda: store.reserve(2000), lambda: store.put(torch.randn(10))):
+        with pytest.raises(LongspanError, match="(?=.*2,000|.*67,108,864)(?=.*1,000 bytes are free)"):
+            call()
+    monkeypatch.setattr(pinned, "free_memory", lambda: None)
+    x = torch.randn(10)
+    assert torch.equal(store.put(x).get(), x)
+
+
+# --- the end
+
+
+def test_closing(tmp_path: Path) -> None:
+    store = _disk(tmp_path)
+    stored = store.put(torch.randn(5000))
+    store.close()
+    store.close()
+    stored.drop()
+    for call in (stored.get, lambda: store.put(torch.randn(1)), lambda: store.reserve(1)):
+        with pytest.raises(LongspanError, match="closed"):
+            call()
+    assert not [t for t in threading.enumerate() if t in store._writers._threads | store._readers._threads]
+
+
+def test_closing_ends_who_waits(disk: DiskStore, gate: threading.Event) -> None:
+    disk.put(torch.randn(4096))
+    said: list[str] = []
+
+    def late() -> None:
+        try:
+            disk.put(torch.randn(4096))
+        except LongspanError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=late)
+    waiting.start()
+    time.sleep(0.1)
+    closing = threading.Thread(target=disk.close)
+    closing.start()
+    waiting.join(60)
+    gate.set()
+    closing.join(60)
+    assert "closed" in said[0] and not closing.is_alive()
+
+
+def test_metrics_count_both_ways_and_from_zero_again(disk: DiskStore) -> None:
+    stored = disk.put(torch.randn(5000))
+    _written(disk)
+    stored.get()
+    found = disk.metrics()
+    assert found["bytes_away"] == found["bytes_back"] == 20_000
+    assert found["seconds_away"] > 0 and found["seconds_back"] > 0 and found["waited_seconds_away"] == 0
+    disk.reset()
+    assert not any(disk.metrics().values())
+    side = LateSide()
+    host = HostStore(side, in_flight=0)
+    host.put(torch.randn(10)).get()
+    assert host.metrics() == {
+        "bytes_away": 40, "bytes_back": 40, "seconds_away": 1, "seconds_back": 1, "waited_seconds_away": 1,
+        "waited_seconds_back": 1,
+    }  # fmt: skip
+
+
+PROCESS = """
+import os, sys, time, torch
+from longspan.memory.spill import DiskStore
+store = DiskStore(sys.argv[1], torch.device("cpu"))
+store.reserve(1 << 22)
+stored = [store.put(torch.randn(100_000)) for _ in range(8)]
+print("ready", flush=True)
+"""
+ENDS = {
+    "killed": "time.sleep(600)",
+    "left open": "",
+    "raised": "raise SystemExit(0)",
+    "forked": """
+child = os.fork()
+if not child:
+    try:
+        store.put(torch.zeros(3))
+    except ValueError as error:
+        assert "forked" in str(error)
+        stored.clear()
+        store.close()
+        sys.exit(7)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert len(stored[0].get()) == 100_000
+""",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_process_ends_and_leaves_nothing(tmp_path: Path, end: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", PROCESS + ENDS[end], str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    assert not list(tmp_path.iterdir())
+    if end == "killed":
+        process.kill()
+    errors = process.communicate(timeout=100)[1]
+    assert (process.returncode, errors) == (-9 if end == "killed" else 0, "")
+    assert not list(tmp_path.iterdir())
