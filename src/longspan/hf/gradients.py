@@ -40,11 +40,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model: as `longspan.parallelize` returned it. On one rank, where nothing is summed, this does nothing.
 
     Raises:
-        LongspanError: if it has not been parallelized.
+        LongspanError: if it has not been parallelized, or each of its backwards updates the weights
+            (`longspan.optimizer_in_backward`).
     """
     inner: Any = transformers_model(model)
     if not hasattr(inner, "longspan_hooks"):
         raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    if inner.longspan_hooks.in_backward is not None:
+        raise LongspanError(
+            "gradients cannot accumulate where each backward updates the weights (longspan.optimizer_in_backward); "
+            "call remove() on what it returned, and optimizer.step() after the last micro-batch"
+        )
     sums: GradientSum | None = inner.longspan_hooks.gradients
     if isinstance(inner, FSDPModule):
         inner.set_requires_gradient_sync(False)
