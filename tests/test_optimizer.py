@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -15,9 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
 from longspan.core.errors import LongspanError
+from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig, run
 from tests.counting import count_sent
 from tests.fakes import fake_world
+from tests.memory import peak_of
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
 from tests.training import LLAMA, losses_of, train, write_config
@@ -260,3 +266,129 @@ def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch
             assert [type(policy) for policy in policies] == [kind] * 5  # embedding, 2 layers, norm and head, the root
         with pytest.raises(LongspanError, match=r"on a CPU they are there already: there is nothing to move"):
             fsdp.apply_fsdp(_model(), sp, None, cpu_offload=True)
+
+
+# --- copies of gradients
+
+
+def _peaks_of_sums(folder: Path) -> list[float]:
+    """Bytes held at most by a backward and its sum, over those of the gradients."""
+    from longspan.hf.gradients import GradientSum
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    found = []
+    for sizes, dtype in (((1 << 20,), torch.float32), ((1 << 14,) * 64, torch.float32), ((1 << 10, 1 << 10), "rows")):
+        if dtype == "rows":  # one matrix in bf16: summed in fp32, some rows at a time
+            weights = [torch.nn.Parameter(torch.ones(sizes, dtype=torch.bfloat16))]
+        else:
+            weights = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+        GradientSum(weights, sp).bucket_elements = 1 << 16
+        factors = [torch.full_like(p, 2.0) for p in weights]
+
+        def step(pairs: list[Any]) -> None:
+            torch.autograd.backward([(p * x).sum() for p, x in pairs])
+
+        trace = folder / f"trace-{sp.rank}.json"
+        peak = peak_of(functools.partial(step, list(zip(weights, factors, strict=True))), trace)
+        assert all(p.grad is not None and bool((p.grad == 4).all()) for p in weights)
+        found.append(peak / sum(p.nbytes for p in weights))
+    return found
+
+
+def test_a_gradient_larger_than_a_bucket_is_summed_where_it_lies(pool2: RankPool, tmp_path: Path) -> None:
+    """p * x makes one more tensor of p's size in the forward, which is gone by then."""
+    for alone, together, rows in pool2.run(_peaks_of_sums, tmp_path):
+        assert alone < 1.1  # the gradient
+        assert together < 2.2  # all products of the forward are there when the first gradient comes
+        assert rows < 1.3
+
+
+def test_the_heads_gradient_is_the_buffer_it_was_summed_in(tmp_path: Path) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    model = longspan.parallelize(_model(vocab_size=1 << 15, num_hidden_layers=1, tie_word_embeddings=False), sp)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    head = model.lm_head.weight.nbytes
+    batch = _batch(8)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    step()
+    model.zero_grad()
+    # A tile of logits of all 8 tokens and its fp32 softmax in place, a few activations, and one gradient of the head.
+    tile = 8 * 4 * (1 << 15)
+    assert peak_of(step, tmp_path / "trace.json") < head + 2 * tile + 500_000 < 2 * head
+
+
+# --- nothing hidden keeps memory
+
+
+class _Entered(Exception):
+    """The first layer has been reached."""
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_nothing_of_a_million_tokens_lives_on_behind_the_entrance(tmp_path: Path, layout: Any, documents: bool) -> None:
+    """The caller holds token ids and labels; of the whole sequence's length there is nothing else, of any dtype."""
+    n, ranks = 1 << 20, 64
+    held: list[int] = []
+    recorded = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def entered(*_: Any) -> None:
+        recorded.stop()
+        recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        alive: dict[int, int] = {}
+        for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+            alive.pop(event["args"]["Addr"], None)
+            if event["args"]["Bytes"] > 0:
+                alive[event["args"]["Addr"]] = event["args"]["Bytes"]
+        held.extend(alive.values())
+        raise _Entered
+
+    with fake_world(5, ranks):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=8, ulysses=8), layout)
+        config = {"hidden_size": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 2}
+        model = _model(**config, num_hidden_layers=1, vocab_size=64, max_position_embeddings=n).train()
+        model = longspan.parallelize(model, sp, fsdp=False, weights="broadcast", check_batches=0, check_weights=0)
+        model.model.layers[0].register_forward_pre_hook(entered)
+        ids = torch.zeros(1, n, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        if documents:
+            batch["position_ids"] = (torch.arange(n) % 4096)[None]
+        recorded.start()
+        with pytest.raises(_Entered):
+            model(**batch)
+    assert held and max(held) < n  # a bool for each token would be n bytes
+    assert max(held) >= n // ranks * 8 * 4  # mine: the hidden states
+
+
+def _cut_in_the_thread(config: TrainConfig) -> list[int]:
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(config)
+    with trainer._batches() as batches:
+        micro = next(batches).micro_batches
+    trainer.outputs.release()
+    return [x.untyped_storage().nbytes() for one in micro for x in one.values() if isinstance(x, torch.Tensor)]
+
+
+def test_a_step_of_train_holds_its_own_tokens_alone(config: TrainConfig, pool2: RankPool) -> None:
+    one = dataclasses.replace(config, ulysses=2, pack="documents", context=400)
+    for sizes in pool2.run(_cut_in_the_thread, one, timeout=240):
+        assert sizes == [200 * 8] * 3  # ids, labels, position ids
+
+
+def test_sequences_that_were_dealt_out_are_let_go() -> None:
+    seen: list[weakref.ref[Sequence]] = []
+
+    def sequences() -> Iterator[Sequence]:
+        for i in range(8):
+            made = [Sequence(np.full(16, i), (), {})]
+            seen.append(weakref.ref(made[0]))
+            yield made.pop()
+
+    dealt = deal(sequences(), batch=4, micro_batch=1, data_size=1, data_rank=0, pack="stream")
+    assert len(next(dealt).micro_batches) == 4
+    assert [ref() for ref in seen] == [None] * 4

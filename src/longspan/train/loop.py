@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import os
@@ -223,7 +224,12 @@ class Trainer:
             data_rank=self.sp.data_rank,
             pack=config.pack,
         )
-        return prefetch(steps)
+        # Cut where they are read, in the thread: no tensor of the whole sequence waits for its step, or lives in it.
+        return prefetch(map(self._cut, steps))
+
+    def _cut(self, step: StepBatch) -> StepBatch:
+        """Of each micro-batch this rank's tokens; the finder of what is not finite takes them again."""
+        return dataclasses.replace(step, micro_batches=[shard_batch(micro, self.sp) for micro in step.micro_batches])
 
     def _agree(self, batch: StepBatch, signum: int) -> int:
         """One small all-reduce before each step: whether any rank was told to stop, and whether all read the same.
@@ -319,9 +325,7 @@ class Trainer:
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
             self._at("forward and backward", self.step + 1)
-            inputs = {
-                k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in shard_batch(micro, self.sp).items()
-            }
+            inputs = {k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in micro.items()}
             with no_sync(self.model) if self.sums_once and i < last else contextlib.nullcontext():
                 with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
                     # Only the loss is kept: the output would hold the logits all through the backward.
