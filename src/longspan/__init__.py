@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.gradients import no_sync as no_sync
+    from longspan.hf.in_backward import optimizer_in_backward as optimizer_in_backward
     from longspan.hf.loading import from_pretrained as from_pretrained
     from longspan.hf.logprobs import token_logprobs as token_logprobs
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
@@ -43,6 +44,7 @@ _HOME = {
     "prepare_attention": "longspan.attn.api",
     "init_mesh": "longspan.comm.mesh",
     "no_sync": "longspan.hf.gradients",
+    "optimizer_in_backward": "longspan.hf.in_backward",
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",
     "token_logprobs": "longspan.hf.logprobs",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 GRADIENT_BUCKET = 1 << 25
-"""Elements of one all-reduce of `longspan.hf.gradients.GradientSum`, at least one parameter: so much is copied."""
+"""Elements of one all-reduce of `longspan.hf.gradients.GradientSum`, at least one parameter: so much is
+copied at most (a parameter that has one to itself is summed where it lies)."""
 
 LOSS_TILE = (1 << 24, 1 << 20)
 """Logits that the loss looks at together in fp32: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""

@@ -98,8 +98,9 @@ class SequenceStream:
                 if filled == self.context:
                     number += 1
                     state = {**dataclasses.asdict(run.place), "piece": run.piece, "token": offset, "sequences": number}
-                    yield Sequence(np.concatenate(parts), tuple(starts), state)
+                    whole = [Sequence(np.concatenate(parts), tuple(starts), state)]
                     parts, starts, filled = [], [], 0
+                    yield whole.pop()  # while this waits to go on, it holds nothing of the sequence
 
     def _runs(self) -> Iterator[tuple[_Run, int]]:
         """The pieces from the state on, each with the number of its ids that are used up already."""
@@ -138,7 +139,7 @@ class StepBatch:
         state: of the data after this step.
     """
 
-    micro_batches: list[dict[str, torch.Tensor]]
+    micro_batches: list[dict[str, Any]]
     label_tokens: int
     attention_pairs: int
     checksum: int
@@ -159,13 +160,17 @@ def deal(
         checksum = 0
         for sequence in step:
             checksum = zlib.crc32(sequence.ids.tobytes(), checksum)
-        yield StepBatch(
-            micro_batches=[_collate(step[i : i + micro_batch], pack) for i in mine],
-            label_tokens=sum(end - begin - 1 for begin, end in spans),
-            attention_pairs=sum((end - begin) * (end - begin + 1) // 2 for begin, end in spans),
-            checksum=checksum,
-            state=step[-1].state,
-        )
+        dealt = [
+            StepBatch(
+                micro_batches=[_collate(step[i : i + micro_batch], pack) for i in mine],
+                label_tokens=sum(end - begin - 1 for begin, end in spans),
+                attention_pairs=sum((end - begin) * (end - begin + 1) // 2 for begin, end in spans),
+                checksum=checksum,
+                state=step[-1].state,
+            )
+        ]
+        del step, sequence
+        yield dealt.pop()  # held by whoever takes it alone
 
 
 def _collate(sequences: list[Sequence], pack: Pack) -> dict[str, torch.Tensor]:
@@ -204,12 +209,14 @@ def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[Iterator[T]]:
 
     def consume() -> Iterator[T]:
         while True:
-            item, error = ready.get()
+            taken, error = ready.get()
             if isinstance(error, StopIteration):
                 return
             if error is not None:
                 raise error
-            yield item  # type: ignore[misc]
+            held = [taken]
+            del taken
+            yield held.pop()  # type: ignore[misc]
 
     thread = threading.Thread(target=work, name="longspan-data", daemon=True)
     thread.start()

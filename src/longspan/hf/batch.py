@@ -149,20 +149,28 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
     out = {key: value for key, value in batch.items() if key not in own}
     for key in ("input_ids", "inputs_embeds", "token_type_ids"):
         if batch.get(key) is not None:
-            out[key] = shard(batch[key], sp)
+            out[key] = _part(batch[key], sp)
     labels = _labels_of(batch, shift)
     if labels is not None:
         if rows is not None:
             _refuse_labels_on_padding(labels, rows, n, shift)
-        out["labels"] = shard(labels, sp, pad_value=IGNORE)
+        out["labels"] = _part(labels, sp, pad_value=IGNORE)
     if positions is None:
         out["position_ids"] = sp.positions(n).to(device)[None]
         max_position = n - 1
     else:
-        out["position_ids"] = shard(positions, sp)
+        out["position_ids"] = _part(positions, sp)
         max_position = int(positions.max())
     out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shifted=shift)
     return out
+
+
+def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
+    """My tokens of `x`. Of ids and flags a copy: a view would keep the whole sequence's alive as long as mine. (What
+    has a gradient, embeddings, is the caller's, and larger than what a copy would free.)
+    """
+    part = shard(x, sp, pad_value=pad_value)
+    return part if sp.size == 1 or x.is_floating_point() else part.clone()
 
 
 def _under_its_mask(
@@ -240,7 +248,7 @@ def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, devic
     for b, row in enumerate(rows):
         for start, stop in row:
             real[b, start:stop] = True
-    return shard(real.to(device), sp.with_layout(info.layout))
+    return _part(real.to(device), sp.with_layout(info.layout))
 
 
 def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: bool) -> None:

@@ -12,13 +12,14 @@ last. That group is the root's, which spans the whole forward and backward; embe
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from longspan.compat.torch_api import sum_gradients
+from longspan.core.errors import LongspanError
 from longspan.hf.support import decoder_layers
 
 if TYPE_CHECKING:
@@ -27,24 +28,55 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
-def apply_fsdp(model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None) -> None:
-    """`fully_shard` the groups of a model. Gradients are summed: the loss is divided by all tokens."""
-    policy = mp_policy or MixedPrecisionPolicy()
+def apply_fsdp(
+    model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None, *, cpu_offload: bool = False
+) -> None:
+    """`fully_shard` the groups of a model. Gradients are summed: the loss is divided by all tokens.
+
+    Args:
+        model: whose weights become shards, in place.
+        sp: its sharding.
+        mp_policy: FSDP's mixed precision.
+        cpu_offload: shards, their gradients and so the optimizer's states stay in the host's memory, pinned; a group's
+            weights go to the device when it gathers them, its gradient comes back when it is summed.
+
+    Raises:
+        LongspanError: for `cpu_offload` where the device is the CPU.
+    """
+    check_cpu_offload(sp.device, cpu_offload)
+    options: dict[str, Any] = {
+        "mesh": sp.fsdp_mesh,
+        "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
     embedding, tail = outer_groups(model)
     layers: list[nn.Module] = decoder_layers(model)
     if embedding is not None:
         kept = _backward_reads_table(embedding)
-        group = fully_shard(embedding, mesh=sp.fsdp_mesh, mp_policy=policy, reshard_after_forward=True)
+        group = fully_shard(embedding, **options, reshard_after_forward=True)
         group.set_unshard_in_backward(kept)
     for layer in layers:
-        fully_shard(layer, mesh=sp.fsdp_mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, **options, reshard_after_forward=True)
     if tail:
-        fully_shard(tail, mesh=sp.fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=sp.fsdp_mesh, mp_policy=policy)
+        fully_shard(tail, **options, reshard_after_forward=False)
+    fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
     _prefetch([*([] if embedding is None else [embedding]), *layers, *tail[:1]], backward=[*layers, *tail[:1]])
+
+
+def check_cpu_offload(device: torch.device, cpu_offload: bool) -> None:
+    """Refuse an offload that moves nothing.
+
+    Raises:
+        LongspanError: where the device is the CPU.
+    """
+    if cpu_offload and device.type == "cpu":
+        raise LongspanError(
+            "cpu_offload=True keeps weights, gradients and optimizer states in the host's memory, and on a CPU they "
+            "are there already: there is nothing to move; leave it out"
+        )
 
 
 def reshard(model: nn.Module) -> None:

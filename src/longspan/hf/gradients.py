@@ -40,11 +40,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model: as `longspan.parallelize` returned it. On one rank, where nothing is summed, this does nothing.
 
     Raises:
-        LongspanError: if it has not been parallelized.
+        LongspanError: if it has not been parallelized, or each of its backwards updates the weights
+            (`longspan.optimizer_in_backward`).
     """
     inner: Any = transformers_model(model)
     if not hasattr(inner, "longspan_hooks"):
         raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    if inner.longspan_hooks.in_backward is not None:
+        raise LongspanError(
+            "gradients cannot accumulate where each backward updates the weights (longspan.optimizer_in_backward); "
+            "call remove() on what it returned, and optimizer.step() after the last micro-batch"
+        )
     sums: GradientSum | None = inner.longspan_hooks.gradients
     if isinstance(inner, FSDPModule):
         inner.set_requires_gradient_sync(False)
@@ -167,7 +173,20 @@ class GradientSum:
         """One all-reduce, in fp32 at least: a sum of many ranks in bf16 would round at every step."""
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
         grads = [p.grad for p in bucket if p.grad is not None]
+        if len(grads) == 1:
+            self._sum_alone(grads[0], dtype)
+            return
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         dist.all_reduce(flat, group=self.group)
         for grad, whole in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(whole.view_as(grad))
+
+    def _sum_alone(self, grad: Tensor, dtype: torch.dtype) -> None:
+        """A gradient with a bucket to itself, which may be a vocabulary's: where it lies, or else copied in pieces."""
+        if grad.dtype == dtype and grad.is_contiguous():
+            dist.all_reduce(grad.view(-1), group=self.group)
+            return
+        for rows in grad.split(max(1, self.bucket_elements // max(1, grad[:1].numel()))) if grad.dim() else [grad]:
+            piece = rows.to(dtype, memory_format=torch.contiguous_format, copy=True)
+            dist.all_reduce(piece, group=self.group)
+            rows.copy_(piece)

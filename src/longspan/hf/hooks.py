@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
     from longspan.hf.alike import BatchCheck
     from longspan.hf.guards import Guard, RestCheck
+    from longspan.hf.in_backward import InBackward
     from longspan.hf.levers import Levers
     from longspan.memory.logits import DeferredLogits
 
@@ -93,6 +94,7 @@ class ForwardHooks:
         self.computed: tuple[Tensor, int] | None = None
         self.signature = inspect.signature(model.forward)
         self.gradients: GradientSum | None = None
+        self.in_backward: InBackward | None = None
         self.masked = is_masked_lm(model)
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)

@@ -8,6 +8,7 @@ order in which the model works, which is the same everywhere, and the lowest cou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from longspan.hf.fsdp import reshard
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+    from longspan.hf.hooks import ForwardHooks
     from longspan.memory.logits import Head
 
 
@@ -93,13 +95,14 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
     bad = first_not_finite(model, sp)
     if bad is not None:
         return bad
+    updates = _hooks_of(model).in_backward
     reshard(model)
     before = [(p, p.grad) for p in model.parameters()]
     for p, _ in before:
         p.grad = None
     watcher = _Watcher(model)
     try:
-        with watcher:
+        with watcher, contextlib.nullcontext() if updates is None else updates.paused():
             loss = run()
             if loss is not None:
                 watcher.look("loss", "the loss", loss)
@@ -138,11 +141,15 @@ def sharding_of(model: nn.Module) -> SequenceSharding:
     Raises:
         LongspanError: if it was not.
     """
-    hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
-    if hooks is None:
+    return _hooks_of(model).sp
+
+
+def _hooks_of(model: nn.Module) -> ForwardHooks:
+    found = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
+    if found is None:
         raise LongspanError(f"{type(model).__name__} is not parallelized; pass it through longspan.parallelize first")
-    sp: SequenceSharding = hooks.sp  # type: ignore[union-attr, assignment]
-    return sp
+    hooks: ForwardHooks = found  # type: ignore[assignment]
+    return hooks
 
 
 class _Watcher:
@@ -153,8 +160,7 @@ class _Watcher:
         self.order = 0
         self.found: _Found | None = None
         self.handles: list[Any] = []
-        hooks: Any = next(m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks"))
-        self.head: Head | None = hooks.head
+        self.head: Head | None = _hooks_of(model).head
 
     def __enter__(self) -> None:
         for name, module in self.model.named_modules():

@@ -87,6 +87,13 @@ class TrainConfig:
     """AdamW's betas."""
     clip: float = 1.0
     """Largest global norm of the gradients; 0 for no clipping."""
+    optimizer_in_backward: bool = False
+    """Update each weight in the backward, as its gradient arrives, and free the gradient at once: those of all weights
+    never exist together. The same numbers to the bit. Needs --clip 0, no accumulation, and --fsdp or one rank."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In what FSDP sums gradients over the ranks. bf16 halves what is sent and what is held for it, and rounds every
+    sum to 8 bits: the one setting here, beside --dtype, that changes the numbers. Weights' gradients and the optimizer
+    are fp32 either way."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """bf16 computes in bf16, with weights, gradient sums and optimizer in fp32."""
     fsdp: bool = True
@@ -200,6 +207,37 @@ class TrainConfig:
             raise LongspanError(
                 f"--batch {self.sequences} is not a multiple of --micro-batch {self.micro_batch} x --data-degree "
                 f"{self.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
+            )
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Refuse what cannot be had together in the way gradients are summed, and used."""
+        if self.grad_dtype != "fp32" and (not self.fsdp or self.ranks == 1):
+            why = "with --no-fsdp gradients are summed in fp32" if self.ranks > 1 else "one rank sums no gradients"
+            raise LongspanError(f"--grad-dtype {self.grad_dtype} is of FSDP's sums over ranks, and {why}; leave it out")
+        if not self.optimizer_in_backward:
+            return
+        flag = "--optimizer-in-backward"
+        if self.clip:
+            raise LongspanError(
+                f"{flag} updates each weight before the norm of all gradients is known, and --clip {self.clip:g} needs "
+                f"it; say --clip 0"
+            )
+        if self.sequences > self.micro_batch * self.data_degree:
+            raise LongspanError(
+                f"{flag} updates in every backward, and --batch {self.sequences} accumulates gradients over "
+                f"{self.sequences // (self.micro_batch * self.data_degree)} of them; give --batch "
+                f"{self.micro_batch * self.data_degree}, or --micro-batch {self.sequences // self.data_degree}"
+            )
+        if not self.fsdp and self.ranks > 1:
+            raise LongspanError(
+                f"{flag} needs gradients that are summed one by one, and with --no-fsdp they are summed when the "
+                f"backward has ended; leave --no-fsdp out"
+            )
+        if self.check_at_rest:
+            raise LongspanError(
+                f"{flag} makes a step of the optimizer for each weight, and --check-at-rest reads all weights around "
+                f"each; leave one of them out"
             )
 
     def _check_ranges(self) -> None:

@@ -64,6 +64,22 @@ class Health:
                 f"learned; are all weights frozen, or does no label count? --zero-gradients 0 goes on all the same"
             )
 
+    def say_updated(self, step: int, loss: float, norm: float) -> str:
+        """Why a step was not finite whose gradients have been used and freed already, so that none can be looked for.
+
+        Args:
+            step: the step; its update was made.
+            loss: of the step, finite.
+            norm: of its gradients.
+        """
+        config = self.config
+        return (
+            f"loss {loss} and gradient norm {norm} at step {step}: the run has diverged, and with "
+            f"--optimizer-in-backward the weights were updated before the norm was known; the last checkpoint is "
+            f"untouched in {config.checkpoints}, resume from it with a smaller --lr (now {config.lr}) or a longer "
+            f"--warmup (now {config.warmup}), or without --optimizer-in-backward, which then says where it began"
+        )
+
     def say_nonfinite(self, step: int, loss: float, norm: float, found: NonFinite | None, started: int) -> str:
         """Why a step was not finite, and what to do.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import os
@@ -30,6 +31,7 @@ from longspan.data import StepBatch, deal, prefetch
 from longspan.hf.across_ranks import host_group
 from longspan.hf.batch import shard_batch
 from longspan.hf.gradients import no_sync
+from longspan.hf.in_backward import optimizer_in_backward
 from longspan.hf.loading import load_sharded
 from longspan.hf.nonfinite import watch
 from longspan.ranks import agreement
@@ -47,7 +49,7 @@ from longspan.train.metrics import (
     device_memory,
     model_flops,
     peak_flops,
-    peak_memory_gib,
+    peak_memory,
 )
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
@@ -120,6 +122,7 @@ class Trainer:
         self.seconds: list[float] = []  # of the steps since the last report
         self.health = Health(config)
         self.sums_once = self._sums_once()
+        self.in_backward = optimizer_in_backward(self.model, self.optimizer) if config.optimizer_in_backward else None
 
     def _at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
         """Tell the other ranks where this one is."""
@@ -131,7 +134,9 @@ class Trainer:
         config, sp = self.config, self.sp
         sharded, bf16 = config.fsdp and sp.world_size > 1, config.dtype == "bf16"
         # Weights stay in fp32; FSDP casts what it gathers, and without FSDP autocast casts what needs it.
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
+        summed = torch.bfloat16 if config.grad_dtype == "bf16" else torch.float32
+        plain = not bf16 and config.grad_dtype == "fp32"
+        policy = None if plain or not sharded else MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, summed)
         model = load_sharded(
             model_origin(config, self.inputs.model_config),
             sp,
@@ -219,7 +224,12 @@ class Trainer:
             data_rank=self.sp.data_rank,
             pack=config.pack,
         )
-        return prefetch(steps)
+        # Cut where they are read, in the thread: no tensor of the whole sequence waits for its step, or lives in it.
+        return prefetch(map(self._cut, steps))
+
+    def _cut(self, step: StepBatch) -> StepBatch:
+        """Of each micro-batch this rank's tokens; the finder of what is not finite takes them again."""
+        return dataclasses.replace(step, micro_batches=[shard_batch(micro, self.sp) for micro in step.micro_batches])
 
     def _agree(self, batch: StepBatch, signum: int) -> int:
         """One small all-reduce before each step: whether any rank was told to stop, and whether all read the same.
@@ -283,19 +293,25 @@ class Trainer:
         """Forward, backward and optimizer; returns the loss and the norm of the gradients.
 
         Raises:
-            LongspanError: if either is not finite; the optimizer has not stepped then.
+            LongspanError: if either is not finite; the optimizer has not stepped then, but where it does in the
+                backward, and the loss was finite.
         """
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
         loss = self._accumulate(batch)
         self._at("optimizer", self.step + 1)
-        norm = clip_gradients(self.model, self.config.clip)
         value = loss.item()
+        if self.in_backward is None:
+            norm = clip_gradients(self.model, self.config.clip)
+        else:
+            norm = self.in_backward.grad_norm() if math.isfinite(value) else math.nan
+            if math.isfinite(value) and not math.isfinite(norm):
+                raise LongspanError(self.health.say_updated(self.step + 1, value, norm))
         if not (math.isfinite(value) and math.isfinite(norm)):
             self.optimizer.zero_grad()
             self._at("looking for what is not finite", self.step + 1, long=True)
             found = watch(self.model, self.sp, lambda: self._accumulate(batch))
             raise LongspanError(self.health.say_nonfinite(self.step + 1, value, norm, found, self.started_step))
-        self.lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
+        self.optimizer.step()  # of nothing, where each weight's was made in the backward
         self.scheduler.step()
         self.optimizer.zero_grad()
         return value, norm
@@ -309,13 +325,13 @@ class Trainer:
         last = len(batch.micro_batches) - 1
         for i, micro in enumerate(batch.micro_batches):
             self._at("forward and backward", self.step + 1)
-            inputs = {
-                k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in shard_batch(micro, self.sp).items()
-            }
+            inputs = {k: v.to(self.sp.device) if isinstance(v, Tensor) else v for k, v in micro.items()}
             with no_sync(self.model) if self.sums_once and i < last else contextlib.nullcontext():
                 with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
                     # Only the loss is kept: the output would hold the logits all through the backward.
-                    part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+                    part: Tensor = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+                if self.in_backward is not None and self.in_backward.active and not part.isfinite():
+                    return part.detach()  # it is the same on every rank; a backward would spoil the weights
                 part.backward()
             # Each is a sum over its own tokens of this replica and the others, over the labels of the whole step.
             loss += part.detach()
@@ -326,7 +342,8 @@ class Trainer:
         config, sp = self.config, self.sp
         if config.reduce != "auto" or self.group is None:
             return config.reduce != "each"
-        whole = sum(p.numel() for p in self.model.parameters() if p.requires_grad) * 4
+        width = 2 if config.grad_dtype == "bf16" else 4  # what waits for its sum is in the sum's dtype
+        whole = sum(p.numel() for p in self.model.parameters() if p.requires_grad) * width
         once = torch.tensor(
             sums_once(config.fsdp, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32
         )
@@ -337,14 +354,14 @@ class Trainer:
         sp, tokens = self.sp, self.config.sequences * self.config.context
         mean_s = sum(self.seconds) / len(self.seconds)
         self.seconds.clear()
-        memory = peak_memory_gib(sp.device)
+        memory = peak_memory(sp.device)
         communication = self.sampler.share
         if self.group is not None:
             most = torch.tensor(memory, device=sp.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             share = torch.tensor(communication or 0.0, device=sp.device)
             dist.all_reduce(share, group=self.group)
-            memory, communication = most.item(), share.item() / sp.world_size
+            memory, communication = most.tolist(), share.item() / sp.world_size
         flops = model_flops(self.model, self.inputs.model_config, tokens, batch.attention_pairs)
         peak = peak_flops(sp.device, self.config.dtype)
         return StepMetrics(
@@ -356,7 +373,9 @@ class Trainer:
             tokens_per_s=tokens / mean_s,
             step_s=mean_s,
             communication=communication,
-            peak_memory_gib=memory,
+            peak_memory_gib=memory[0],
+            peak_reserved_gib=memory[1] or None,
+            reserved_ratio=memory[2] or None,
             mfu=flops / (mean_s * peak * sp.world_size) if flops and peak else None,
         )
 

@@ -58,6 +58,10 @@ class StepMetrics:
             `CommunicationSampler`. None on one rank.
         peak_memory_gib: of the rank that used most, since its start: what CUDA's allocator handed out, or on CPU the
             resident memory of the process, libraries included.
+        peak_reserved_gib: what CUDA's allocator held of the device at most, the rank that held most, since its start;
+            None on CPU.
+        reserved_ratio: `peak_reserved_gib` over `peak_memory_gib`, of the rank where that is largest: what is above 1
+            lies in pieces that nothing fitted into. None on CPU.
         mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None where unknown (CPU, fp32, an
             unlisted device, mixtures of experts).
     """
@@ -72,6 +76,8 @@ class StepMetrics:
     communication: float | None
     peak_memory_gib: float
     mfu: float | None
+    peak_reserved_gib: float | None = None
+    reserved_ratio: float | None = None
 
     def line(self, steps: int) -> str:
         """One line for a log."""
@@ -83,6 +89,8 @@ class StepMetrics:
             f"{self.tokens_per_s:,.0f} tokens/s",
             f"mem {self.peak_memory_gib:.2f} GiB",
         ]
+        if self.peak_reserved_gib is not None and self.reserved_ratio is not None:
+            parts[-1] += f" (reserved {self.peak_reserved_gib:.2f}, x{self.reserved_ratio:.2f})"
         if self.communication is not None:
             parts.append(f"comm {self.communication:.0%}")
         if self.mfu is not None:
@@ -140,6 +148,17 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def peak_memory(device: torch.device) -> list[float]:
+    """`peak_memory_gib`; what CUDA's allocator held at most, in GiB; and the second over the first. On CPU the last two
+    are 0: there is no allocator that reserves.
+    """
+    used = peak_memory_gib(device)
+    if device.type != "cuda":
+        return [used, 0.0, 0.0]
+    reserved = torch.cuda.max_memory_reserved(device) / 2**30
+    return [used, reserved, reserved / used if used else 0.0]
 
 
 def device_memory(device: torch.device) -> int:

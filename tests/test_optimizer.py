@@ -1,0 +1,394 @@
+"""Memory of gradients and optimizer states: the step in the backward, sums in bf16, 8-bit states."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import longspan
+from longspan.core.errors import LongspanError
+from longspan.data.stream import Sequence, deal
+from longspan.train import TrainConfig, run
+from tests.counting import count_sent
+from tests.fakes import fake_world
+from tests.memory import peak_of
+from tests.pool import RankError, RankPool
+from tests.tolerance import roughly
+from tests.training import LLAMA, losses_of, train, write_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """6 steps of one sequence of 60 tokens."""
+    return TrainConfig(
+        data="pydoc", config=write_config(tmp_path), context=61, batch=1, steps=6, lr=1e-2, warmup=1, clip=0,
+        dtype="fp32", log_every=1, save_every=3, keep=0, out=tmp_path / "run",
+    )  # fmt: skip
+
+
+def _on(pool: RankPool, config: TrainConfig) -> None:
+    pool.run(train, config, timeout=240)
+
+
+def _weights(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(out / "hf" / "model.safetensors")
+
+
+def _log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _same_weights(one: TrainConfig, other: TrainConfig) -> bool:
+    expected = _weights(one.out)
+    return all(torch.equal(x, expected[name]) for name, x in _weights(other.out).items())
+
+
+def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
+    with pytest.raises(LongspanError, match=match):
+        run(dataclasses.replace(base, **changes))
+
+
+# --- the step in the backward
+
+
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data_degree": 2, "batch": 2, "dtype": "bf16"}, {}])
+def test_the_step_in_the_backward_is_the_step_after_it(
+    config: TrainConfig, pool2: RankPool, mesh: dict[str, Any]
+) -> None:
+    plain = dataclasses.replace(config, **mesh)
+    inside = dataclasses.replace(plain, optimizer_in_backward=True, out=config.out / "inside")
+    for one in (plain, inside):
+        train(one) if one.ranks == 1 else _on(pool2, one)
+    assert losses_of(inside.out) == losses_of(plain.out)
+    assert _same_weights(plain, inside)
+    for mine, theirs in zip(_log(inside.out), _log(plain.out), strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=roughly(torch.float32))
+        assert mine["lr"] == theirs["lr"]
+
+
+def test_a_run_goes_on_with_and_without_the_step_in_the_backward(config: TrainConfig, pool2: RankPool) -> None:
+    whole = dataclasses.replace(config, ulysses=2)
+    _on(pool2, whole)
+    parted = dataclasses.replace(whole, out=config.out / "parted")
+    for steps, inside in ((2, True), (4, False), (6, True)):
+        # The schedule is that of the whole run.
+        _on(pool2, dataclasses.replace(parted, steps=steps, schedule="constant", optimizer_in_backward=inside))
+    constant = dataclasses.replace(whole, out=config.out / "constant", schedule="constant")
+    _on(pool2, constant)
+    assert losses_of(parted.out) == losses_of(constant.out)
+    assert _same_weights(constant, parted)
+
+
+def _model(**changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes}))
+
+
+def _batch(n: int = 24) -> dict[str, torch.Tensor]:
+    ids = torch.arange(n)[None] * 7 % 384
+    return {"input_ids": ids, "labels": ids}
+
+
+def _gradients_at_once(size: int, tied: bool) -> tuple[int, int, int, float, float]:
+    """Of one step: weights, most gradients alive at once, those left, the norm, and that of a plain backward."""
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=size))
+    model = longspan.parallelize(_model(tie_word_embeddings=tied), sp)
+    model(**_batch()).loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    plain = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    model.zero_grad()
+    weights = list(model.parameters())
+    alive: list[int] = []
+    # Before longspan's hook, which frees the gradient.
+    for p in weights:
+        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(p.grad is not None for p in weights)))
+    updates = longspan.optimizer_in_backward(model, torch.optim.SGD(weights, lr=0.0))
+    model(**_batch()).loss.backward()
+    left = sum(p.grad is not None for p in weights)
+    assert len(alive) == len(weights)
+    return len(weights), max(alive), left, updates.grad_norm(), plain
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_hooks_of_shards_run_one_by_one_and_gradients_never_exist_together(pool2: RankPool, tied: bool) -> None:
+    for found in [*pool2.run(_gradients_at_once, 2, tied), _gradients_at_once(1, tied)]:
+        weights, most, left, norm, plain = found
+        assert weights > 10 and (most, left) == (1, 0)
+        assert norm == pytest.approx(plain, rel=roughly(torch.float32))
+
+
+def _diverging(config: TrainConfig) -> str:
+    try:
+        train(config)
+    except LongspanError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_that_diverges_is_found_before_the_weights_are_touched(config: TrainConfig, pool2: RankPool) -> None:
+    wild = dataclasses.replace(
+        config, ulysses=2, lr=1e30, warmup=0, save_every=0, optimizer_in_backward=True, export="never"
+    )
+    for said in pool2.run(_diverging, wild, timeout=240):
+        assert "at step 2: the run has diverged" in said
+        assert ("first not finite: " in said) or ("weights were updated before" in said)
+
+
+def _looked_for() -> tuple[str, bool]:
+    """The finder's backward updates nothing, though the optimizer is in the backward."""
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    model = longspan.parallelize(_model(), sp)
+    longspan.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    found = longspan.find_nonfinite(model, _batch())
+    same = all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+    return str(found), same
+
+
+def test_looking_for_what_is_not_finite_updates_nothing(pool2: RankPool) -> None:
+    assert pool2.run(_looked_for) == [("None", True)] * 2
+
+
+def _misused(fsdp: bool, how: str) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    model = _model()
+    if how == "plain":
+        longspan.optimizer_in_backward(model, torch.optim.SGD(model.parameters()))
+    model = longspan.parallelize(model, sp, fsdp=fsdp)
+    weights = list(model.parameters())[how == "part" :]
+    updates = longspan.optimizer_in_backward(model, torch.optim.SGD(weights))
+    if how == "twice":
+        longspan.optimizer_in_backward(model, torch.optim.SGD(weights))
+    if how == "removed":
+        updates.remove()
+    with longspan.no_sync(model):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "how", "said"),
+    [
+        (True, "plain", "call longspan.parallelize first"),
+        (False, "", r"use longspan.parallelize\(..., fsdp=True\), or call optimizer.step\(\) after"),
+        (True, "part", r"SGD does not hold 1 of .* make it from model.parameters\(\) after longspan.parallelize"),
+        (True, "twice", r"already; remove\(\) that first"),
+        (True, "", r"gradients cannot accumulate .* call remove\(\)"),
+    ],
+)
+def test_what_the_step_in_the_backward_cannot_be_is_refused(pool2: RankPool, fsdp: bool, how: str, said: str) -> None:
+    with pytest.raises(RankError, match=said) as caught:
+        pool2.run(_misused, fsdp, how)
+    assert len(caught.value.failures) == 2
+
+
+def test_it_can_be_removed(pool2: RankPool) -> None:
+    pool2.run(_misused, True, "removed")
+
+
+def test_what_does_not_go_with_it_is_refused_with_the_way_out(config: TrainConfig) -> None:
+    inside = dataclasses.replace(config, ulysses=2, optimizer_in_backward=True)
+    _refused(inside, r"--clip 1 needs it; say --clip 0", clip=1.0)
+    _refused(inside, r"--batch 4 accumulates gradients over 4 of them; give --batch 1, or --micro-batch 4", batch=4)
+    _refused(inside, r"leave --no-fsdp out", fsdp=False)
+    _refused(inside, r"--check-at-rest reads all weights around each", check_at_rest=True)
+    assert not config.out.exists()
+
+
+# --- gradients summed in bf16
+
+
+def _scattered(reduce_dtype: torch.dtype) -> tuple[int, set[torch.dtype]]:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    model = longspan.parallelize(_model(), sp, mp_policy=policy)
+    with count_sent() as sent:
+        model(**_batch()).loss.backward()
+    return sum(one.bytes for one in sent if "scatter" in one.op), {p.grad.dtype for p in model.parameters()}
+
+
+def test_gradients_summed_in_bf16_are_half_the_bytes(pool2: RankPool) -> None:
+    for wide, narrow in zip(pool2.run(_scattered, torch.float32), pool2.run(_scattered, torch.bfloat16), strict=True):
+        assert wide[0] == 2 * narrow[0] > 0
+        assert wide[1] == narrow[1] == {torch.float32}  # what the optimizer sees
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_summed_in_bf16_are_near_and_not_the_same(config: TrainConfig, pool2: RankPool, dtype: Any) -> None:
+    plain = dataclasses.replace(config, ulysses=2, dtype=dtype, steps=3, export="never", save_every=0)
+    rounded = dataclasses.replace(plain, grad_dtype="bf16", out=config.out / "rounded")
+    _on(pool2, plain)
+    _on(pool2, rounded)
+    losses, exact = losses_of(rounded.out), losses_of(plain.out)
+    assert losses != exact and losses[1] == exact[1]  # no gradient has been summed before the first loss
+    assert all(abs(losses[step] / exact[step] - 1) < roughly(torch.bfloat16) for step in exact)
+
+
+def test_sums_in_bf16_are_refused_where_there_are_none(config: TrainConfig) -> None:
+    _refused(
+        config, r"with --no-fsdp gradients are summed in fp32; leave it out", grad_dtype="bf16", ulysses=2, fsdp=False
+    )
+    _refused(config, r"one rank sums no gradients; leave it out", grad_dtype="bf16")
+
+
+# --- FSDP's offload
+
+
+def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.hf import fsdp
+
+    policies: list[Any] = []
+
+    def noted(module: Any, *, offload_policy: Any, **options: Any) -> Any:
+        policies.append(offload_policy)
+        return fully_shard(module, **options)  # a mesh of CPUs takes no offload
+
+    monkeypatch.setattr(fsdp, "fully_shard", noted)
+    with fake_world(0, 2):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+        gpu: Any = SimpleNamespace(device=torch.device("cuda"), fsdp_mesh=sp.fsdp_mesh)
+        for asked, kind in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
+            policies.clear()
+            fsdp.apply_fsdp(_model(), gpu, None, cpu_offload=asked)
+            assert [type(policy) for policy in policies] == [kind] * 5  # embedding, 2 layers, norm and head, the root
+        with pytest.raises(LongspanError, match=r"on a CPU they are there already: there is nothing to move"):
+            fsdp.apply_fsdp(_model(), sp, None, cpu_offload=True)
+
+
+# --- copies of gradients
+
+
+def _peaks_of_sums(folder: Path) -> list[float]:
+    """Bytes held at most by a backward and its sum, over those of the gradients."""
+    from longspan.hf.gradients import GradientSum
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    found = []
+    for sizes, dtype in (((1 << 20,), torch.float32), ((1 << 14,) * 64, torch.float32), ((1 << 10, 1 << 10), "rows")):
+        if dtype == "rows":  # one matrix in bf16: summed in fp32, some rows at a time
+            weights = [torch.nn.Parameter(torch.ones(sizes, dtype=torch.bfloat16))]
+        else:
+            weights = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+        GradientSum(weights, sp).bucket_elements = 1 << 16
+        factors = [torch.full_like(p, 2.0) for p in weights]
+
+        def step(pairs: list[Any]) -> None:
+            torch.autograd.backward([(p * x).sum() for p, x in pairs])
+
+        trace = folder / f"trace-{sp.rank}.json"
+        peak = peak_of(functools.partial(step, list(zip(weights, factors, strict=True))), trace)
+        assert all(p.grad is not None and bool((p.grad == 4).all()) for p in weights)
+        found.append(peak / sum(p.nbytes for p in weights))
+    return found
+
+
+def test_a_gradient_larger_than_a_bucket_is_summed_where_it_lies(pool2: RankPool, tmp_path: Path) -> None:
+    """p * x makes one more tensor of p's size in the forward, which is gone by then."""
+    for alone, together, rows in pool2.run(_peaks_of_sums, tmp_path):
+        assert alone < 1.1  # the gradient
+        assert together < 2.2  # all products of the forward are there when the first gradient comes
+        assert rows < 1.3
+
+
+def test_the_heads_gradient_is_the_buffer_it_was_summed_in(tmp_path: Path) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    model = longspan.parallelize(_model(vocab_size=1 << 15, num_hidden_layers=1, tie_word_embeddings=False), sp)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    head = model.lm_head.weight.nbytes
+    batch = _batch(8)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+
+    step()
+    model.zero_grad()
+    # A tile of logits of all 8 tokens and its fp32 softmax in place, a few activations, and one gradient of the head.
+    tile = 8 * 4 * (1 << 15)
+    assert peak_of(step, tmp_path / "trace.json") < head + 2 * tile + 500_000 < 2 * head
+
+
+# --- nothing hidden keeps memory
+
+
+class _Entered(Exception):
+    """The first layer has been reached."""
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_nothing_of_a_million_tokens_lives_on_behind_the_entrance(tmp_path: Path, layout: Any, documents: bool) -> None:
+    """The caller holds token ids and labels; of the whole sequence's length there is nothing else, of any dtype."""
+    n, ranks = 1 << 20, 64
+    held: list[int] = []
+    recorded = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def entered(*_: Any) -> None:
+        recorded.stop()
+        recorded.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        alive: dict[int, int] = {}
+        for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+            alive.pop(event["args"]["Addr"], None)
+            if event["args"]["Bytes"] > 0:
+                alive[event["args"]["Addr"]] = event["args"]["Bytes"]
+        held.extend(alive.values())
+        raise _Entered
+
+    with fake_world(5, ranks):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=8, ulysses=8), layout)
+        config = {"hidden_size": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 2}
+        model = _model(**config, num_hidden_layers=1, vocab_size=64, max_position_embeddings=n).train()
+        model = longspan.parallelize(model, sp, fsdp=False, weights="broadcast", check_batches=0, check_weights=0)
+        model.model.layers[0].register_forward_pre_hook(entered)
+        ids = torch.zeros(1, n, dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        if documents:
+            batch["position_ids"] = (torch.arange(n) % 4096)[None]
+        recorded.start()
+        with pytest.raises(_Entered):
+            model(**batch)
+    assert held and max(held) < n  # a bool for each token would be n bytes
+    assert max(held) >= n // ranks * 8 * 4  # mine: the hidden states
+
+
+def _cut_in_the_thread(config: TrainConfig) -> list[int]:
+    from longspan.train.loop import Trainer
+
+    trainer = Trainer(config)
+    with trainer._batches() as batches:
+        micro = next(batches).micro_batches
+    trainer.outputs.release()
+    return [x.untyped_storage().nbytes() for one in micro for x in one.values() if isinstance(x, torch.Tensor)]
+
+
+def test_a_step_of_train_holds_its_own_tokens_alone(config: TrainConfig, pool2: RankPool) -> None:
+    one = dataclasses.replace(config, ulysses=2, pack="documents", context=400)
+    for sizes in pool2.run(_cut_in_the_thread, one, timeout=240):
+        assert sizes == [200 * 8] * 3  # ids, labels, position ids
+
+
+def test_sequences_that_were_dealt_out_are_let_go() -> None:
+    seen: list[weakref.ref[Sequence]] = []
+
+    def sequences() -> Iterator[Sequence]:
+        for i in range(8):
+            made = [Sequence(np.full(16, i), (), {})]
+            seen.append(weakref.ref(made[0]))
+            yield made.pop()
+
+    dealt = deal(sequences(), batch=4, micro_batch=1, data_size=1, data_rank=0, pack="stream")
+    assert len(next(dealt).micro_batches) == 4
+    assert [ref() for ref in seen] == [None] * 4
