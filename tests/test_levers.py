@@ -28,7 +28,8 @@ LEVERS: dict[str, Memory] = {
     "attention": Memory(checkpointing="attention"),
     "tiled_mlp": Memory(tiled_mlp=3),
     "tiled_norms": Memory(tiled_norms=True),
-    "all": Memory(checkpointing="attention", tiled_mlp=2, tiled_norms=True),
+    "disk": Memory(checkpointing="layers", offload="disk"),
+    "all": Memory(checkpointing="attention", tiled_mlp=2, tiled_norms=True, offload="disk"),
 }
 
 

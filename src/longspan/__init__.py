@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
     from longspan.comm.mesh import init_mesh as init_mesh
     from longspan.core.errors import LongspanError as LongspanError
+    from longspan.core.memory import Memory as Memory
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.gradients import no_sync as no_sync
     from longspan.hf.in_backward import optimizer_in_backward as optimizer_in_backward
@@ -33,6 +34,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LongspanError": "longspan.core.errors",
     "Mask": "longspan.attn.mask",
+    "Memory": "longspan.core.memory",
     "SequenceSharding": "longspan.comm.mesh",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.loss",

@@ -109,7 +109,7 @@ class ForwardHooks:
         batch, cut = self._cut(model, args, kwargs)
         info = cut["longspan"]
         self.owed, self.computed = _Owed(), None
-        tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
+        tokens = _tokens_of(cut)
         if self._wants_router_loss(model, batch):
             self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
         if self.masked or self.owed.real is not None:
@@ -277,6 +277,8 @@ class ForwardHooks:
                 _check_ids(model, batch, self.rotary)
             cut = self._part_of(model, batch)
             check_positions(model, cut["longspan"])
+            if self.levers is not None and model.training:
+                self.levers.reserve(model, _tokens_of(cut))
         except Exception as error:  # of any kind: the other ranks must hear of it
             problem = error
         if self.batches is not None:
@@ -300,6 +302,12 @@ class ForwardHooks:
                 f"shift={not self.masked})"
             )
         return dict(batch)
+
+
+def _tokens_of(cut: Mapping[str, Any]) -> Tensor:
+    """Ids of my tokens, or their embeddings."""
+    tokens: Tensor = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
+    return tokens
 
 
 def _or_default(value: Any, default: Any) -> Any:

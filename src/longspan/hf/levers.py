@@ -6,7 +6,8 @@ import functools
 import inspect
 from typing import TYPE_CHECKING
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from longspan.core.buckets import mlp_rows, norm_rows
 from longspan.core.errors import LongspanError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from longspan.memory.offload import Store
+
 
 class Levers:
     """What `parallelize` does to a model for its memory's sake, and what each forward asks of it.
@@ -28,15 +31,17 @@ class Levers:
     Args:
         model: the transformers model, its attention layers bound, before FSDP.
         memory: the levers.
+        store: where what checkpointing keeps lies; None: where it is.
 
     Raises:
         LongspanError: for a model that a lever does not fit, naming the layer.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, model: PreTrainedModel, memory: Memory, store: Store | None = None) -> None:
+        self.memory, self.store = memory, store
         found = LeverModules(model, memory)
-        self.layers, self.store = found.layers, None
+        self.layers = found.layers
+        self.bindings = [binding for layer in found.layers for binding in _bindings(layer)]
         self.routers = any(_routes(mlp) for mlp in found.mlps)
         hidden = model.config.get_text_config().hidden_size
         for mlp in found.mlps:
@@ -71,15 +76,42 @@ class Levers:
                 f"gradient_checkpointing_disable(), or parallelize with checkpointing='none'"
             )
 
+    def reserve(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        """Have room in the store for what one forward keeps, before its first layer.
+
+        Args:
+            model: the model.
+            tokens: ids, or embeddings, of my tokens: `[B, L, ...]`.
+
+        Raises:
+            LongspanError: there is none, with the bytes.
+        """
+        if self.store is None or not torch.is_grad_enabled():
+            return
+        config = model.config.get_text_config()
+        element = next(model.parameters()).dtype.itemsize
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        per_token = config.hidden_size * element
+        if self.memory.checkpointing == "output":
+            per_token += width * element + 4 * heads
+        if self.memory.checkpointing == "attention":  # q, k and v of at most as many heads, output twice
+            per_token += 5 * width * element + 4 * heads
+        self.store.reserve(per_token * tokens.shape[:2].numel() * len(self.layers))
+
     def _checkpoint(self, layer: nn.Module) -> None:
-        bound = [module.longspan_layer for module in layer.modules() if hasattr(module, "longspan_layer")]
+        bound = _bindings(layer)
 
         def tell(keeper: LayerCall | None) -> None:
             for binding in bound:
-                assert isinstance(binding, LayerBinding)
                 binding.keeper = keeper
 
         CheckpointedLayer(layer, self.memory, self.store, tell, draws=any(draws(module) for module in layer.modules()))
+
+
+def _bindings(layer: nn.Module) -> list[LayerBinding]:
+    found = (getattr(module, "longspan_layer", None) for module in layer.modules())
+    return [binding for binding in found if isinstance(binding, LayerBinding)]
 
 
 class LeverModules:

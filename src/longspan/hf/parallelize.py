@@ -27,14 +27,15 @@ from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
 from longspan.hf.alike import BatchCheck
 from longspan.hf.digests import digests_of, weights_of
-from longspan.hf.fsdp import apply_fsdp
+from longspan.hf.fsdp import apply_fsdp, check_cpu_offload
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import ForwardHooks
 from longspan.hf.levers import LeverModules, Levers, draws
-from longspan.hf.registry import bind_layers
+from longspan.hf.registry import ModelBinding, bind_layers
 from longspan.hf.savers import refuse_savers
 from longspan.hf.support import check_model, transformers_model
+from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,11 +117,18 @@ def parallelize(
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
-    levers = FASTEST
+    levers, store = FASTEST, None
     try:
         levers = memory_of(memory)
         inner = _checked(model, sp, options)
         LeverModules(inner, levers)
+        if levers.cpu_offload and not (fsdp and sp.world_size > 1):
+            raise LongspanError(
+                "cpu_offload=True is FSDP's, which shards weights over several ranks, and here nothing is sharded; use "
+                "fsdp=True on several ranks"
+            )
+        check_cpu_offload(sp.device, levers.cpu_offload)
+        store = store_for(levers, sp.device)
         facts = _facts(model, sp, options)
         if sp.world_size > 1 and weights == "same":
             digests = digests_of(weights_of(model))
@@ -132,14 +140,15 @@ def parallelize(
         broadcast_weights(inner, sp)
     _warn_of_idle_ranks(inner, sp)
     _warn_of_dropout(inner)
-    hooks = _set_hooks(inner, sp, kernel, levers, logits)
+    binding = bind_layers(inner, sp, kernel, levers)
+    hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store), logits)
     if sp.world_size > 1:
         hooks.guard = Guard(inner, sp, mp_policy)
         hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
         forbid(model, inner)
         if fsdp:
             hooks.guard.remember(inner)
-            apply_fsdp(inner, sp, mp_policy)
+            apply_fsdp(inner, sp, mp_policy, cpu_offload=levers.cpu_offload)
             inner.register_forward_hook(hooks.give_back)
             refuse_savers(model, inner)
         else:
@@ -206,11 +215,9 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
 
 
 def _set_hooks(
-    model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory, logits: bool
+    model: PreTrainedModel, sp: SequenceSharding, binding: ModelBinding, levers: Levers, logits: bool
 ) -> ForwardHooks:
-    """Bind the layers and set the hooks."""
-    binding = bind_layers(model, sp, kernel, memory)
-    hooks = ForwardHooks(model, sp, binding, logits=logits, levers=Levers(model, memory))
+    hooks = ForwardHooks(model, sp, binding, logits=logits, levers=levers)
     model.longspan_hooks = hooks
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from longspan.memory.offload import Store, Stored
 
 
+_SMALL = 4096  # bytes; not worth a way to the host and back
+
+
 class Here:
     """A tensor that stays where it is."""
 
@@ -47,7 +50,7 @@ class Here:
 
 def put(store: Store | None, tensor: Tensor) -> Stored:
     """Into the store, if there is one."""
-    return Here(tensor) if store is None or not tensor.numel() else store.put(tensor.detach())
+    return Here(tensor) if store is None or tensor.nbytes < _SMALL else store.put(tensor.detach())
 
 
 class KeptTensors:
@@ -234,8 +237,12 @@ class _KeptAttention(torch.autograd.Function):
         q, k, v, sinks = leaves
         assert q is not None and k is not None and v is not None
 
+        # A weight is nobody's activation: FSDP frees its storage, and fills it again.
+        weight = None if sinks is None else sinks.untyped_storage().data_ptr()
+
         def pack(x: Tensor) -> Any:
-            return _Dropping(put(call.store, x)) if x.numel() and not isinstance(x, nn.Parameter) else Here(x)
+            stays = x.nbytes < _SMALL or x.untyped_storage().data_ptr() == weight
+            return Here(x) if stays else _Dropping(put(call.store, x))
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
             made = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
