@@ -18,11 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.attn.mask import Mask
+from longspan.attn.methods.base import Keeper
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, Memory
 from longspan.core.segments import chunk_segments
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.pretrained import position_range
@@ -56,12 +58,16 @@ class LayerBinding:
     """What is written on an attention layer: how it is sharded, by which kernel, and whether it has been seen at work.
 
     `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
+    `memory` says whether its attention is lean, and in how many chunks; `keeper` is there while the layer is computed
+    under checkpointing="output".
     """
 
     name: str
     sp: SequenceSharding
     kernel: AnyKernel
     model: object
+    memory: Memory = FASTEST
+    keeper: Keeper | None = None
     seen: bool = False
 
 
@@ -204,7 +210,7 @@ def longspan_attention(
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
-    return plan(q, k, v, scores), None
+    return plan(q, k, v, scores, layer.keeper), None
 
 
 def _plan(
@@ -216,7 +222,8 @@ def _plan(
     plan = None if compiling else info.plans.get(key)
     if plan is None:
         mask, lengths = _mask(request, info), (info.length, info.length)
-        plan = prepare(shapes, layer.sp.with_layout(info.layout), mask, scores, lengths, layer.kernel)
+        sp, lean, chunks = layer.sp.with_layout(info.layout), layer.memory.lean, layer.memory.head_chunks
+        plan = prepare(shapes, sp, mask, scores, lengths, layer.kernel, lean=lean, head_chunks=chunks)
         if not compiling:
             info.plans[key] = plan
     return plan
@@ -277,7 +284,9 @@ register_attention(NAME, longspan_attention, longspan_mask)
 # Preparing a model.
 
 
-def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> ModelBinding:
+def bind_layers(
+    model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
+) -> ModelBinding:
     """Point this one model's attention layers at longspan. Its config is copied first: another model may share it."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -291,7 +300,7 @@ def bind_layers(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel)
             set_attention(config, NAME)
     binding, model_key = ModelBinding(), object()
     for path, layer in attention_layers(model).items():
-        bound = LayerBinding(path, sp, kernel, model_key)
+        bound = LayerBinding(path, sp, kernel, model_key, memory)
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):

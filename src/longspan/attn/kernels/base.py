@@ -39,6 +39,7 @@ class Need:
         same_length: whether there are as many queries as keys.
         dtype: of q, k and v.
         head_dims: of q and k, and of v.
+        lse: whether the log-sum-exp is asked for, without a ring too: by a method that saves it itself.
     """
 
     mask: Mask
@@ -49,6 +50,7 @@ class Need:
     same_length: bool = True
     dtype: torch.dtype = torch.float32
     head_dims: tuple[int, int] = (64, 64)
+    lse: bool = False
 
 
 @dataclass(frozen=True, eq=False)
