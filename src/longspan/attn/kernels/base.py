@@ -243,7 +243,8 @@ class BlockKernel(Kernel, Protocol):
         """Attention to one block. Sinks are left out: they join at the end.
 
         Args:
-            q_BHQD: my queries. Any strides with a contiguous last dimension.
+            q_BHQD: my queries, of all of this rank's heads or (`head_chunks`) of some. Any strides with a contiguous
+                last dimension.
             k_BKTD: the block's keys; K divides H, heads in equal groups.
             v_BKTD: its values; their head_dim may differ.
             block: of `prepare`.

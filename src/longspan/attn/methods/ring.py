@@ -173,7 +173,7 @@ def _backward(
     """Round once more, the gradients of every block behind it; `done` is output, log-sum-exp, the output's gradient."""
     out, lse, grad = done
     # A GPU's kernel wants out and its gradient with tokens first, and would copy them for every tile.
-    grad = _tokens_first(grad)
+    out, grad = _tokens_first(out), _tokens_first(grad)
     dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
     reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
     heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
