@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import json
 import tempfile
@@ -119,9 +120,12 @@ class Method:
             self.forward_backward = lambda: _plain_step(self.model, mine)
         elif name.startswith("longspan"):
             import longspan
+            from longspan.core.memory import memory_of
 
             sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
             memory: Any = name.partition(" ")[2] or "fastest"
+            if memory == "disk":
+                memory = dataclasses.replace(memory_of("longest"), offload="disk")
             self.model = longspan.parallelize(model, sp, fsdp=False, memory=memory)
             shard = longspan.shard_batch(batch, sp)
             self.forward_backward = lambda: _plain_step(self.model, shard)

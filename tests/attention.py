@@ -88,12 +88,12 @@ def one_device() -> longspan.SequenceSharding:
     return longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
-def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, torch.Tensor]:
+def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more: Any) -> dict[str, torch.Tensor]:
     """Output and gradients of the whole attention, gathered and summed over the ranks of `sp`."""
     x = make(case)
     leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
     q, k, v = (sp.shard(leaves[name]) for name in "qkv")
-    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options(case, x))
+    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options(case, x), **more)
     out.backward(sp.shard(x["grad"]))
     result = {"out": sp.gather(out.detach(), length=case.n)}
     for name, leaf in leaves.items():
@@ -104,9 +104,9 @@ def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict
     return result
 
 
-def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto") -> dict[str, float]:
+def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more: Any) -> dict[str, float]:
     """Errors of output and gradients against the oracle."""
-    return errors(case, run(case, sp, kernel))
+    return errors(case, run(case, sp, kernel, **more))
 
 
 def check_all(found: dict[str, dict[str, float]]) -> None:

@@ -20,9 +20,9 @@ from tests.tolerance import excess
 class _Block(nn.Module):
     """An attention layer with its projections and a norm, over a sharded sequence."""
 
-    def __init__(self, sp: longspan.SequenceSharding, q_heads: int, kv_heads: int, length: int) -> None:
+    def __init__(self, sp: longspan.SequenceSharding, q_heads: int, kv_heads: int, length: int, chunks: int) -> None:
         super().__init__()
-        self.sp, self.length = sp, length
+        self.sp, self.length, self.chunks = sp, length, chunks
         self.norm = nn.LayerNorm(32)
         self.q, self.k, self.v = (nn.Linear(32, 8 * heads) for heads in (q_heads, kv_heads, kv_heads))
         self.o = nn.Linear(8 * q_heads, 32)
@@ -30,7 +30,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (f(y).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))
-        return x + self.o(longspan.attention(q, k, v, self.sp, length=self.length).flatten(2))
+        out = longspan.attention(q, k, v, self.sp, length=self.length, head_chunks=self.chunks)
+        return x + self.o(out.flatten(2))
 
 
 def _gradients(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -41,14 +42,15 @@ def _gradients(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
 
 
-def _compare(q_heads: int, kv_heads: int, length: int, backend: str, ring: int = 1) -> None:
+def _compare(q_heads: int, kv_heads: int, length: int, backend: str, ring: int = 1, chunks: int = 1) -> None:
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring))
-    block = _Block(sp, q_heads, kv_heads, length)
+    block = _Block(sp, q_heads, kv_heads, length, chunks)
     x = sp.shard(torch.randn(2, length, 32))
     eager, exact = _gradients(block, x), _gradients(block.double(), x.double())
     block.float()  # the same weights as before: fp64 holds every number of fp32
     torch._dynamo.reset()
-    compiled = _gradients(torch.compile(block, fullgraph=ring == 1, backend=backend), x)  # type: ignore[arg-type]
+    whole = ring == chunks == 1
+    compiled = _gradients(torch.compile(block, fullgraph=whole, backend=backend), x)  # type: ignore[arg-type]
     for name, grad in eager.items():
         assert grad.abs().max() > 0, name
         assert excess(compiled[f"_orig_mod.{name}" if name != "x" else name], grad, exact[name]) <= 1, name
@@ -63,6 +65,11 @@ def test_compiled_gradients_equal_eager(pool2: RankPool, q_heads: int, kv_heads:
 def test_compiled_gradients_of_a_ring_equal_eager(pool4: RankPool, ring: int) -> None:
     """The ring itself is not compiled: the graph breaks around it, and its gradients are its own."""
     pool4.run(_compare, 4, 2, 18, "aot_eager", ring, timeout=180)
+
+
+def test_compiled_gradients_of_chunks_equal_eager(pool2: RankPool) -> None:
+    """Nor is what exchanges by chunks: its buffers are filled by collectives inside of one function."""
+    pool2.run(_compare, 8, 4, 15, "aot_eager", 1, 2, timeout=180)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler (g++) on CPU")

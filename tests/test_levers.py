@@ -28,8 +28,11 @@ LEVERS: dict[str, Memory] = {
     "attention": Memory(checkpointing="attention"),
     "tiled_mlp": Memory(tiled_mlp=3),
     "tiled_norms": Memory(tiled_norms=True),
+    "output": Memory(checkpointing="output"),
+    "head_chunks": Memory(head_chunks=0),
+    "longest": LONGEST,
     "disk": Memory(checkpointing="layers", offload="disk"),
-    "all": Memory(checkpointing="attention", tiled_mlp=2, tiled_norms=True, offload="disk"),
+    "all": Memory(checkpointing="output", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
 }
 
 
@@ -65,7 +68,7 @@ def test_each_lever_on_two_ranks(pool2: RankPool, family: str, lever: str) -> No
 
 
 @pytest.mark.parametrize(("data", "ring", "fsdp"), [(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)])
-@pytest.mark.parametrize("lever", ["attention", "all"])
+@pytest.mark.parametrize("lever", ["attention", "output", "longest", "all"])
 def test_levers_on_four_ranks(pool4: RankPool, lever: str, data: int, ring: int, fsdp: bool) -> None:
     pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", LEVERS[lever], data, ring, fsdp)
 

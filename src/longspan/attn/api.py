@@ -49,6 +49,7 @@ class Options:
     scale: float | None = None
     dropout: float = 0.0
     mask: Mask | None = None
+    head_chunks: int = 1
 
     @property
     def scores(self) -> Scores:
@@ -143,6 +144,7 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
     mask: Mask | None = None,
+    head_chunks: int = 1,
     kernel: AnyKernel = "auto",
     plan: AttentionPlan | None = None,
 ) -> Tensor:
@@ -178,12 +180,16 @@ def attention(
         dropout: only 0.0. A random mask that does not depend on the number of ranks has no kernel, so it is refused.
         mask: a `longspan.Mask` instead of causal, window, chunk, prefix, q_start and mask_mod; it may be of a kind of
             one's own (docs/extending.md).
+        head_chunks: pieces in which the heads go through exchange and attention, one after the other, so that what is
+            there between the two All-to-Alls is 1/pieces (arXiv:2602.21196). At most the KV heads of a rank; 0 for as
+            many as these. From 2 on, and for 0, only q, k, v and output of my tokens and the log-sum-exp are saved: the
+            backward exchanges q, k, v and output again, and the kernel must give the log-sum-exp.
         kernel: the local attention, by name ("auto", "sdpa", "flash", "tiled", "flex", "cudnn", "flash3", "flash4",
             "flash_attn", "eager"), a kernel of one's own (`BlockKernel`, `longspan.kernel_with_lse`), any function
             `f(q, k, v, *, causal, scale, ...)`, or a table of what "auto" shall take (`longspan.kernel_table`);
             `longspan.explain_kernel` says what it takes and why.
-        plan: of `longspan.prepare_attention`, made before for tensors like these. It has the mask, lengths and kernel,
-            so none of them may be given again; what belongs to a layer (scale, softcap, sinks, alibi, bias) is.
+        plan: of `longspan.prepare_attention`, made before for tensors like these. It has the mask, lengths, chunks and
+            kernel, so none of them may be given again; what belongs to a layer (scale, softcap, sinks, alibi, bias) is.
 
     Returns:
         `[batch, tokens, query heads, head_dim of v]`. Without a ring it is in fp32 to the bit what the same kernel
@@ -196,7 +202,7 @@ def attention(
     """
     options = Options(
         causal, length, kv_length, window, chunk, prefix, documents, kv_documents, cu_seqlens, q_start, mask_mod, sinks,
-        softcap, alibi, bias, scale, dropout, mask,
+        softcap, alibi, bias, scale, dropout, mask, head_chunks,
     )  # fmt: skip
     scores = options.scores
     if plan is None:
@@ -230,7 +236,7 @@ def prepare_attention(
     """
     given = Options(**options)
     shapes, mask, lengths = _asked(q, k, v, sp, given)
-    return prepare(shapes, sp, mask, given.scores, lengths, kernel)
+    return prepare(shapes, sp, mask, given.scores, lengths, kernel, head_chunks=given.head_chunks)
 
 
 def explain_kernel(
@@ -257,7 +263,7 @@ def explain_kernel(
     given = Options(**options)
     shapes, mask, lengths = _asked(q, k, v, sp, given)
     check(shapes, sp, mask, given.scores, lengths)
-    return choose(shapes, sp, mask, given.scores, lengths, kernel)[1]
+    return choose(shapes, sp, mask, given.scores, lengths, kernel, lse=given.head_chunks != 1)[1]
 
 
 def _plan(
@@ -275,11 +281,11 @@ def _plan(
     # store.
     unknown = mask.mod is not None or scores.bias is not None or type(mask) is not Mask
     if unknown or not isinstance(kernel, Hashable) or torch.compiler.is_compiling():
-        return prepare(shapes, sp, mask, scores, lengths, kernel)
-    key = (shapes, mask, scores.kind, lengths, kernel)
+        return prepare(shapes, sp, mask, scores, lengths, kernel, head_chunks=options.head_chunks)
+    key = (shapes, mask, scores.kind, lengths, kernel, options.head_chunks)
     plan = sp.plans.get(key)
     if plan is None:
-        plan = sp.plans[key] = prepare(shapes, sp, mask, scores, lengths, kernel)
+        plan = sp.plans[key] = prepare(shapes, sp, mask, scores, lengths, kernel, head_chunks=options.head_chunks)
         if len(sp.plans) > _KEPT_PLANS:
             sp.plans.popitem(last=False)
     else:
@@ -293,6 +299,7 @@ def _asked(
 ) -> tuple[Shapes, Mask, tuple[int, int]]:
     """The tensors' shapes, the mask, and the lengths of queries and keys."""
     options.check_dropout()
+    check_number("head_chunks", options.head_chunks, 0, LARGEST_COUNT, whole=True)
     check_sharding(sp)
     check_tensors(q, k, v)
     mask, lengths = options.mask_of(q, k, sp)

@@ -7,7 +7,8 @@ and device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,7 +18,8 @@ from longspan.attn.kernels.base import Blocks, Kernel, Need, WholeKernel
 from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, gives_lse, refuse_learnt_biases, tell
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.mask import Mask, row_groups
-from longspan.attn.methods.base import Method
+from longspan.attn.methods.base import Keeper, Method
+from longspan.attn.methods.lean import Chunk, LeanUlysses
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
@@ -25,7 +27,7 @@ from longspan.attn.methods.whole import Whole
 from longspan.attn.score import ScoreKind, Scores
 from longspan.comm.arguments import check_tensor
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, check_heads, split_heads
+from longspan.core.heads import HeadShard, check_heads, chunk_heads, split_heads
 from longspan.core.layout import Layout, Span
 from longspan.core.regions import meeting
 from longspan.core.routes import choose_impl, ring_routes
@@ -84,9 +86,17 @@ class AttentionPlan:
     method: Method
     learns: bool
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
-        """Execute it: `[batch, tokens, query heads, head_dim of v]`."""
-        return self.method(q, k, v, scores)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, keeper: Keeper | None = None) -> Tensor:
+        """Execute it: `[batch, tokens, query heads, head_dim of v]`. A keeper is for plans that are lean.
+
+        Raises:
+            LongspanError: for a keeper with another plan, which would leave it without what it is to keep.
+        """
+        if keeper is None:
+            return self.method(q, k, v, scores)
+        if not isinstance(self.method, LeanUlysses):
+            raise LongspanError("only a plan made with lean=True can be executed with a keeper")
+        return self.method(q, k, v, scores, keeper)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
         """Refuse tensors that it was not made for.
@@ -128,6 +138,9 @@ def prepare(
     scores: Scores,
     lengths: tuple[int, int],
     kernel: AnyKernel = "auto",
+    *,
+    lean: bool = False,
+    head_chunks: int = 1,
 ) -> AttentionPlan:
     """Make the plan of one attention. Nothing is computed or sent, and every rank refuses the same.
 
@@ -138,20 +151,31 @@ def prepare(
         scores: of one of the layers that the plan is for.
         lengths: real queries and real keys of the whole sequence.
         kernel: as for `longspan.attention`.
+        lean: save q, k, v and output of my tokens, not what the exchange brought (`LeanUlysses`); so do all plans of
+            several chunks.
+        head_chunks: as for `longspan.attention`.
 
     Raises:
         LongspanError: for tensors, masks, heads and kernels that do not fit together, with the numbers.
     """
     check(shapes, sp, mask, scores, lengths)
-    found, choice = choose(shapes, sp, mask, scores, lengths, kernel)
+    lean = lean or head_chunks != 1
+    found, choice = choose(shapes, sp, mask, scores, lengths, kernel, lse=lean)
     if not torch.compiler.is_compiling():
         tell(choice)
     mask = mask.limited_to(max(lengths))
     shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     mine = shards[sp.ulysses_rank]
-    method = _inner(shapes, sp, mask, scores, lengths, found, mine)
-    if sp.ulysses_size > 1 and sp.ulysses_group is not None:
-        method = Ulysses(sp.ulysses_group, shards, method, lengths if sp.ring_size == 1 else None)
+    chunks = chunk_heads(shards, head_chunks)
+    method = _inner(shapes, sp, mask, scores, lengths, found, mine, len(chunks))
+    group = sp.ulysses_group if sp.ulysses_size > 1 else None
+    exchanged = lengths if group is not None and sp.ring_size == 1 else None
+    if lean:
+        rings = _of_chunks(cast(Ring, method), chunks, sp.ulysses_rank, shapes.device)
+        shared = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
+        method = LeanUlysses(group, rings, shared, exchanged)
+    elif group is not None:
+        method = Ulysses(group, shards, method, exchanged)
     return AttentionPlan(shapes, scores.kind, choice, method, learns=not gives_lse(found))
 
 
@@ -163,10 +187,10 @@ def _inner(
     lengths: tuple[int, int],
     kernel: Kernel,
     mine: HeadShard,
+    chunks: int,
 ) -> Method:
-    """Attention of a block's tokens (of all, without a ring) on my heads."""
-    heads = mine.kv_head_index
-    index = None if heads is None else torch.tensor(heads, device=shapes.device)
+    """Attention of a block's tokens (of all, without a ring) on my heads, which come in so many chunks."""
+    index = _index(mine, shapes.device)
     # Without a ring the tokens of the Ulysses ranks are one block, their padding cut off.
     layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
     blocks = _blocks(shapes, layout, mask, scores, lengths, mine, sp.ring_rank)
@@ -177,11 +201,25 @@ def _inner(
         return Whole(whole, whole.prepare_whole(blocks) if mine.q_heads else None, index)
     work = work_of_blocks(layout, lengths, mask, shapes.q[0])
     routes = ring_routes([[pairs > 0 for pairs in row] for row in work])
-    width = mine.kv_heads * (shapes.k[3] + shapes.v[3])
+    width = -(-mine.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
     kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * width * shapes.dtype.itemsize * sp.ring_size
     impl = choose_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
     prepared = tuple(kernel.prepare(blocks)) if mine.q_heads else (None,) * blocks.count
     return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, prepared, index)
+
+
+def _of_chunks(
+    ring: Ring, chunks: tuple[tuple[HeadShard, ...], ...], rank: int, device: torch.device
+) -> tuple[Chunk, ...]:
+    """My heads of every chunk with the ring of all my heads: what it has prepared serves any of them."""
+    return tuple(
+        Chunk(shards, shards[rank], replace(ring, kv_head_index=_index(shards[rank], device))) for shards in chunks
+    )
+
+
+def _index(mine: HeadShard, device: torch.device) -> Tensor | None:
+    heads = mine.kv_head_index
+    return None if heads is None else torch.tensor(heads, device=device)
 
 
 def _blocks(
@@ -213,9 +251,16 @@ def _blocks(
 
 
 def choose(
-    shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, lengths: tuple[int, int], kernel: AnyKernel
+    shapes: Shapes,
+    sp: SequenceSharding,
+    mask: Mask,
+    scores: Scores,
+    lengths: tuple[int, int],
+    kernel: AnyKernel,
+    *,
+    lse: bool = False,
 ) -> tuple[Kernel, Choice]:
-    """The kernel that this attention runs with, and why."""
+    """The kernel that this attention runs with, and why; with `lse` one that gives the log-sum-exp."""
     need = Need(
         mask.limited_to(max(lengths)),
         scores,
@@ -225,6 +270,7 @@ def choose(
         lengths[0] == lengths[1],
         shapes.dtype,
         (shapes.q[3], shapes.v[3]),
+        lse,
     )
     return choose_kernel(kernel, need)
 

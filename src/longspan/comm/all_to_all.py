@@ -158,6 +158,45 @@ def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGrou
     return out
 
 
+def gather_heads_into(
+    outs: Sequence[Tensor],
+    packed_SBW: Tensor,
+    kinds: Sequence[str],
+    shares: Sequence[HeadShard],
+    group: dist.ProcessGroup,
+    *,
+    add: bool = False,
+) -> None:
+    """The way back of some of the heads, in ONE All-to-All, into their places; outside of autograd.
+
+    Args:
+        outs: of my tokens, each `[B, L, all its heads, its head_dim]`. Heads that are in nobody's share stay as they
+            are.
+        packed_SBW: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
+        kinds: as for `scatter_heads`.
+        shares: which of the heads each rank returns.
+        group: the Ulysses group.
+        add: whether KV heads are added to what is there, as the gradients of those that went to several ranks must be
+            (which wants sums in fp32 at least); the others, and query heads, are put there.
+    """
+    rank, size = group.rank(), group.size()
+    by_rank = _by_rank(_ranges([shares] * len(outs), kinds), len(outs))
+    widths = _widths(by_rank, [out.shape[3] for out in outs])
+    batch, tokens = outs[0].shape[:2]
+    rows = batch * tokens
+    send, mine = packed_SBW.contiguous().view(-1), rows * widths[rank]
+    recv = _all_to_all(send, [mine] * size, [rows * w for w in widths], group_name(group))
+    for block, width, of_rank in zip(_split(recv, rows, widths), widths, by_rank, strict=True):
+        col = 0
+        for out, kind, (start, stop) in zip(outs, kinds, of_rank, strict=True):
+            heads, d = stop - start, out.shape[3]
+            if heads:
+                part = block.view(tokens, batch, width)[..., col : col + heads * d].unflatten(2, (heads, d))
+                into = out[:, :, start:stop]
+                into.add_(part.transpose(0, 1)) if add and kind == "kv" else into.copy_(part.transpose(0, 1))
+            col += heads * d
+
+
 def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
     check_tensor("x", x)
     n = x.dim()

@@ -92,6 +92,30 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
     return tuple(_share(start, stop, group) for start, stop in itertools.pairwise(cut))
 
 
+def chunk_heads(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadShard, ...], ...]:
+    """Cut every rank's heads into runs of whole KV groups, so that each KV head of a rank is in one run.
+
+    Args:
+        shards: the heads of each rank (`split_heads`).
+        chunks: how many runs; where no rank has so many KV heads, or for 0, as many as the rank with the most has.
+
+    Returns:
+        For every run the shard of each rank; ranks with fewer KV heads than there are runs have no head in the last.
+    """
+    most = max(shard.kv_heads for shard in shards)
+    count = min(chunks, most) if chunks else most
+    cuts = [_even_cut(shard.kv_heads, count) for shard in shards]
+    return tuple(
+        tuple(_run(shard, cut[i], cut[i + 1]) for shard, cut in zip(shards, cuts, strict=True)) for i in range(count)
+    )
+
+
+def _run(shard: HeadShard, start: int, stop: int) -> HeadShard:
+    """KV heads [start, stop) of a rank's, with the query heads that use them there."""
+    q_start, q_stop = (shard.q_start + sum(shard.group_sizes[:kv]) for kv in (start, stop))
+    return HeadShard(q_start, q_stop, shard.kv_start + start, shard.kv_start + stop, shard.group_sizes[start:stop])
+
+
 def _sizes(cut: list[int]) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(cut)]
 

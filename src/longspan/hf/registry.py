@@ -58,16 +58,17 @@ class LayerBinding:
     """What is written on an attention layer: how it is sharded, by which kernel, and whether it has been seen at work.
 
     `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
-    `keeper` is there while a checkpointed layer runs that keeps what its attention computes.
+    `memory` says whether its attention is lean, and in how many chunks; `keeper` is there while a checkpointed layer
+    runs that keeps what its attention computes.
     """
 
     name: str
     sp: SequenceSharding
     kernel: AnyKernel
     model: object
-    seen: bool = False
     memory: Memory = FASTEST
     keeper: LayerCall | None = None
+    seen: bool = False
 
 
 @dataclass
@@ -211,7 +212,7 @@ def longspan_attention(
         raise LongspanError(f"layer {layer.name}: {error}") from error
     if layer.keeper is not None and layer.keeper.whole:
         return kept_attention(plan, q, k, v, scores, layer.keeper), None
-    return plan(q, k, v, scores), None
+    return plan(q, k, v, scores, layer.keeper), None
 
 
 def _plan(
@@ -223,7 +224,8 @@ def _plan(
     plan = None if compiling else info.plans.get(key)
     if plan is None:
         mask, lengths = _mask(request, info), (info.length, info.length)
-        plan = prepare(shapes, layer.sp.with_layout(info.layout), mask, scores, lengths, layer.kernel)
+        sp, lean, chunks = layer.sp.with_layout(info.layout), layer.memory.lean, layer.memory.head_chunks
+        plan = prepare(shapes, sp, mask, scores, lengths, layer.kernel, lean=lean, head_chunks=chunks)
         if not compiling:
             info.plans[key] = plan
     return plan
@@ -300,7 +302,7 @@ def bind_layers(
             set_attention(config, NAME)
     binding, model_key = ModelBinding(), object()
     for path, layer in attention_layers(model).items():
-        bound = LayerBinding(path, sp, kernel, model_key, memory=memory)
+        bound = LayerBinding(path, sp, kernel, model_key, memory)
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):

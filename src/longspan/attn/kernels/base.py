@@ -39,6 +39,7 @@ class Need:
         same_length: whether there are as many queries as keys.
         dtype: of q, k and v.
         head_dims: of q and k, and of v.
+        lse: whether the log-sum-exp is asked for, without a ring too: by a method that saves it itself.
     """
 
     mask: Mask
@@ -49,6 +50,7 @@ class Need:
     same_length: bool = True
     dtype: torch.dtype = torch.float32
     head_dims: tuple[int, int] = (64, 64)
+    lse: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +243,8 @@ class BlockKernel(Kernel, Protocol):
         """Attention to one block. Sinks are left out: they join at the end.
 
         Args:
-            q_BHQD: my queries. Any strides with a contiguous last dimension.
+            q_BHQD: my queries, of all of this rank's heads or (`head_chunks`) of some. Any strides with a contiguous
+                last dimension.
             k_BKTD: the block's keys; K divides H, heads in equal groups.
             v_BKTD: its values; their head_dim may differ.
             block: of `prepare`.

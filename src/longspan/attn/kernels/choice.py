@@ -83,6 +83,12 @@ def _asked_for(found: Kernel, need: Need) -> tuple[Kernel, Choice]:
             f"the kernel {found.name} gives no log-sum-exps, by which a ring of {need.ring} adds up blocks; use "
             f"kernel='auto', or ring=1 with more ulysses"
         )
+    if need.lse and not gives_lse(found):
+        raise LongspanError(
+            f"the kernel {found.name} gives no log-sum-exp, which head_chunks and checkpointing='output' save for the "
+            f"backward; use kernel='auto' or 'tiled', a function that gives it (longspan.kernel_with_lse), or "
+            f"head_chunks=1 without checkpointing='output'"
+        )
     return found, Choice(found.name, found.describe(need))
 
 
@@ -125,6 +131,8 @@ def _why_not(kernel: Kernel, need: Need) -> str | None:
     """Why "auto" passes a kernel over, in a few words; None if it does not."""
     if need.ring > 1 and kernel is not EAGER and not gives_lse(kernel):
         return f"{kernel.name} gives no log-sum-exps, by which a ring adds up blocks"
+    if need.lse and not gives_lse(kernel):
+        return f"{kernel.name} gives no log-sum-exp, which is saved for the backward"
     if kernel is FLEX and not compiles(need.device):
         return "flex cannot be compiled here: it needs a GPU and Triton"
     try:

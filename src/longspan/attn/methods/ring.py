@@ -75,6 +75,45 @@ class Ring:
         out: Tensor = _apply(q, k, v, scores.sinks, self, scores)
         return out.transpose(1, 2)
 
+    def forward(
+        self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, sinks: Tensor | None, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """What `__call__` computes, outside of autograd and with the log-sum-exp, for one who saves what he likes.
+
+        Args:
+            q_BHSD: my block's queries, of one head at least.
+            k_BKTD: my block's keys.
+            v_BKTD: its values.
+            sinks: of these heads, [H].
+            scores: of these heads.
+
+        Returns:
+            The output `[B, H, S, Dv]` and the log-sum-exp of whole rows [B, H, S], 0 where a query sees nothing.
+        """
+        return _forward(q_BHSD, _my_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False), sinks, self, scores)
+
+    def backward(
+        self,
+        q_BHSD: Tensor,
+        k_BKTD: Tensor,
+        v_BKTD: Tensor,
+        sinks: Tensor | None,
+        done: tuple[Tensor, Tensor, Tensor],
+        scores: Scores,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of q, k, v and sinks, without `forward` again.
+
+        Args:
+            q_BHSD: as in `forward`.
+            k_BKTD: as in `forward`.
+            v_BKTD: as in `forward`.
+            sinks: as in `forward`.
+            done: output and log-sum-exp, of `forward`, and the output's gradient `[B, H, S, Dv]`.
+            scores: of these heads.
+        """
+        mine = _my_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False)
+        return _backward(q_BHSD, mine, sinks, done, self, scores)
+
 
 @not_compiled
 def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
@@ -92,20 +131,10 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
         mine = _my_block(q, k, v, ring)
-        if any(ctx.needs_input_grad) and mine.packed is not None and not _alone(q):
+        if any(ctx.needs_input_grad) and mine.packed is not None and not alone(q):
             # What arrived with q, K and V, would be kept by q alone: they are saved packed.
             q = _tokens_first(q)
-        seen = SoftmaxAccumulator(q, v.shape[3])
-        with without_autocast(q.device):
-            (laid,) = ring.kernel.laid([q], v.shape[3], scores)
-            for _, here in _steps(mine, ring):
-                for visitor in here:
-                    _attend(seen, laid, visitor, ring, scores)
-            del laid
-            if sinks is not None:  # one more key per head, whose value is zero
-                seen.add(seen.out.new_zeros(()), sinks[:, None].expand(q.shape[:3]))
-        out = seen.out.to(q.dtype)
-        lse = seen.lse.masked_fill(torch.isneginf(seen.lse), 0)
+        out, lse = _forward(q, mine, sinks, ring, scores)
         # K and V once: as the message that they are, or where they lie.
         ctx.save_for_backward(q, out, lse, sinks, *mine.saved)
         ctx.shapes, ctx.ring, ctx.scores = (k.shape, v.shape), ring, scores
@@ -115,31 +144,57 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, out, lse, sinks, *kept = ctx.saved_tensors
-        ring: Ring = ctx.ring
         mine = _KVBlock(*kept) if len(kept) == 2 else _KVBlock.of(kept[0], *ctx.shapes)
-        # A GPU's kernel wants out and its gradient with tokens first, and would copy them for every tile.
-        grad = _tokens_first(grad)
-        dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
-        reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
-        heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
-        with without_autocast(q.device):
-            q_laid, out_laid, grad_laid = ring.kernel.laid([q, out, grad], mine.v.shape[3], ctx.scores)
-            done = Finished(q_laid, out_laid, grad_laid, lse)
-            for step, here in _steps(mine, ring):
-                for visitor in here:
-                    own = visitor.owner == ring.rank
-                    part = home if own else home.zeros(lse.dtype)
-                    _attend_backward(done, dq, visitor, part, (0, middle if own else heads), ring, ctx.scores)
-                    reducer.add(visitor, step, part)
-                reducer.send(step)
-            _attend_backward(done, dq, _Visitor(ring.rank, 0, mine), home, (middle, heads), ring, ctx.scores)
-            del q_laid, out_laid, grad_laid, done
-            reducer.arrive()
-        dsinks = None
-        if sinks is not None:
-            share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the softmax, what the sink takes
-            dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return dq.to(q.dtype), home.k.to(q.dtype), home.v.to(q.dtype), dsinks, None, None
+        return *_backward(q, mine, sinks, (out, lse, grad), ctx.ring, ctx.scores), None, None
+
+
+def _forward(q: Tensor, mine: _KVBlock, sinks: Tensor | None, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Once round: the output, and the log-sum-exp of whole rows."""
+    seen = SoftmaxAccumulator(q, mine.v.shape[3])
+    with without_autocast(q.device):
+        (laid,) = ring.kernel.laid([q], mine.v.shape[3], scores)
+        for _, here in _steps(mine, ring):
+            for visitor in here:
+                _attend(seen, laid, visitor, ring, scores)
+        del laid
+        if sinks is not None:  # one more key per head, whose value is zero
+            seen.add(seen.out.new_zeros(()), sinks[:, None].expand(q.shape[:3]))
+    return seen.out.to(q.dtype), seen.lse.masked_fill(torch.isneginf(seen.lse), 0)
+
+
+def _backward(
+    q: Tensor,
+    mine: _KVBlock,
+    sinks: Tensor | None,
+    done: tuple[Tensor, Tensor, Tensor],
+    ring: Ring,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Round once more, the gradients of every block behind it; `done` is output, log-sum-exp, the output's gradient."""
+    out, lse, grad = done
+    # A GPU's kernel wants out and its gradient with tokens first, and would copy them for every tile.
+    out, grad = _tokens_first(out), _tokens_first(grad)
+    dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
+    reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
+    heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
+    with without_autocast(q.device):
+        q_laid, out_laid, grad_laid = ring.kernel.laid([q, out, grad], mine.v.shape[3], scores)
+        finished = Finished(q_laid, out_laid, grad_laid, lse)
+        for step, here in _steps(mine, ring):
+            for visitor in here:
+                own = visitor.owner == ring.rank
+                part = home if own else home.zeros(lse.dtype)
+                _attend_backward(finished, dq, visitor, part, (0, middle if own else heads), ring, scores)
+                reducer.add(visitor, step, part)
+            reducer.send(step)
+        _attend_backward(finished, dq, _Visitor(ring.rank, 0, mine), home, (middle, heads), ring, scores)
+        del q_laid, out_laid, grad_laid, finished
+        reducer.arrive()
+    dsinks = None
+    if sinks is not None:
+        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the softmax, what the sink takes
+        dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+    return dq.to(q.dtype), home.k.to(q.dtype), home.v.to(q.dtype), dsinks
 
 
 def _attend(seen: SoftmaxAccumulator, q: Tensor, visitor: _Visitor, ring: Ring, scores: Scores) -> None:
@@ -227,11 +282,11 @@ class _KVBlock:
         return self.like(self.k.new_zeros(self.k.numel() + self.v.numel(), dtype=dtype))
 
 
-def _my_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> _KVBlock:
+def _my_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = True) -> _KVBlock:
     """My keys and values, packed if they travel. A CPU's kernel reads them once per block of queries: it gains from a
     copy in which the tokens of a head lie together. Else they are copied only if saving them would keep more alive.
     """
-    if ring.size == 1 and not _reads_again(k.device) and _alone(q, k, v):
+    if ring.size == 1 and not _reads_again(k.device) and (not saved or alone(q, k, v)):
         return _KVBlock(k, v)
     return _KVBlock.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
 
@@ -240,7 +295,7 @@ def _reads_again(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _alone(*xs: Tensor) -> bool:
+def alone(*xs: Tensor) -> bool:
     """Whether keeping these tensors keeps alive little else (a sequence's padding, an eighth at most)."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in xs}
     return 8 * sum(storages.values()) <= 9 * sum(x.nbytes for x in xs)
