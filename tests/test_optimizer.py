@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -392,3 +394,65 @@ def test_sequences_that_were_dealt_out_are_let_go() -> None:
     dealt = deal(sequences(), batch=4, micro_batch=1, data_size=1, data_rank=0, pack="stream")
     assert len(next(dealt).micro_batches) == 4
     assert [ref() for ref in seen] == [None] * 4
+
+
+# --- states of 8 bits
+
+
+@pytest.fixture
+def eight(tmp_path: Path, config: TrainConfig) -> TrainConfig:
+    """Matrices of whole blocks on each of two ranks, and of none (384 x 40, of which a rank has 30 blocks; 40 x 40)."""
+    pytest.importorskip("torchao.optim")
+    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 4}
+    return dataclasses.replace(config, config=write_config(tmp_path, **small), ulysses=2, optimizer="adamw8bit")
+
+
+def _train_eagerly(config: TrainConfig) -> None:
+    """torchao compiles its step for each shape of a weight, which takes a compiler longer than all of a test."""
+    with torch.compiler.set_stance("force_eager"):
+        train(config)
+
+
+def _eagerly(pool: RankPool, config: TrainConfig) -> None:
+    pool.run(_train_eagerly, config, timeout=240)
+
+
+def _bytes_of_states(folder: Path) -> dict[str, str]:
+    index = json.loads((folder / "index.json").read_text())["tensors"]
+    return {name: x["dtype"] for name, x in index.items() if name.startswith("optimizer.state")}
+
+
+def test_a_run_with_8_bit_states_goes_on_to_the_bit(eight: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
+    _eagerly(pool2, eight)
+    cut = dataclasses.replace(eight, out=tmp_path / "cut")
+    shutil.copytree(eight.checkpoints / "step-00000003", cut.checkpoints / "step-00000003")
+    inside = dataclasses.replace(cut, out=tmp_path / "inside", optimizer_in_backward=True)
+    shutil.copytree(cut.checkpoints, inside.checkpoints)
+    for again in (cut, inside):
+        _eagerly(pool2, again)
+        after = {step: loss for step, loss in losses_of(eight.out).items() if step > 3}
+        assert losses_of(again.out) == after and len(after) == 3
+        assert _same_weights(eight, again)
+    kinds = _bytes_of_states(eight.checkpoints / "step-00000006")
+    assert kinds["optimizer.state.lm_head.weight.exp_avg.codes"] == "uint8"
+    assert kinds["optimizer.state.model.norm.weight.exp_avg"] == "float32"
+    plain = dataclasses.replace(eight, optimizer="adamw", out=tmp_path / "plain")
+    _eagerly(pool2, plain)
+    losses, exact = losses_of(eight.out), losses_of(plain.out)
+    assert losses != exact
+    assert all(abs(losses[step] / exact[step] - 1) < 0.1 for step in exact)  # 8 bits, after 6 steps at a high rate
+    # Another mesh, whose parts are whole blocks too; and an optimizer whose states are no such thing.
+    alone = dataclasses.replace(eight, ulysses=1, steps=8)
+    _train_eagerly(alone)
+    assert sorted(losses_of(alone.out)) == list(range(1, 9))
+    with pytest.raises(RankError, match="has 8 bits a value in one of the two only; use the --optimizer it was made"):
+        _eagerly(pool2, dataclasses.replace(cut, optimizer="adamw", steps=8))
+
+
+def test_8_bit_states_without_torchao_are_refused_before_anything_starts(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torchao.optim", "torchao.prototype.low_bit_optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _refused(config, r"pip install torchao, on every machine; or leave --optimizer at adamw", optimizer="adamw8bit")
+    assert not config.out.exists()

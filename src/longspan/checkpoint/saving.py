@@ -42,6 +42,7 @@ from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, read_index, spell_index
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
+from longspan.compat.torchao_api import as_plain
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full
 
@@ -118,7 +119,7 @@ def prepare(
 
     ranks.first(spell)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    tensors: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    tensors: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     flat = flat_names(tensors)
     check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks)
     whole = [x for x in flat.values() if isinstance(x, Tensor)]
@@ -237,9 +238,18 @@ def load(
     ranks = ranks or Ranks()
     checkpoint = _verified(checkpoint, ranks)  # first: torch fills the state of an optimizer that has none
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    whole: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    plain = as_plain(optimizer_state)
+    whole: dict[str, Any] = {"model": model_state, "optimizer": plain}
     _read(checkpoint, whole, ranks)
-    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=whole["optimizer"])
+    optimizer_state = _filled(optimizer_state, whole["optimizer"])
+    set_state_dict(model, optimizer, model_state_dict=whole["model"], optim_state_dict=optimizer_state)
+
+
+def _filled(state: Any, read: Any) -> Any:
+    """What was read, but for tensors of 8 bits: these were read in place, by their codes and scales."""
+    if isinstance(state, dict) and isinstance(read, dict):
+        return {key: _filled(state[key], value) if key in state else value for key, value in read.items()}
+    return state if isinstance(read, dict) else read
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | None = None) -> None:
@@ -306,6 +316,12 @@ def check_names(path: Path, flat: dict[str, Any], metadata: Metadata, parts: tup
     use = "use the model, the settings and the torch it was made with, or another --out"
     for name, shape in mine.items():
         if shapes.get(name) != shape:
+            if _other_bits(name, shapes):
+                raise LongspanError(
+                    f"checkpoint {path} is of another optimizer: {_short(name)} has 8 bits a value in one of the two "
+                    f"only; use the --optimizer it was made with, and for 8 bits a mesh on which each rank's part of a "
+                    f"weight is as many whole blocks of 256 values"
+                )
             there = f"there it has the shape {shapes[name]}" if name in shapes else "it has none of this name"
             raise LongspanError(
                 f"checkpoint {path} is of another model: {_short(name)} has the shape {shape}, {there}; {use}"
@@ -319,6 +335,11 @@ def check_names(path: Path, flat: dict[str, Any], metadata: Metadata, parts: tup
     missing = sorted(flat.keys() - saved.keys())
     if missing:
         raise LongspanError(f"checkpoint {path} is of another optimizer: it has no {missing[0]}; {use}")
+
+
+def _other_bits(name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Whether a state is there in the other of two forms: its values, or codes of 8 bits and their scales."""
+    return f"{name}.codes" in shapes or (name.endswith((".codes", ".scale")) and name.rpartition(".")[0] in shapes)
 
 
 def _short(name: str) -> str:

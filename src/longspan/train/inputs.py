@@ -70,6 +70,10 @@ def open_here(config: TrainConfig) -> Inputs:
     Raises:
         LongspanError: for a missing or unfit model, tokenizer or text.
     """
+    if config.optimizer == "adamw8bit":
+        from longspan.compat.torchao_api import check_torchao
+
+        check_torchao()
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config.tokenizer_name)
     _check_vocabulary(config, model_config, tokenizer)

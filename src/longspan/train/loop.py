@@ -24,6 +24,7 @@ from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.compat.torch_api import gather_into
+from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
@@ -98,6 +99,8 @@ class Trainer:
             **agreement.model_facts(inputs.model_config),
             **{key: value for key, value in flat(inputs.identity).items() if not key.startswith("model.")},
         }
+        if config.optimizer == "adamw8bit":
+            facts["torchao"] = check_torchao()
         agreement.agree(peers, facts, alive=alive)
         peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
         return inputs

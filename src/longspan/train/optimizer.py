@@ -7,16 +7,23 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from longspan.compat.torchao_api import adamw8bit
 from longspan.train.config import TrainConfig
 
 
-def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over all trained parameters; matrices decay, norms and biases do not."""
+def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW over all trained parameters; matrices decay, norms and biases do not.
+
+    Raises:
+        LongspanError: if `config` asks for 8-bit states, and torchao is not there.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if config.optimizer == "adamw8bit":
+        return adamw8bit(groups, config.lr, config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=device.type == "cuda" or None)
 
 
@@ -28,7 +35,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
     from transformers import get_scheduler
 
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"] = config.lr
+        group["initial_lr"] = config.lr
+        _set_rate(group, config.lr)
         group["betas"] = config.betas
         group["weight_decay"] = config.weight_decay if group["params"] and group["params"][0].ndim >= 2 else 0.0
     names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -37,8 +45,16 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
     )
     scheduler.last_epoch = done
     for group, rate in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
-        group["lr"] = config.lr * rate(done)
+        _set_rate(group, config.lr * rate(done))
     return scheduler
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """torchao's optimizers take their rate from a tensor, which has to stay the same one."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def clip_gradients(model: torch.nn.Module, limit: float) -> float:
