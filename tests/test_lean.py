@@ -207,6 +207,21 @@ def test_the_output_is_to_the_bit_that_of_one_device(pool2: RankPool) -> None:
         assert all(found.values()), found
 
 
+def _padding() -> list[bool]:
+    """Whether what the last rank has of the padding, a token, is zero: of the output, and of the gradients."""
+    case, sp = Case(n=13, q_heads=8, kv_heads=4, batch=2), sharding(2)
+    x = make(case)
+    qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
+    plan, scores = lean_plan(case, x, qkv, sp, None, 2)
+    out = plan(*qkv, scores)
+    grads = torch.autograd.grad(out.sum(), qkv)
+    return [not bool(y[:, -1].any()) for y in (out, *grads)]
+
+
+def test_padding_gets_zeros(pool2: RankPool) -> None:
+    assert pool2.run(_padding) == [[False] * 4, [True] * 4]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which heads a chunk has.
 
