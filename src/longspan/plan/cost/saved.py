@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longspan.plan.cost.levers import norm_bytes, stream_bytes
+
 if TYPE_CHECKING:
     from longspan.plan.job import Job, Mesh
     from longspan.plan.models.shape import LayerShape
@@ -72,40 +74,52 @@ class Buffers:
         return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
 
 
-def norm_bytes(s: Scale, features: int, autocast: bool) -> int:
-    """Bytes per token that an RMSNorm saves: its input in fp32, one number, and the normalised input."""
-    return features * 4 + 4 + features * (4 if autocast else s.b)
-
-
 def saved_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
     """Bytes per token of a rank that one layer saves for its backward."""
-    before, behind = _around(layer, s, autocast)
+    before, behind = _around(layer, job, s, autocast)
     mixer = layer.mixer
-    attention = mixer.saved(mesh, s)
+    attention = mixer.saved(mesh, s, lean=job.memory.lean)
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
         heads = (mixer.q_heads + mixer.kv_heads) // mesh.tensor
+        again = job.memory.tiled_norms
         # A norm of each head (Qwen3) saves a number a head, a norm of all of Q and one of all of K (OLMo-2) one each.
-        numbers = heads if q_norm.numel == mixer.head_dim else 2
-        attention += norm_bytes(s, heads * mixer.head_dim, autocast) + 4 * (numbers - 1)
+        numbers = 1 if again else heads if q_norm.numel == mixer.head_dim else 2
+        attention += norm_bytes(s, heads * mixer.head_dim, autocast, again=again) + 4 * (numbers - 1)
     return SavedActivations((before + behind) // s.hidden_shards, attention, _mlp(layer, job, mesh, s))
+
+
+def kept_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
+    """Bytes per token of a rank that checkpointing keeps of a layer: its input, and what it keeps of the attention."""
+    return SavedActivations(stream_bytes(s, autocast) // s.hidden_shards, layer.mixer.kept(job, mesh, s))
+
+
+def again_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
+    """Bytes per token of a rank that a layer saves while it is computed again, beside what checkpointing has kept."""
+    kept = SavedActivations(attention=layer.mixer.kept(job, mesh, s))
+    if job.memory.tiled_norms:  # the first norm's input is the layer's
+        kept = kept + SavedActivations(hidden=stream_bytes(s, autocast) // s.hidden_shards)
+    return saved_per_token(layer, job, mesh, s, autocast) + kept * -1
 
 
 def freed_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
     """Of `saved_per_token`, what is gone when the backward reaches the attention itself: all that comes behind it."""
-    _, behind = _around(layer, s, autocast)
-    return layer.mixer.freed(SavedActivations(hidden=behind // s.hidden_shards, mlp=_mlp(layer, job, mesh, s)), mesh, s)
+    _, behind = _around(layer, job, s, autocast)
+    of_mlp = SavedActivations(hidden=behind // s.hidden_shards, mlp=_mlp(layer, job, mesh, s))
+    return layer.mixer.freed(of_mlp, job, mesh, s)
 
 
-def _around(layer: LayerShape, s: Scale, autocast: bool) -> tuple[int, int]:
+def _around(layer: LayerShape, job: Job, s: Scale, autocast: bool) -> tuple[int, int]:
     """What norms save, and products take in, before the attention and behind it."""
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
     q_k_v, gate_up = (3, 2) if autocast else (1, 1)
-    normed = norms * norm_bytes(s, s.d, autocast)
-    return normed + q_k_v * s.b * s.d, normed + gate_up * s.b * s.d
+    normed = norms * norm_bytes(s, s.d, autocast, again=job.memory.tiled_norms)
+    # In tiles the MLP keeps its input, before any cast.
+    of_mlp = gate_up * s.b * s.d if job.memory.tiled_mlp == 1 else stream_bytes(s, autocast)
+    return normed + q_k_v * s.b * s.d, normed + of_mlp
 
 
 def _mlp(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
     # In tiles it is computed again, a tile at a time.
-    return layer.mlp.saved(s) // mesh.tensor if job.tiled_mlp == 1 else 0
+    return layer.mlp.saved(s) // mesh.tensor if job.memory.tiled_mlp == 1 else 0
