@@ -17,8 +17,8 @@ from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
 from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context, read_hardware, read_model
 from longspan.plan.config import PlanConfig
 from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums
-from longspan.plan.cost.memory import autocasts, memory, scale_of
-from longspan.plan.cost.saved import SavedActivations, again_per_token, kept_per_token, saved_per_token
+from longspan.plan.cost.memory import memory, scale_of
+from longspan.plan.cost.saved import SavedActivations, again_per_token, autocasts, kept_per_token, saved_per_token
 from longspan.plan.layers.exchange import chunks
 from longspan.plan.limits import refusal
 from longspan.plan.memory import choose, lattice, lever_rows, longest, seconds_of, what_would_do

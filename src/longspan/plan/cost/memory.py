@@ -17,21 +17,13 @@ import functools
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, head_tile
-from longspan.plan.cost.levers import OFFLOADED_LAYERS, mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes
+from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes
 from longspan.plan.cost.local import local_batch, local_tokens
-from longspan.plan.cost.saved import (
-    Buffers,
-    SavedActivations,
-    Scale,
-    again_per_token,
-    freed_per_token,
-    kept_per_token,
-    saved_per_token,
-)
+from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, autocasts, freed_per_token, saved_in_a_step
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
@@ -143,7 +135,7 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast, to_host = gathers(job, mesh), autocasts(job), on_host(job, s)
     at_rest = 0 if to_host else shard * 4
-    at_loss, last_layer, before_it, first_layer = _saved(model, job, mesh, s)
+    at_loss, last_layer, before_it, first_layer = saved_in_a_step(model, job, mesh, s)
     # The last norm, and the head's input.
     at_head = at_loss + SavedActivations(
         hidden=tokens * (norm_bytes(s, s.d, autocast, again=job.memory.tiled_norms) + s.d * s.b)
@@ -236,47 +228,6 @@ def _in_a_backward(
         yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": 2 * hidden}
 
 
-def _saved(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedActivations]:
-    """What is saved at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
-    autocast = autocasts(job)
-    if job.memory.checkpointing == "none":
-        layers = {layer: saved_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
-        largest = max(layers.values(), key=lambda saved: saved.total)
-        embedded = SavedActivations(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
-        together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
-        # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
-        smallest = min(layers.values(), key=lambda saved: saved.total)
-        before = together + smallest * -1 if len(model.layers) > 1 else together
-        return together, together, before, largest
-    # What is kept of every layer, and all that one layer saves while it is computed again.
-    kinds = [(kept_per_token(layer, job, mesh, s, autocast) * s.tokens, count) for layer, count in model.layer_kinds]
-    again = [again_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds]
-    largest = max(again, key=lambda saved: saved.total)
-    most = max((kept for kept, _ in kinds), key=lambda saved: saved.total)
-    n = len(model.layers)
-    if offloads(job, s):
-        stays, before = (most * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
-        return stays, stays + largest, before + largest, most + largest
-    together = sum((kept * count for kept, count in kinds), SavedActivations())
-    least = min((kept for kept, _ in kinds), key=lambda saved: saved.total)
-    before = together + least * -1 if n > 1 else together
-    return together, together + largest, before + largest, most + largest
-
-
-def offloads(job: Job, s: Scale) -> bool:
-    """Whether what checkpointing keeps leaves this memory; a CPU's ranks compute in the host's as it is."""
-    return job.memory.offload == "disk" or (job.memory.offload == "host" and not s.on_cpu)
-
-
-def kept_bytes(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
-    """Bytes that checkpointing keeps of all layers, wherever they lie."""
-    if job.memory.checkpointing == "none":
-        return 0
-    autocast = autocasts(job)
-    each = ((kept_per_token(layer, job, mesh, s, autocast).total, count) for layer, count in model.layer_kinds)
-    return sum(s.tokens * kept * count for kept, count in each)
-
-
 def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
     """In the loss's backward: logits, their gradient, an fp32 tile (twice where they are bf16: cast, then computed). In
     the head's: logits, and the gradients of its input and of its weights.
@@ -309,11 +260,6 @@ def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[
 def _hidden(job: Job, mesh: Mesh, s: Scale) -> int:
     """Bytes of hidden states, or of their gradient."""
     return s.tokens * s.d * (4 if autocasts(job) else s.b) // s.hidden_shards
-
-
-def autocasts(job: Job) -> bool:
-    """bf16 over fp32 weights that are not sharded: torch casts what goes into each product, and keeps the rest fp32."""
-    return job.dtype == "bf16" and not job.weight_sharding
 
 
 def _widest(model: ModelShape, tensor: int, s: Scale) -> int:

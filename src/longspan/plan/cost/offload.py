@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING
 from longspan.plan.cost.compute import layer_seconds
 from longspan.plan.cost.levers import DISK_BUFFERS
 from longspan.plan.cost.local import micro_batches
-from longspan.plan.cost.memory import (
-    autocasts,
-    elements_at_rest,
-    kept_bytes,
-    offloads,
-    on_host,
-    scale_of,
-    weights_at_rest,
-)
-from longspan.plan.cost.saved import kept_per_token
+from longspan.plan.cost.memory import elements_at_rest, on_host, scale_of, weights_at_rest
+from longspan.plan.cost.saved import autocasts, kept_bytes, kept_per_token, offloads
 from longspan.plan.cost.weights import shard_elements, sums_gradients_once
 
 if TYPE_CHECKING:

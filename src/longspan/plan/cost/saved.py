@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.levers import norm_bytes, stream_bytes
+from longspan.plan.cost.levers import OFFLOADED_LAYERS, norm_bytes, stream_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import LayerShape
+    from longspan.plan.models.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -123,3 +125,53 @@ def _around(layer: LayerShape, job: Job, s: Scale, autocast: bool) -> tuple[int,
 def _mlp(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
     # In tiles it is computed again, a tile at a time.
     return layer.mlp.saved(s) // mesh.tensor if job.memory.tiled_mlp == 1 else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of all layers, at the moments of a step.
+
+
+def autocasts(job: Job) -> bool:
+    """bf16 over fp32 weights that are not sharded: torch casts what goes into each product, and keeps the rest fp32."""
+    return job.dtype == "bf16" and not job.weight_sharding
+
+
+def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedActivations]:
+    """What is saved at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
+    autocast = autocasts(job)
+    if job.memory.checkpointing == "none":
+        layers = {layer: saved_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
+        largest = max(layers.values(), key=lambda saved: saved.total)
+        embedded = SavedActivations(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
+        together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
+        # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
+        smallest = min(layers.values(), key=lambda saved: saved.total)
+        before = together + smallest * -1 if len(model.layers) > 1 else together
+        return together, together, before, largest
+    # What is kept of every layer, and all that one layer saves while it is computed again.
+    kinds = [(kept_per_token(layer, job, mesh, s, autocast) * s.tokens, count) for layer, count in model.layer_kinds]
+    again = [again_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds]
+    largest = max(again, key=lambda saved: saved.total)
+    most = max((kept for kept, _ in kinds), key=lambda saved: saved.total)
+    n = len(model.layers)
+    if offloads(job, s):
+        stays, before = (most * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
+        return stays, stays + largest, before + largest, most + largest
+    together = sum((kept * count for kept, count in kinds), SavedActivations())
+    least = min((kept for kept, _ in kinds), key=lambda saved: saved.total)
+    before = together + least * -1 if n > 1 else together
+    return together, together + largest, before + largest, most + largest
+
+
+def offloads(job: Job, s: Scale) -> bool:
+    """Whether what checkpointing keeps leaves this memory; a CPU's ranks compute in the host's as it is."""
+    return job.memory.offload == "disk" or (job.memory.offload == "host" and not s.on_cpu)
+
+
+def kept_bytes(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
+    """Bytes that checkpointing keeps of all layers, wherever they lie."""
+    if job.memory.checkpointing == "none":
+        return 0
+    autocast = autocasts(job)
+    each = ((kept_per_token(layer, job, mesh, s, autocast).total, count) for layer, count in model.layer_kinds)
+    return sum(s.tokens * kept * count for kept, count in each)

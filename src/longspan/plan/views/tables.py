@@ -99,6 +99,9 @@ def _meshes(found: Search, top: int) -> Table:
     table.add_column("mesh", min_width=11)
     for name in ("memory", "max context", "step", "tokens/s", "MFU", "sent/layer", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=name == "")
+    differ = len({plan.job.memory for plan in found.plans}) > 1  # chosen for each mesh
+    if differ:
+        table.add_column("levers", overflow="fold")
     for plan in found.plans[:top]:
         chosen = plan is found.recommended
         short = f"{size(-plan.headroom_bytes)} short"
@@ -112,7 +115,8 @@ def _meshes(found: Search, top: int) -> Table:
             "recommended" if chosen else short if not plan.fits else "" if plan.runs else "planned",
         ]
         style = "bold green" if chosen else None if plan.fits else "red"
-        table.add_row(_named(plan), *_whole(cells), style=style)
+        levers = [plan.job.memory.described()] if differ else []
+        table.add_row(_named(plan), *_whole(cells), *levers, style=style)
     left = len(found.plans) - top
     if left > 0:
         table.caption = f"and {left} more (--top {len(found.plans)})"
