@@ -144,6 +144,16 @@ def test_a_host_that_is_too_small_is_said() -> None:
     assert not cost(LLAMA, disk, Mesh(ulysses=8), replace(small, disk_bytes=1e11)).fits
 
 
+def test_the_hosts_of_the_catalogue_and_of_a_file(tmp_path: Any) -> None:
+    assert (H100.host_memory, H100.host_bandwidth, CATALOGUE["a100-80gb"].host_bandwidth) == (2e12, 55e9, 25e9)
+    (tmp_path / "like.toml").write_text('like = "h100"\nhost_memory = 1.5e12\ndisk_write = 1e9\ndisk_bytes = 7e12\n')
+    mine = read_hardware(str(tmp_path / "like.toml"))
+    assert (mine.host_memory, mine.disk_write, mine.disk_bytes, mine.disk_read) == (1.5e12, 1e9, 7e12, 12e9)
+    (tmp_path / "bad.toml").write_text('like = "h100"\nhost_memory = 0\n')
+    with pytest.raises(LongspanError, match=r"line 2: .*host_memory=0.0 must be above 0"):
+        read_hardware(str(tmp_path / "bad.toml"))
+
+
 # ---- What is sent, and how long it takes.
 
 
