@@ -26,11 +26,13 @@ import common
 import torch
 import torch.distributed as dist
 
+from longspan.core.memory import Memory
+
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
 FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
 WHOLE = {"weight_sharding": False}
-CHECKPOINTED = {"activation_checkpointing": True}
+CHECKPOINTED = {"memory": Memory(checkpointing="layers")}
 P2P = {"ring_impl": "p2p"}
 # (config, context, ranks {data, ring, ulysses}, options of the job)
 MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
@@ -84,6 +86,11 @@ def main() -> None:
     common.write_report(args.name, "The planner against this machine", env, text, results)
 
 
+def written(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as a report holds them."""
+    return {name: value.described() if isinstance(value, Memory) else value for name, value in options.items()}
+
+
 # --- predicted ------------------------------------------------------------------------------------
 
 
@@ -115,7 +122,7 @@ class Trainer:
         bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
         self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy)
-        if options.get("activation_checkpointing"):
+        if options.get("memory") == CHECKPOINTED["memory"]:
             self.model.gradient_checkpointing_enable()
         self.model.train()
         self.autocast = bf16 and not sharded
@@ -193,7 +200,7 @@ def memory_case(config: dict[str, Any], context: int, ranks: dict[str, int], opt
     world = math.prod(ranks.values())
     found = common.run_ranks(measure_memory, world, config, context, ranks, options)
     row = {
-        "config": config, "context": context, "ranks": ranks, "options": options,
+        "config": config, "context": context, "ranks": ranks, "options": written(options),
         "predicted": plan.memory_total_bytes, "items": plan.memory_bytes,
         "measured": found["at_rest"] + found["rise"], **found,
     }  # fmt: skip
@@ -218,7 +225,7 @@ def time_cases(repeats: int) -> tuple[list[dict[str, Any]], str]:
             config, context, ranks, options = case
             plan = predicted(*case, str(links[next(iter(ranks))]))
             rows.append({
-                "config": config, "context": context, "ranks": ranks, "options": options,
+                "config": config, "context": context, "ranks": ranks, "options": written(options),
                 "predicted": plan.step_seconds, "compute": plan.compute_seconds, "exposed": plan.exposed_seconds,
                 "measured": min(statistics.median(times) for times in seconds), "seconds": seconds,
             })  # fmt: skip

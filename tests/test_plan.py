@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.plan import (
     CATALOGUE,
     Hardware,
@@ -65,7 +66,9 @@ JOBS = st.builds(
     st.sampled_from([1, 2, 4]),
     st.fixed_dictionaries(
         {
-            "weight_sharding": st.booleans(), "activation_checkpointing": st.booleans(), "tiled_loss": st.booleans(),
+            "weight_sharding": st.booleans(),
+            "memory": st.sampled_from([FASTEST, Memory(checkpointing="layers"), LONGEST]),
+            "tiled_loss": st.booleans(),
             "layout": st.sampled_from(["zigzag", "contiguous"]),
             # Named, as a longer context is never cheaper on the same way only.
             "ring_impl": st.sampled_from(["p2p", "allgather"]),
@@ -199,7 +202,7 @@ def test_a_window_costs_its_window() -> None:
 
 
 def test_what_this_version_runs_is_recommended_before_what_is_only_planned() -> None:
-    found = search(LLAMA, Job(context=131072, activation_checkpointing=True), 8, CATALOGUE["h100"])
+    found = search(LLAMA, Job(context=131072, memory=Memory(checkpointing="layers")), 8, CATALOGUE["h100"])
     assert found.recommended is not None and found.recommended.runs
     assert found.recommended.mesh.tensor == 1
 
@@ -232,7 +235,7 @@ def test_tensor_parallelism_wins_where_only_a_start_counts() -> None:
 @pytest.mark.parametrize("gpus", [4, 16])
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_the_command_is_one_that_train_takes(gpus: int, ring: int) -> None:
-    job = Job(context=65536, batch=4, activation_checkpointing=True, weight_sharding=gpus == 16)
+    job = Job(context=65536, batch=4, memory=Memory(checkpointing="layers"), weight_sharding=gpus == 16)
     job = replace(job, layout="contiguous", ring_impl="allgather") if ring == 4 else job
     best = next(p for p in search(read_model("qwen3-0.6b"), job, gpus, A100).plans if p.mesh.ring == ring and p.runs)
     said = command(best)
@@ -268,7 +271,7 @@ def test_no_command_for_what_this_version_does_not_run() -> None:
     for job, mesh in (
         (Job(context=8192, mode="prefill"), Mesh(ulysses=2)),
         (Job(context=8192), Mesh(tensor=2)),
-        (Job(context=8192, tiled_mlp=4), Mesh(ulysses=2)),
+        (Job(context=8192, tiled_loss=False), Mesh(ulysses=2)),
     ):
         plan = cost(LLAMA, job, mesh, A100)
         assert command(plan) is None
@@ -498,10 +501,10 @@ def test_hardware_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
         (["--model", "llama-2-7b", "--context", "0"], "context=0 must be an integer of at least 1"),
         (["--model", "llama-2-7b", "--context=-5"], "context=-5 must be"),
         (["--model", "llama-2-7b", "--batch", "0"], "batch=0 must be"),
-        (["--model", "llama-2-7b", "--tiled-mlp", "0"], "tiled-mlp=0 must be"),
+        (["--model", "llama-2-7b", "--tiled-mlp=-1"], "tiled_mlp must be at least 0, got -1"),
         (["--model", "llama-2-7b", "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
         (["--model", "llama-2-7b", "--efficiency", "nan"], "--efficiency must be above 0 and at most 1, got nan"),
-        (["--model", "llama-2-7b", "--offload"], "give both"),
+        (["--model", "llama-2-7b", "--offload", "host"], "add checkpointing='layers'"),
         (["--model", "llama-2-7b", "--html", "."], "--html . is a folder; give a file, such as --html plan.html"),
         (["--model", "~nobody-of-this-name/x"], "no user of that name"),
         (["--model", "x" * 5000], "is too long for a path"),
@@ -544,7 +547,7 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-2-70b", "--gpu", "a100-80gb", "--gpus", "8", "--context", "1000000", "--mode", "prefill"]
     report = json.loads(shown(capsys, *args, "--json", "--compare"))
-    assert report["schema"] == SCHEMA == "longspan.plan/1"
+    assert report["schema"] == SCHEMA == "longspan.plan/2"
     best = report["recommended"]
     assert best["mesh"] == {"data": 1, "ring": 1, "ulysses": 8, "tensor": 1} and best["fits"]
     for plan in report["plans"]:

@@ -17,6 +17,7 @@ import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import work_of_blocks
 from longspan.core.layout import Layout
+from longspan.core.memory import Memory
 from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
 from longspan.plan.cost.communication import layer_method
@@ -140,6 +141,7 @@ MLA = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
 }  # fmt: skip
+CHECKPOINTED = Memory(checkpointing="layers")
 CASES = [
     (Mesh(ulysses=4), MOE, {}),
     (Mesh(data=2, ulysses=2), MLA, {}),
@@ -154,13 +156,13 @@ CASES = [
     (Mesh(data=3, ulysses=2), {"vocab_size": 97, "hidden_size": 56, "intermediate_size": 83}, {}),  # shards are padded
     (Mesh(ulysses=4), {}, {"weight_sharding": False}),
     (Mesh(data=2, ulysses=2), {"tie_word_embeddings": True}, {"weight_sharding": False}),
-    (Mesh(ulysses=4), {}, {"activation_checkpointing": True}),
-    (Mesh(ulysses=4), {}, {"dtype": "bf16", "activation_checkpointing": True}),
+    (Mesh(ulysses=4), {}, {"memory": CHECKPOINTED}),
+    (Mesh(ulysses=4), {}, {"dtype": "bf16", "memory": CHECKPOINTED}),
     (Mesh(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (Mesh(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
     (Mesh(ring=4), {}, {"ring_impl": "p2p"}),
     (Mesh(ring=2), {}, {"dtype": "bf16"}),  # all-gathered, being small
-    (Mesh(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "activation_checkpointing": True}),
+    (Mesh(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "memory": CHECKPOINTED}),
     (Mesh(data=2, ring=2, ulysses=2), {}, {"ring_impl": "p2p", "weight_sharding": False}),
     (Mesh(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {"ring_impl": "p2p"}),
     (Mesh(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
@@ -219,7 +221,7 @@ def step_sent(
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
         model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy)
-        if options.get("activation_checkpointing"):
+        if options.get("memory") == CHECKPOINTED:
             model.gradient_checkpointing_enable()
         model.train()
         tokens = torch.zeros(1, n, dtype=torch.long)

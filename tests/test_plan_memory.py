@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspan.core.memory import Memory
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.saved import Scale, saved_per_token
 from longspan.plan.models import shape_from_config
@@ -21,6 +22,7 @@ SMALL = {
     "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
 NARROW = {"intermediate_size": 64, "num_key_value_heads": 8}
+CHECKPOINTED = Memory(checkpointing="layers")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
     ({}, 2048, Mesh(ulysses=2), FP32),
@@ -30,12 +32,12 @@ CASES = [
     ({"num_hidden_layers": 6}, 1024, Mesh(data=2, ulysses=2), FP32),
     ({}, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False}),
     ({}, 2048, Mesh(ulysses=2), {**BF16, "weight_sharding": False}),
-    ({"num_hidden_layers": 8}, 2048, Mesh(ulysses=2), {**FP32, "activation_checkpointing": True}),
+    ({"num_hidden_layers": 8}, 2048, Mesh(ulysses=2), {**FP32, "memory": CHECKPOINTED}),
     ({}, 2048, Mesh(ring=2), FP32),
     ({}, 4096, Mesh(ring=2, ulysses=2), BF16),
     # Hardly any MLP: what the ring holds is what counts.
-    (NARROW, 4096, Mesh(ring=4), {**BF16, **P2P, "activation_checkpointing": True}),
-    (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "activation_checkpointing": True}),
+    (NARROW, 4096, Mesh(ring=4), {**BF16, **P2P, "memory": CHECKPOINTED}),
+    (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "memory": CHECKPOINTED}),
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
     # Embedding and head are most of it, and groups of their own.
@@ -79,7 +81,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
     model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy)
-    if options.get("activation_checkpointing"):
+    if options.get("memory") == CHECKPOINTED:
         model.gradient_checkpointing_enable()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -251,6 +251,11 @@ def _typed(kind: Any, value: Any) -> Any:
         if not isinstance(value, list) or not value or not (several or len(value) == len(arguments)):
             raise ValueError(f"give a list of {'' if several else f'{len(arguments)} '}numbers")
         return tuple(_typed(arguments[0], item) for item in value)
+    words = [word for t in arguments if typing.get_origin(t) is Literal for word in typing.get_args(t)]
+    if words and len(arguments) > 1:  # a number, or a word that stands for one
+        if value in words:
+            return value
+        return _typed(next(t for t in arguments if typing.get_origin(t) is not Literal), value)
     if len(arguments) == 1:  # what may be left out
         return _typed(arguments[0], value)
     if kind is bool and isinstance(value, bool):

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from longspan.core.errors import LongspanError
+from longspan.core.memory import LONGEST
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
+from longspan.plan.job import Job
+from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers, what_would_do
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
-from longspan.plan.search import search
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import Search, search
+from longspan.plan.views.levers import levers_dict
 from longspan.plan.views.report import to_dict
 
 __all__ = ["PlanConfig", "run"]
@@ -31,18 +36,19 @@ def run(config: PlanConfig) -> int:
     config.check()
     model = read_model(config.model)
     hardware = _hardware(config)
-    job = config.job()
-    found = search(model, job, config.gpus, hardware)
+    job, found = _searched(config, model, hardware)
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
     report: dict[str, Any] | None = None
+    rows = _levers(found, job, hardware) if config.levers else []
     if config.json or config.html:
-        report = to_dict(found, model, job, config.gpus, hardware, methods)
+        levers = levers_dict(rows, config.gpus) if rows else None
+        report = to_dict(found, model, job, config.gpus, hardware, methods, levers)
     if config.json:
         print(json.dumps(report, indent=1))
     else:
         from longspan.plan.views.tables import show
 
-        show(found, model, job, config.gpus, hardware, methods, config.top)
+        show(found, model, job, config.gpus, hardware, methods, config.top, rows)
     if config.html or config.png:
         from longspan.plan.views.curves import grid
 
@@ -58,6 +64,36 @@ def run(config: PlanConfig) -> int:
 
             _write("picture", config.png, lambda path: draw(points, path))
     return 0 if found.recommended is not None else 1
+
+
+def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
+    """What was found, and the job with the context and the levers of the plan that is recommended."""
+    job, fixed = config.job(), config.fixed()
+    if config.context == "max":
+        if config.memory == "longest":
+            fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
+        best = longest(model, job, config.gpus, hardware, fixed)
+        if best is None:
+            shortest = dataclasses.replace(job, context=STEP)
+            raise LongspanError(
+                f"--context max: not even {STEP:,} tokens fit on {config.gpus} x {hardware.name}. "
+                f"{what_would_do(model, shortest, config.gpus, hardware)}"
+            )
+        job = dataclasses.replace(best.job, memory=job.memory)
+        found = search_levers(model, job, config.gpus, hardware, fixed)
+    elif config.memory == "auto":
+        found = search_levers(model, job, config.gpus, hardware, fixed)
+    else:
+        return job, search(model, job, config.gpus, hardware)
+    chosen = found.recommended or next(iter(found.plans), None)
+    return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), found
+
+
+def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
+    """Of the mesh that is recommended, else of the nearest that this version runs."""
+    running = [plan for plan in found.plans if plan.mesh.tensor == 1]
+    plan = found.recommended or next(iter(running or found.plans), None)
+    return [] if plan is None else lever_rows(plan.model, job, plan.mesh, hardware)
 
 
 def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:

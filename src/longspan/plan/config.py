@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
+from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryLevel
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 
@@ -27,8 +28,9 @@ class PlanConfig:
     wrote."""
     gpus: int = 8
     """GPUs in all, up to 16,384."""
-    context: int = 131072
-    """Tokens of one sequence (also 128k or 1M: k is 1024, M is 1024 * 1024). In decode those already in the cache."""
+    context: int | Literal["max"] = 131072
+    """Tokens of one sequence (also 128k or 1M: k is 1024, M is 1024 * 1024). In decode those already in the cache. max:
+    the longest that fits, with the levers that it takes; those that are given stay as they are."""
     batch: int = 1
     """Sequences of one step, over all GPUs."""
     mode: Literal["train", "prefill", "decode"] = "train"
@@ -39,12 +41,26 @@ class PlanConfig:
     """adamw keeps 8 bytes per weight, sgd none."""
     fsdp: bool = True
     """Shard weights over data x ring x ulysses. Off: whole on every GPU."""
+    memory: MemoryLevel = "fastest"
+    """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: for each
+    mesh the fastest combination that fits (a disk is used where it is asked for, and not otherwise). The flags below
+    set one lever each, whatever this says."""
+    checkpointing: Literal["by-memory", "none", "attention", "output", "layers"] = "by-memory"
+    """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
+    attention's output, its input alone. by-memory: as --memory says."""
     grad_checkpointing: bool = False
-    """Keep each layer's input only and compute the layer again in the backward."""
-    offload: bool = False
-    """Put those inputs into the host's memory."""
-    tiled_mlp: int = 1
-    """Tiles in which the MLP works through its tokens."""
+    """The same as --checkpointing layers."""
+    offload: Literal["by-memory", "none", "host", "disk"] = "by-memory"
+    """Where that lies until the backward: on the GPU, in the host's memory, on a local disk."""
+    tiled_mlp: int | None = None
+    """Tiles in which the MLP works through its tokens, forward and backward. 1: all at once. 0: as many as make a
+    tile's intermediates about as large as the hidden states."""
+    tiled_norms: bool = False
+    """Norms keep their input alone, and are computed again in the backward."""
+    head_chunks: int | None = None
+    """Pieces in which heads go through exchange and attention. 1: all at once. 0: one for each of a rank's KV heads."""
+    cpu_offload: bool = False
+    """Weights, gradients and optimizer states stay in the host's memory."""
     tiled_loss: bool = True
     """Never hold all logits, a tile at a time only."""
     layout: LayoutName = "auto"
@@ -63,31 +79,70 @@ class PlanConfig:
 
     top: int = 6
     """Meshes that the table shows."""
+    levers: bool = False
+    """Show what each lever alone saves and costs, and the longest context with it."""
     compare: bool = False
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
-    """Print JSON (schema longspan.plan/1, see docs/plan.md) instead of tables."""
+    """Print JSON (schema longspan.plan/2, see docs/plan.md) instead of tables."""
     html: Path | None = None
     """Write one self-contained page with sliders for context and GPUs."""
     png: Path | None = None
     """Draw memory and time against context (needs matplotlib)."""
 
+    def fixed(self) -> dict[str, Any]:
+        """The levers that a flag of their own sets, by the fields of `Memory`.
+
+        Raises:
+            LongspanError: for two flags that say different things of one lever.
+        """
+        given: dict[str, Any] = {
+            "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
+            "offload": None if self.offload == "by-memory" else self.offload,
+            "tiled_mlp": self.tiled_mlp,
+            "tiled_norms": self.tiled_norms or None,
+            "head_chunks": self.head_chunks,
+            "cpu_offload": self.cpu_offload or None,
+        }
+        if self.grad_checkpointing:
+            if given["checkpointing"] not in (None, "layers"):
+                raise LongspanError(
+                    f"--grad-checkpointing is --checkpointing layers, and --checkpointing {self.checkpointing} is "
+                    f"given too; leave one of them out"
+                )
+            given["checkpointing"] = "layers"
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner chooses levers."""
+        return self.memory == "auto" or self.context == "max"
+
+    def levels(self) -> Memory:
+        """The levers that are asked for; of those that the planner chooses, the fixed ones over the fastest.
+
+        Raises:
+            LongspanError: for levers that cannot be together.
+        """
+        fixed = self.fixed()
+        if self.chooses and fixed.get("offload", "none") != "none":  # it chooses a checkpointing to go with it
+            fixed.setdefault("checkpointing", "layers")
+        return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
+
     def job(self) -> Job:
-        """The job that is asked for.
+        """The job that is asked for; `max` stands for one token, until the longest context is found.
 
         Raises:
             LongspanError: for sizes that cannot be.
         """
         return Job(
-            context=self.context,
+            context=1 if self.context == "max" else self.context,
             batch=self.batch,
             mode=self.mode,
             dtype=self.dtype,
             optimizer=self.optimizer,
             weight_sharding=self.fsdp,
-            activation_checkpointing=self.grad_checkpointing,
-            activation_offload=self.offload,
-            tiled_mlp=self.tiled_mlp,
+            memory=self.levels(),
             tiled_loss=self.tiled_loss,
             kv_replication=self.kv_replication,
             layout=self.layout,
@@ -101,6 +156,8 @@ class PlanConfig:
             LongspanError: with the number and the way out.
         """
         self.job()
+        if self.context == "max" and self.mode == "decode":
+            raise LongspanError("--context max is for train and prefill; of decode the table has the longest cache")
         check_number("--gpus", self.gpus, 1, MOST_GPUS)
         check_number("--top", self.top, 1, LARGEST_COUNT)
         if self.gpus_per_node is not None:

@@ -47,6 +47,9 @@ _INTRA_LATENCY = {"all_to_all": 15e-6, "all_gather": 5e-6, "reduce_scatter": 5e-
 _INTER_LATENCY = {"all_to_all": 30e-6, "all_gather": 15e-6, "reduce_scatter": 15e-6, "all_reduce": 20e-6, "p2p": 8e-6}
 
 
+_OF_THE_HOST = ("host_memory", "host_bandwidth", "host_memory_bandwidth", "disk_write", "disk_read")
+
+
 @dataclass(frozen=True)
 class Hardware:
     """GPUs in nodes.
@@ -73,6 +76,12 @@ class Hardware:
         attention_width: the softmax's work on a pair in units of head_dim: heads of D take (1 + attention_width / D)
             times as long as their FLOPs say.
         measured_dtype: the dtype that `flops` was measured in; None for bf16, the makers' figure.
+        host_memory: of one node, all its GPUs together.
+        host_bandwidth: bytes/s between one GPU and its host's memory, each direction.
+        host_memory_bandwidth: bytes/s of a node's memory itself, which an optimizer on the host is bound by.
+        disk_write: bytes/s that a node's local disks take.
+        disk_read: bytes/s that they give.
+        disk_bytes: what they hold; 0 where nobody said, and then nothing is checked against it.
     """
 
     name: str
@@ -94,10 +103,16 @@ class Hardware:
     attention_block: float = 0.0
     attention_width: float = 0.0
     measured_dtype: str | None = None
+    host_memory: float = 1e12
+    host_bandwidth: float = 25e9
+    host_memory_bandwidth: float = 300e9
+    disk_write: float = 6e9
+    disk_read: float = 12e9
+    disk_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         said = f"hardware {self.name}: "
-        for name in ("memory_bytes", "flops", "memory_bandwidth"):
+        for name in ("memory_bytes", "flops", "memory_bandwidth", *_OF_THE_HOST):
             check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
         check_number(f"{said}gpus_per_node={spell(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
@@ -109,7 +124,7 @@ class Hardware:
                 raise LongspanError(f"{said}{name} must be a Link, got {spell(getattr(self, name))}")
         if not isinstance(self.measured, Mapping):
             raise LongspanError(f"{said}measured must be links by (axis, op), got {spell(self.measured)}")
-        for name in ("reserve_bytes", "attention_block", "attention_width"):
+        for name in ("reserve_bytes", "attention_block", "attention_width", "disk_bytes"):
             check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0)
         for name in ("attention_flops", "attention_forward_flops"):
             if getattr(self, name) is not None:
@@ -172,6 +187,8 @@ def _gpu(
     *,
     per_node: int = 8,
     fp32_ratio: float = 0.5,
+    host_gb: float = 2000,
+    pcie_gbs: float = 55,
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -182,17 +199,20 @@ def _gpu(
         intra=Link(intra_gbs * 1e9, _INTRA_LATENCY),
         inter=Link(inter_gbs * 1e9, _INTER_LATENCY),
         fp32_ratio=fp32_ratio,
+        host_memory=host_gb * 1e9,
+        host_bandwidth=pcie_gbs * 1e9,
     )
 
 
 # Columns: memory GB, dense bf16 TFLOP/s, memory GB/s, link inside a node and between nodes in GB/s per GPU, one way.
+# Hosts: the DGX of the kind, else 1 TB; PCIe x16, what a copy from pinned memory reaches: 55 GB/s (gen 5), 25 (gen 4).
 CATALOGUE = {
     hardware.name: hardware
     for hardware in (
         # NVIDIA A100 data sheet (June 2021): 312 TFLOP/s, 1,555 and 2,039 GB/s, NVLink 600 GB/s both directions.
         # DGX A100: one HDR InfiniBand card (200 Gbit/s) per GPU.
-        _gpu("a100-40gb", 40, 312, 1555, 300, 25),
-        _gpu("a100-80gb", 80, 312, 2039, 300, 25),
+        _gpu("a100-40gb", 40, 312, 1555, 300, 25, host_gb=1000, pcie_gbs=25),
+        _gpu("a100-80gb", 80, 312, 2039, 300, 25, pcie_gbs=25),
         # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 900 GB/s both directions. DGX H100:
         # one NDR card (400 Gbit/s) per GPU.
         _gpu("h100", 80, 989.5, 3350, 450, 50),
@@ -205,11 +225,11 @@ CATALOGUE = {
         # all. One 400 Gbit/s card per GPU is the usual platform.
         _gpu("mi300x", 192, 1307.4, 5300, 448, 50),
         # NVIDIA L40S data sheet: 362.05 TFLOP/s dense bf16, 48 GB at 864 GB/s, PCIe 4.0 x16 (32 GB/s) and no NVLink.
-        _gpu("l40s", 48, 362.05, 864, 32, 25),
+        _gpu("l40s", 48, 362.05, 864, 32, 25, host_gb=1000, pcie_gbs=25),
         # A CPU host whose ranks are processes joined by gloo over loopback: an order of magnitude for one core, to be
         # replaced by `longspan bench link`.
         dataclasses.replace(
-            _gpu("cpu", 8, 0.1, 10, 1, 1, per_node=64, fp32_ratio=1.0),
+            _gpu("cpu", 8, 0.1, 10, 1, 1, per_node=64, fp32_ratio=1.0, host_gb=512, pcie_gbs=10),
             overlaps=False,
             on_cpu=True,
             reserve_bytes=0.0,
@@ -222,6 +242,7 @@ CATALOGUE = {
 _NUMBERS = {
     "memory_bytes", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency",
     "fp32_ratio", "reserve_bytes", "attention_flops", "attention_forward_flops", "attention_block", "attention_width",
+    "disk_bytes", *_OF_THE_HOST,
 }  # fmt: skip
 _KNOWN = _NUMBERS | {"name", "like", "overlaps", "on_cpu", "intra", "inter", "links", "dtype", "measured"}
 
@@ -282,6 +303,9 @@ def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
         changed["gpus_per_node"] = _number(file, "gpus_per_node", whole=True)
     measured_here, own = "measured" in values, "like" in values
     base = _read(values["like"], readers) if own else CATALOGUE["cpu"]
+    if not own and not measured_here:  # a machine of the user's own: nothing is known of its hosts
+        unsaid: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Hardware) if f.name in _OF_THE_HOST}
+        base = dataclasses.replace(base, **unsaid)
     missing = sorted({"memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"} - values.keys())
     if missing and not own:
         raise LongspanError(f'--gpu {file.path} has no {", ".join(missing)}; give them, or like = "h100" for the rest')

@@ -8,6 +8,7 @@ from typing import Literal
 from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
+from longspan.core.memory import FASTEST, Memory
 
 Mode = Literal["train", "prefill", "decode"]
 TensorStyle = Literal["tp", "megatron-sp"]
@@ -20,7 +21,7 @@ RUNS = ("data", "ring", "ulysses")
 """The axes that this version of longspan runs; the others are planned from their formulas."""
 
 
-_FLAGS = ("weight_sharding", "activation_checkpointing", "activation_offload", "tiled_loss", "kv_replication")
+_FLAGS = ("weight_sharding", "tiled_loss", "kv_replication")
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,9 @@ class Job:
         dtype: of activations and gathered weights. Training in bf16 keeps weights, gradients and optimizer in fp32.
         optimizer: `adamw` keeps two fp32 numbers per weight, `sgd` none.
         weight_sharding: FSDP over data x ring x ulysses, or whole weights on every GPU.
-        activation_checkpointing: keep each layer's input only, and compute the layer again in the backward.
-        activation_offload: those inputs go to the host's memory (needs activation_checkpointing).
-        tiled_mlp: the MLP works through its tokens in so many tiles (1: all at once), so that one tile's intermediates
-            exist at a time. Computed again in the backward.
+        memory: the levers that save memory, as `longspan.parallelize(memory=...)` takes them. A forward alone keeps
+            nothing for a backward: of prefill and decode only `tiled_mlp`, `head_chunks` and `cpu_offload` change
+            anything.
         tiled_loss: logits exist a tile at a time, never whole, as in training by default.
         kv_replication: whether one KV head may go to several ranks.
         tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
@@ -54,9 +54,7 @@ class Job:
     dtype: Literal["bf16", "fp32"] = "bf16"
     optimizer: Literal["adamw", "sgd"] = "adamw"
     weight_sharding: bool = True
-    activation_checkpointing: bool = False
-    activation_offload: bool = False
-    tiled_mlp: int = 1
+    memory: Memory = FASTEST
     tiled_loss: bool = True
     kv_replication: bool = True
     tensor_style: TensorStyle = "tp"
@@ -64,7 +62,7 @@ class Job:
     ring_impl: RingImpl = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch", "tiled_mlp"):
+        for name in ("context", "batch"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LongspanError(f"{name.replace('_', '-')}={spell(value)} must be an integer of at least 1")
@@ -82,8 +80,10 @@ class Job:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
-        if self.activation_offload and not self.activation_checkpointing:
-            raise LongspanError("activation offload moves the inputs that activation checkpointing keeps; give both")
+        if not isinstance(self.memory, Memory):
+            raise LongspanError(f"memory is {spell(self.memory)}; make one with longspan.core.memory.Memory")
+        if self.memory.cpu_offload and not self.weight_sharding:
+            raise LongspanError("cpu_offload moves what FSDP shards, and weight_sharding is off; leave one of them")
 
     @property
     def bytes_per_element(self) -> int:

@@ -53,7 +53,8 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
 def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
     """What the user should know of a mesh that can be."""
     replicated = [(count, layer.mixer.replicated_bytes(job, mesh)) for layer, count in model.layer_kinds]
-    once = job.mode == "train" and job.activation_checkpointing  # then one layer's K and V exist at a time
+    # Whether one layer's K and V of a rank's heads exist at a time.
+    once = job.mode == "train" and (job.memory.checkpointing in ("layers", "output") or job.memory.lean)
     extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
     kv = max(1, model.kv_heads // mesh.tensor)
     if extra > 0:
@@ -82,14 +83,8 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":
         return said
-    asked = {
-        "tiled MLP": job.tiled_mlp > 1,
-        "a loss of whole logits": not job.tiled_loss,
-        "activation offload": job.activation_offload,
-    }
-    said += [
-        f"{name} is planned, `longspan train` does not have it in this version" for name, on in asked.items() if on
-    ]
+    if not job.tiled_loss:
+        said.append("a loss of whole logits is planned, `longspan train` does not have it in this version")
     if job.optimizer != "adamw":
         said.append(f"`longspan train` has AdamW only, not {job.optimizer}")
     return said

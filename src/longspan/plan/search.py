@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.compute import model_flops, optimizer_seconds
 from longspan.plan.cost.local import micro_batches
 from longspan.plan.cost.memory import memory
+from longspan.plan.cost.offload import HOST_SHARE, NOTHING, Offloaded, offloaded, outside
 from longspan.plan.cost.times import step_times
 from longspan.plan.job import Job, Mesh, RingImpl
 from longspan.plan.limits import GB, not_in_this_version, notes, refusal
@@ -39,8 +40,9 @@ class Plan:
         comm: every collective of a step.
         compute_seconds: of a step, communication and waiting left out.
         exposed_seconds: communication that nothing hides.
-        step_seconds: of a whole step: computing, exposed communication, optimizer.
+        step_seconds: of a whole step: computing, exposed communication, optimizer, what offload adds.
         notes: what the user should know (replicated KV heads, positions that end early, what this version runs).
+        offloaded: what lies in the host's memory or on a disk, and the seconds of it that nothing hides.
     """
 
     model: ModelShape
@@ -53,6 +55,7 @@ class Plan:
     exposed_seconds: float
     step_seconds: float
     notes: tuple[str, ...] = ()
+    offloaded: Offloaded = NOTHING
 
     @property
     def memory_total_bytes(self) -> int:
@@ -66,8 +69,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in the GPU's memory."""
-        return self.headroom_bytes >= 0
+        """Whether it fits in the GPU's memory, and what is offloaded in its host's and on its disk."""
+        return self.headroom_bytes >= 0 and self.offloaded.fits(self.hardware)
 
     @property
     def runs(self) -> bool:
@@ -109,18 +112,31 @@ class Plan:
         """Why it does not fit, and the notes."""
         if self.fits:
             return self.notes
-        largest = sorted(self.memory_bytes, key=lambda name: -self.memory_bytes[name])[:2]
-        spelled = ", ".join(f"{name} {self.memory_bytes[name] / GB:.1f} GB" for name in largest)
-        short = (
-            f"needs {self.memory_total_bytes / GB:.1f} GB of {self.hardware.memory_bytes / GB:.1f} GB per GPU "
-            f"(most of it: {spelled})"
-        )
-        return (short, *self.notes)
+        short = []
+        if self.headroom_bytes < 0:
+            short.append(
+                f"needs {self.memory_total_bytes / GB:.1f} GB of {self.hardware.memory_bytes / GB:.1f} GB per GPU "
+                f"(most of it: {spelled_items(self.memory_bytes, 2)})"
+            )
+        if not self.offloaded.fits(self.hardware):
+            there, node = self.offloaded, self.hardware
+            on_disk = f", and {there.disk_node_bytes / GB:,.0f} GB of disk" if there.disk_bytes else ""
+            short.append(
+                f"needs {there.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
+                f"memory per node{on_disk} (of each GPU: {spelled_items(there.host_bytes)})"
+            )
+        return (*short, *self.notes)
 
     @cached_property
     def max_context(self) -> int:
         """The longest context that fits on this mesh, the rest of the job unchanged; 0 where none does."""
         return longest_context(self.model, self.job, self.mesh, self.hardware)
+
+
+def spelled_items(items: dict[str, int], most: int | None = None) -> str:
+    """Items with their GB, the largest first."""
+    largest = sorted((name for name in items if items[name]), key=lambda name: -items[name])[:most]
+    return ", ".join(f"{name} {items[name] / GB:.1f} GB" for name in largest)
 
 
 @dataclass(frozen=True)
@@ -144,12 +160,13 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     Raises:
         LongspanError: if the mesh cannot hold the job; see `refusal`.
     """
-    _check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
     compute, exposed = step_times(model, job, mesh, hardware)
     optimizer = optimizer_seconds(model, job, mesh, hardware)
+    there = offloaded(model, job, mesh, hardware)
     return Plan(
         model=model,
         job=job,
@@ -159,9 +176,24 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         comm=communication(model, job, mesh, hardware),
         compute_seconds=compute + optimizer,
         exposed_seconds=exposed,
-        step_seconds=compute + optimizer + exposed,
-        notes=tuple(notes(model, job, mesh)),
+        step_seconds=compute + optimizer + exposed + there.seconds,
+        notes=(*notes(model, job, mesh), *_said_of(there)),
+        offloaded=there,
     )
+
+
+def _said_of(there: Offloaded) -> Iterator[str]:
+    if there.host_bytes:
+        yield (
+            f"host memory: {sum(there.host_bytes.values()) / GB:.1f} GB per GPU, {there.host_node_bytes / GB:,.0f} GB "
+            f"per node ({spelled_items(there.host_bytes)})"
+        )
+    if there.disk_bytes:
+        yield f"disk: {there.disk_bytes / GB:,.0f} GB per GPU, {there.disk_node_bytes / GB:,.0f} GB per node and step"
+    if there.needed is not None:
+        what, needed, has = there.needed
+        hidden = "hidden" if needed <= has else f"{there.seconds:.1f} s of a step wait for it"
+        yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to be hidden beside computing: {hidden}"
 
 
 def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
@@ -180,6 +212,7 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
     for impl in (way for way in ways if way != plan.ring_impl):
         this_way = replace(job, ring_impl=impl)
         seconds = sum(step_times(model, this_way, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware)
+        seconds += plan.offloaded.seconds
         if plan.fits and seconds >= (1 - WORTH) * plan.step_seconds:
             continue
         other = cost(model, this_way, mesh, hardware)
@@ -195,20 +228,33 @@ MOST_GPUS = 1 << 14
 """GPUs that all meshes are searched for. A highly composite number of them has some 11,000 meshes."""
 
 
-def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search:
+def search(
+    model: ModelShape,
+    job: Job,
+    gpus: int,
+    hardware: Hardware,
+    plan_of: Callable[[ModelShape, Job, Mesh, Hardware], Plan] = planned,
+) -> Search:
     """Every mesh of `gpus` GPUs, ranked: what fits before what does not, then by the time of a step, then by memory.
+
+    Args:
+        model: what runs.
+        job: the job.
+        gpus: how many.
+        hardware: of which kind.
+        plan_of: plans one mesh.
 
     Raises:
         LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
     """
-    _check_values(model=model, job=job, hardware=hardware)
+    check_values(model=model, job=job, hardware=hardware)
     check_number("gpus", gpus, 1, MOST_GPUS, whole=True)
     plans: list[Plan] = []
     rejected: list[tuple[Mesh, str]] = []
     for mesh in meshes(gpus):
         problem = refusal(model, job, mesh)
         if problem is None:
-            plans.append(planned(model, job, mesh, hardware))
+            plans.append(plan_of(model, job, mesh, hardware))
         else:
             rejected.append((mesh, problem))
     plans.sort(key=lambda p: (not p.fits, p.step_seconds if p.fits else p.memory_total_bytes, p.memory_total_bytes))
@@ -221,9 +267,9 @@ def search(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Search
 _MADE_BY = {"model": "read_model", "job": "Job", "mesh": "Mesh", "hardware": "read_hardware"}
 
 
-def _check_values(**values: object) -> None:
+def check_values(**values: object) -> None:
     """Refuse arguments of another type; the types that have fields of their own are told by one of them."""
-    kinds = {"model": "layer_kinds", "job": "tiled_mlp", "mesh": "tensor", "hardware": "gpus_per_node"}
+    kinds = {"model": "layer_kinds", "job": "tiled_loss", "mesh": "tensor", "hardware": "gpus_per_node"}
     for name, value in values.items():
         if not hasattr(value, kinds[name]):
             raise LongspanError(f"{name} is {spell(value)}; make one with longspan.plan.{_MADE_BY[name]}")
@@ -246,6 +292,13 @@ def _divisors(n: int) -> list[int]:
 # The longest context.
 
 
+def fits_in_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
+    """Whether a job fits in the GPU's memory and its host's; no time is computed."""
+    if sum(memory(model, job, mesh, hardware).values()) > hardware.memory_bytes:
+        return False
+    return outside(model, job, mesh, hardware).fits(hardware)
+
+
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:
     """The largest context whose memory fits, by bisection: memory never falls as the context grows.
 
@@ -253,11 +306,11 @@ def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware,
         limit: where to stop looking.
     """
 
-    _check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     check_number("limit", limit, 1, LARGEST_COUNT, whole=True)
 
     def fits(context: int) -> bool:
-        return sum(memory(model, replace(job, context=context), mesh, hardware).values()) <= hardware.memory_bytes
+        return fits_in_memory(model, replace(job, context=context), mesh, hardware)
 
     low, high = 0, max(1, mesh.sequence)
     while high < limit and fits(high):

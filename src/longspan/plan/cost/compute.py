@@ -2,7 +2,8 @@
 
 A matrix product of T tokens with W weights is 2*T*W FLOPs; attention is 2*(D + Dv) FLOPs per query head and pair
 (query, key) that the mask allows; a backward is twice a matrix product's forward and 2.5 times the attention's (the
-flash kernels compute the scores again: Dao 2023, arXiv:2307.08691). Activation checkpointing adds one more forward.
+flash kernels compute the scores again: Dao 2023, arXiv:2307.08691). Checkpointing adds one more forward, of
+all or without the attention's mixing; a tiled MLP its own, whether the layer's is added or not.
 """
 
 from __future__ import annotations
@@ -91,10 +92,17 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
     forward, backward = forward + merged / hardware.memory_bandwidth, backward + summed / hardware.memory_bandwidth
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
-    again = matmul + forward if job.activation_checkpointing else 0.0
-    tiled = 2.0 * _mlp_weights(layer) * tokens / mesh.tensor / speed(hardware, job)
-    recomputed = tiled if job.tiled_mlp > 1 and not job.activation_checkpointing else 0.0
-    return LayerSeconds(matmul + forward, 2.0 * matmul + backward + again + recomputed, forward, backward)
+    again = {"none": 0.0, "attention": matmul, "output": matmul, "layers": matmul + forward}[job.memory.checkpointing]
+    if job.memory.tiled_mlp != 1:
+        weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
+        again += 2.0 * weights * tokens / mesh.tensor / speed(hardware, job)
+    if job.memory.tiled_norms:
+        again += tokens * 2 * NORM_BYTES * model.d_model / hardware.memory_bandwidth
+    return LayerSeconds(matmul + forward, 2.0 * matmul + backward + again, forward, backward)
+
+
+NORM_BYTES = 32
+"""What eager torch reads and writes for a norm, in bytes per feature: it computes in fp32, an operation at a time."""
 
 
 def _more(layer: LayerShape, job: Job, hardware: Hardware) -> float:
@@ -109,7 +117,7 @@ def _more(layer: LayerShape, job: Job, hardware: Hardware) -> float:
 def elementwise_bytes(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> float:
     """Bytes that one token moves through memory in a layer's forward, outside of matrix products and attention.
 
-    What eager torch reads and writes: a norm about 32 bytes per feature (it computes in fp32, an operation at a time),
+    What eager torch reads and writes: `NORM_BYTES` for a norm, for
     rotary embeddings 9 elements per element of Q and K, a residual 3, SwiGLU 5, packing and unpacking 2 each.
     """
     b = job.bytes_per_element
@@ -117,7 +125,7 @@ def elementwise_bytes(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh
     q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
     packed = 2 * b * (2 * q + kv) if mesh.ulysses > 1 else 0
     heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
-    return 2 * 32 * model.d_model + 6 * b * model.d_model + heads / mesh.tensor
+    return 2 * NORM_BYTES * model.d_model + 6 * b * model.d_model + heads / mesh.tensor
 
 
 def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[float, float]:
@@ -127,10 +135,6 @@ def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[floa
         flops / (hardware.attention_forward_flops or assumed),
         3.5 * flops / (hardware.attention_flops or assumed),
     )
-
-
-def _mlp_weights(layer: LayerShape) -> int:
-    return sum(p.numel for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
 
 
 def _decode_bytes(layer: LayerShape, job: Job, mesh: Mesh) -> float:
@@ -149,5 +153,7 @@ def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwar
     """AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes; SGD 12."""
     if job.mode != "train":
         return 0.0
-    moved = 28.0 if job.optimizer == "adamw" else 12.0
-    return elements_at_rest(model, job, mesh) * moved / hardware.memory_bandwidth
+    moved = elements_at_rest(model, job, mesh) * (28.0 if job.optimizer == "adamw" else 12.0)
+    if job.memory.cpu_offload and not hardware.on_cpu:  # by the host's cores, from a memory that a node's ranks share
+        return moved * min(mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
+    return moved / hardware.memory_bandwidth

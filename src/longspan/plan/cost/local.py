@@ -31,7 +31,16 @@ def passes(job: Job) -> tuple[int, int]:
     """How often a layer's forward and its backward run."""
     if job.mode != "train":
         return 1, 0
-    return (2 if job.activation_checkpointing else 1), 1
+    return (1 if job.memory.checkpointing == "none" else 2), 1
+
+
+def mixing_passes(job: Job) -> tuple[int, int]:
+    """How often a layer's attention runs, forward and backward: `checkpointing` may keep its result, and then exchange,
+    ring and kernel do not run again with the layer.
+    """
+    if job.mode != "train":
+        return 1, 0
+    return (2 if job.memory.checkpointing == "layers" else 1), 1
 
 
 @functools.lru_cache(maxsize=4096)

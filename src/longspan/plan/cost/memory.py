@@ -17,12 +17,13 @@ import functools
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
+from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes
 from longspan.plan.cost.local import local_batch, local_tokens
-from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, freed_per_token, norm_bytes, saved_per_token
+from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, autocasts, freed_per_token, saved_in_a_step
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
@@ -53,15 +54,8 @@ PREFILL_TILES = 16
 
 def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
     """Bytes of every item of `ITEMS` on the GPU that holds most, at the moment when they sum up to most."""
-    scale = Scale(
-        tokens=local_tokens(job, mesh) * local_batch(job, mesh),
-        b=job.bytes_per_element,
-        d=model.d_model,
-        on_cpu=hardware.on_cpu,
-        # Megatron SP shards what lies between the layers' matrices over the tensor ranks; plain TP repeats it.
-        hidden_shards=mesh.tensor if job.tensor_style == "megatron-sp" else 1,
-    )
-    constant = _weights(model, job, mesh)
+    scale = scale_of(model, job, mesh, hardware)
+    constant = {} if on_host(job, scale) else weights_at_rest(model, job, mesh)
     if job.mode == "train":
         moments = _training(model, job, mesh, scale, once=sums_gradients_once(model, job, mesh, hardware))
     else:
@@ -72,7 +66,25 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[
     return {name: int(constant.get(name, 0) + most.get(name, 0)) for name in ITEMS}
 
 
-def _weights(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
+def scale_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Scale:
+    """What all items are made of."""
+    return Scale(
+        tokens=local_tokens(job, mesh) * local_batch(job, mesh),
+        b=job.bytes_per_element,
+        d=model.d_model,
+        on_cpu=hardware.on_cpu,
+        # Megatron SP shards what lies between the layers' matrices over the tensor ranks; plain TP repeats it.
+        hidden_shards=mesh.tensor if job.tensor_style == "megatron-sp" else 1,
+    )
+
+
+def on_host(job: Job, s: Scale) -> bool:
+    """Whether weights, gradients and optimizer states lie in the host's memory and not in this one."""
+    return job.memory.cpu_offload and not s.on_cpu
+
+
+def weights_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
+    """Bytes of a rank's weights and optimizer state."""
     shard = elements_at_rest(model, job, mesh)
     state = {"adamw": 8, "sgd": 0}[job.optimizer] if job.mode == "train" else 0
     return {"weights": shard * job.bytes_per_weight, "optimizer": shard * state}
@@ -80,6 +92,11 @@ def _weights(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
 
 def _ranks(job: Job, mesh: Mesh) -> int:
     return mesh.weights if job.weight_sharding else 1
+
+
+def gathers(job: Job, mesh: Mesh) -> bool:
+    """Whether weights are gathered to compute with: shards, or what lies on the host."""
+    return _ranks(job, mesh) > 1 or job.memory.cpu_offload
 
 
 def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
@@ -100,9 +117,9 @@ def _outer(model: ModelShape) -> tuple[int, int]:
 
 def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int, heads: int = 0) -> int:
     """Bytes of gathered weights: what stays gathered, and of so many of the largest layers and of the head's group.
-    None where nothing is sharded.
+    None where nothing is sharded, nor on the host.
     """
-    if _ranks(job, mesh) == 1:
+    if not gathers(job, mesh):
         return 0
     largest = max(layer.params for layer, _ in model.layer_kinds)
     kept, head = _outer(model)
@@ -116,15 +133,20 @@ def _gathered(model: ModelShape, job: Job, mesh: Mesh, layers: int, heads: int =
 def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> list[dict[str, int]]:
     """The moments of a training step: loss, head, last layer, first layer, embeddings, optimizer, gradient sum."""
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
-    sharded, autocast = _ranks(job, mesh) > 1, _autocast(job, mesh)
-    at_loss, last_layer, before_it, first_layer = _saved(model, job, mesh, s)
+    sharded, autocast, to_host = gathers(job, mesh), autocasts(job), on_host(job, s)
+    at_rest = 0 if to_host else shard * 4
+    at_loss, last_layer, before_it, first_layer = saved_in_a_step(model, job, mesh, s)
     # The last norm, and the head's input.
-    at_head = at_loss + SavedActivations(hidden=tokens * (norm_bytes(s, s.d, autocast) + s.d * s.b))
+    at_head = at_loss + SavedActivations(
+        hidden=tokens * (norm_bytes(s, s.d, autocast, again=job.memory.tiled_norms) + s.d * s.b)
+    )
     largest = max(layer.params for layer, _ in model.layer_kinds) // t
     head = model.vocab * s.d // t
     # Gradients of earlier micro-batches: whole ones until they are summed.
-    earlier = (model.params // t if once else shard) * 4 if job.batch > mesh.data else 0
+    earlier = (model.params // t * 4 if once else at_rest) if job.batch > mesh.data else 0
     casts = _cast_weights(model, mesh) if autocast else 0
+    if to_host:  # a layer's shard as it came, in fp32, before it is cast and gathered
+        casts += largest * 4 // _ranks(job, mesh)
     # A reduce-scatter takes its gradients flat in fp32; gloo makes a copy of what it is given.
     flat = (8 if s.on_cpu else 4) if sharded else 0
     hidden = _hidden(job, mesh, s)
@@ -146,8 +168,8 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
         (
             first_layer,
             {
-                "gradients": shard * 4 + under_way * sharded + largest * flat,
-                "gathered_weights": _gathered(model, job, mesh, 1),
+                "gradients": at_rest + under_way * sharded + largest * flat,
+                "gathered_weights": casts * to_host + _gathered(model, job, mesh, 1),
             },
         ),
     ]
@@ -161,8 +183,8 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
         ),
         *_in_a_backward(model, job, mesh, s, backwards, hidden),
         # Embeddings come last, while the first layer's may still be on their way; a tied table waits for these.
-        {"gradients": shard * 4 + head * s.b * sharded + (model.root_params // t - own_head + late) * flat},
-        {"gradients": shard * 4, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
+        {"gradients": at_rest + head * s.b * sharded + (model.root_params // t - own_head + late) * flat},
+        {"gradients": at_rest, "optimizer": 8 * _largest_shard(model, job, mesh) if s.on_cpu else 0},
     ]
     if own_head:  # on its way, the last layer being gathered
         flat_head = own_head * max(flat, 4 + s.b)
@@ -171,8 +193,8 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
             {**at_loss.items(), "hidden": hidden, "gradients": earlier + flat_head, "gathered_weights": gathered}
         )
     if model.tied:  # the table's two gradients, and their sum; the head's, where it is nobody else's, becomes the sum
-        in_layers = shard - shard_elements(model.root, _ranks(job, mesh), t)
-        summing = {"gradients": in_layers * 4 + (2 if job.tiled_loss and s.b == 4 else 3) * head * s.b + largest * flat}
+        in_layers = 0 if to_host else 4 * (shard - shard_elements(model.root, _ranks(job, mesh), t))
+        summing = {"gradients": in_layers + (2 if job.tiled_loss and s.b == 4 else 3) * head * s.b + largest * flat}
         moments.append({**summing, "gathered_weights": _gathered(model, job, mesh, 0)})
     if not sharded and mesh.weights > 1:
         moments.append({"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)})
@@ -187,44 +209,30 @@ def _in_a_backward(
     backwards: list[tuple[SavedActivations, dict[str, int]]],
     hidden: int,
 ) -> Iterator[dict[str, int]]:
-    """The moments inside some layers' backwards, from what is saved there and what else there is: in the MLP, and in a
-    ring's attention, when what comes behind it is gone. (An exchange's buffers are smaller than the MLP's.)
+    """The moments inside some layers' backwards, from what is saved there and what else there is: in the MLP, and in
+    the attention, when what comes behind it is gone.
     """
-    widest = 2 * _widest(model, mesh.tensor, s) * s.tokens // job.tiled_mlp
-    autocast = _autocast(job, mesh)
+    of_mlps = [
+        (mlp_under_way(layer, job, mesh, s), mlp_weight_sums(layer, job, mesh)) for layer, _ in model.layer_kinds
+    ]
+    widest, sums = max(of_mlps, key=sum)
+    autocast = autocasts(job)
     of_layers = [freed_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
     freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
-    ring = _ring_buffers(model, job, mesh, s, backward=True)
+    each = [layer.mixer.backward_buffers(job, mesh, s) for layer, _ in model.layer_kinds]
+    buffers = max(each, key=lambda held: held.total)
     for saved, rest in backwards:
-        yield {**saved.items(), **rest, "mlp": widest, "hidden": 2 * hidden}
-        if mesh.ring > 1:
-            yield {**(saved + freed * -1).items(), **rest, **ring.items(), "hidden": 2 * hidden}
-
-
-def _saved(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedActivations]:
-    """What is saved at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
-    autocast = _autocast(job, mesh)
-    layers = {layer: saved_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
-    largest = max(layers.values(), key=lambda saved: saved.total)
-    if not job.activation_checkpointing:
-        embedded = SavedActivations(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
-        together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
-        # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
-        smallest = min(layers.values(), key=lambda saved: saved.total)
-        before = together + smallest * -1 if len(model.layers) > 1 else together
-        return together, together, before, largest
-    # Every layer's input, and all that one layer keeps while it is computed again.
-    each = 0 if job.activation_offload else s.tokens * s.d * (4 if autocast else s.b) // s.hidden_shards
-    inputs = SavedActivations(hidden=each * len(model.layers))
-    before = SavedActivations(hidden=each * max(1, len(model.layers) - 1))
-    return inputs, inputs + largest, before + largest, SavedActivations(hidden=each) + largest
+        yield {
+            **saved.items(), **rest, "gradients": rest["gradients"] + sums, "mlp": widest, "hidden": 2 * hidden,
+        }  # fmt: skip
+        yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": 2 * hidden}
 
 
 def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
     """In the loss's backward: logits, their gradient, an fp32 tile (twice where they are bf16: cast, then computed). In
     the head's: logits, and the gradients of its input and of its weights.
     """
-    head = model.vocab * s.d // mesh.tensor * (s.b if _ranks(job, mesh) > 1 else 4)
+    head = model.vocab * s.d // mesh.tensor * (s.b if gathers(job, mesh) else 4)
     logits = s.tokens * (model.vocab // mesh.tensor) * s.b
     tile = min(logits // s.b * 4, 4 * LOSS_TILE[s.on_cpu]) * (2 if s.b == 2 else 1)
     return [
@@ -237,7 +245,7 @@ def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[
     """Logits tile by tile (`longspan.memory.loss`): from the forward on there are the gradient of the head's input and,
     added up in fp32, of its weights; in the backward these are cast.
     """
-    autocast, head, hidden = _autocast(job, mesh), model.vocab * s.d // mesh.tensor, _hidden(job, mesh, s)
+    autocast, head, hidden = autocasts(job), model.vocab * s.d // mesh.tensor, _hidden(job, mesh, s)
     # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
     rows, v = head_tile(model.vocab, s.on_cpu), model.vocab // mesh.tensor
     narrow = min(s.tokens, 2 * rows)  # without autocast: twice the rows, cast part by part
@@ -254,12 +262,7 @@ def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[
 
 def _hidden(job: Job, mesh: Mesh, s: Scale) -> int:
     """Bytes of hidden states, or of their gradient."""
-    return s.tokens * s.d * (4 if _autocast(job, mesh) else s.b) // s.hidden_shards
-
-
-def _autocast(job: Job, mesh: Mesh) -> bool:
-    """bf16 over fp32 weights that are not sharded: torch casts what goes into each product, and keeps the rest fp32."""
-    return job.dtype == "bf16" and not job.weight_sharding
+    return s.tokens * s.d * (4 if autocasts(job) else s.b) // s.hidden_shards
 
 
 def _widest(model: ModelShape, tensor: int, s: Scale) -> int:
@@ -306,8 +309,12 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
     # Sending: what is sent and what arrives. Computing: what arrived and the output, or what a ring adds it up in.
     computing = max(out, ring.workspace)
     workspace = max(2 * packed, packed + computing) if exchanged else computing
+    pieces = min(layer.mixer.chunks(job, mesh) for layer, _ in model.layer_kinds)
+    if pieces > 1:  # a piece's buffers, and the output that has come back so far
+        workspace = -(-workspace // pieces) + out
     matrices = max(layer.mlp.matrices for layer, _ in model.layer_kinds)
-    tiles = job.tiled_mlp if job.tiled_mlp > 1 else PREFILL_TILES
+    own = min(mlp_tiles(layer, job, mesh, s) for layer, _ in model.layer_kinds)
+    tiles = own if own > 1 else PREFILL_TILES
     return [
         {
             "gathered_weights": gathered,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from longspan.plan.cost.communication import layer_method
 from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
-from longspan.plan.cost.local import micro_batches, passes
+from longspan.plan.cost.local import micro_batches, mixing_passes
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _not_hidden(
     """Seconds of a ring's messages that the attention beside them does not hide, in one layer's forwards and backwards.
 
     Args:
-        ring: the two rows of `layer_method`: keys and values, gradients.
+        ring: the rows of `layer_method`, of each piece of the heads two: keys and values, gradients.
         computing: of the layer.
         schedule: how its KV blocks go round.
         job: the job.
@@ -77,8 +77,9 @@ def _not_hidden(
     rounds = schedule.routes.rounds
     if rounds == 0:
         return 0.0
-    forwards, backwards = passes(job)
-    kv, gradient = (sum(_seconds([sent], mesh, hardware).values()) / rounds for sent in ring)
+    forwards, backwards = mixing_passes(job)
+    # Pieces one after the other are as one with messages of all of them: both sides of `waiting` grow alike.
+    kv, gradient = (sum(_seconds(rows, mesh, hardware).values()) / rounds for rows in (ring[::2], ring[1::2]))
     kv, gradient = kv / (forwards + backwards), gradient / max(1, backwards)
     forward = waiting(kv, 0.0, computing.attention_forward, schedule.own, rounds)
     return forwards * forward + backwards * waiting(kv, gradient, computing.attention_backward, schedule.own, rounds)

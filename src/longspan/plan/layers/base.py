@@ -100,15 +100,24 @@ class Mixer(ABC):
         """Keys and values that a GPU holds beyond an even share, because a KV head lies on several ranks."""
         return 0.0
 
-    @abstractmethod
-    def saved(self, mesh: Mesh, s: Scale) -> int:
-        """Saved activations in bytes per token of a rank."""
+    def chunks(self, job: Job, mesh: Mesh) -> int:
+        """Pieces in which its heads go through exchange and attention (`Memory.head_chunks`)."""
+        return 1
 
-    def freed(self, behind: SavedActivations, mesh: Mesh, s: Scale) -> SavedActivations:
+    @abstractmethod
+    def saved(self, mesh: Mesh, s: Scale, *, lean: bool = False) -> int:
+        """Saved activations in bytes per token of a rank; `lean` as `longspan.core.memory.Memory.lean`."""
+
+    def kept(self, job: Job, mesh: Mesh, s: Scale) -> int:
+        """Of `saved`, what checkpointing keeps and does not compute again, in bytes per token of a rank."""
+        return 0
+
+    def freed(self, behind: SavedActivations, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
         """Of a layer's saved activations per token, what is gone when the backward reaches the mixing itself.
 
         Args:
             behind: what the layer saves behind the mixer.
+            job: the job.
             mesh: the mesh.
             s: the scale.
         """
@@ -116,6 +125,12 @@ class Mixer(ABC):
 
     def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
         """Bytes that a ring holds while it computes, at its worst moment."""
+        return Buffers()
+
+    def backward_buffers(self, job: Job, mesh: Mesh, s: Scale) -> Buffers:
+        """Bytes that the backward of the mixing holds beside what is saved, at its worst moment: a ring's, or those of
+        the kernel and the exchange.
+        """
         return Buffers()
 
     def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:

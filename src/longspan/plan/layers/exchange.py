@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspan.core.routes import choose_impl
-from longspan.plan.cost.local import heads_of, local_batch, local_tokens, passes
+from longspan.plan.cost.local import heads_of, local_batch, local_tokens, mixing_passes
 from longspan.plan.cost.ring import RingSchedule, ring_schedule
 from longspan.plan.cost.sent import Sent
 from longspan.plan.job import layout_of
@@ -40,53 +40,94 @@ def busiest(layer: Softmax, mesh: Mesh) -> Busiest:
     return Busiest(mine.q_heads * layer.head_dim, kv, mine.q_heads * layer.v_head_dim, mine.q_heads, mine.kv_heads)
 
 
+def of_my_tokens(layer: Softmax, mesh: Mesh) -> Busiest:
+    """The same of a rank's own tokens, before an exchange: all heads that tensor parallelism leaves."""
+    q, kv = layer.q_heads // mesh.tensor, max(1, layer.kv_heads // mesh.tensor)
+    return Busiest(q * layer.head_dim, kv * (layer.head_dim + layer.v_head_dim), q * layer.v_head_dim, q, kv)
+
+
+def chunks(layer: Softmax, job: Job, mesh: Mesh) -> int:
+    """Pieces in which heads go through exchange and attention: at most the KV heads of a rank, which 0 stands for."""
+    most = max(1, busiest(layer, mesh).kv_heads)
+    return min(job.memory.head_chunks or most, most)
+
+
+def pieces(layer: Softmax, job: Job, mesh: Mesh) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """(query heads, KV heads) of every piece, for each Ulysses rank: KV heads dealt evenly, queries with their own."""
+    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
+    return _pieces(shares, chunks(layer, job, mesh))
+
+
+@functools.lru_cache(maxsize=4096)
+def _pieces(shares: tuple[HeadShard, ...], n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def cut(heads: int) -> list[int]:
+        return [heads * (i + 1) // n - heads * i // n for i in range(n)]
+
+    return tuple(tuple(zip(cut(share.q_heads), cut(share.kv_heads), strict=True)) for share in shares)
+
+
 def sequence(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
     """Ulysses and ring together, of the rank that sends most where they differ (heads or blocks that are not alike)."""
     if mesh.sequence == 1:
         return []
-    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
-    alike = dict.fromkeys((share.q_heads, share.kv_heads) for share in shares)  # in the order of the ranks
-    kinds = [_ulysses(layer, job, mesh, *heads) + _ring(layer, job, mesh, heads[1]) for heads in alike]
+    of_ranks = pieces(layer, job, mesh)
+    alike = dict.fromkeys(of_ranks)  # in the order of the ranks
+    kinds = [
+        [
+            sent
+            for at, heads in enumerate(mine)
+            for sent in (
+                *_ulysses(layer, job, mesh, tuple(rank[at] for rank in of_ranks), heads),
+                *_ring(layer, job, mesh, heads[1]),
+            )
+        ]
+        for mine in alike
+    ]
     return max(kinds, key=lambda sent: sum(each.bytes * each.calls for each in sent))
 
 
-def _ulysses(layer: Softmax, job: Job, mesh: Mesh, q_heads: int, kv_heads: int) -> list[Sent]:
+def _ulysses(
+    layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[tuple[int, int], ...], mine: tuple[int, int]
+) -> list[Sent]:
     """Two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
-    other rank's tokens.
+    other rank's tokens. A lean attention has saved what its tokens brought: its backward sends Q, K, V and the output
+    along with the output's gradient.
 
     Args:
         layer: the layer.
         job: the job.
         mesh: the mesh.
-        q_heads: query heads that the rank computes.
-        kv_heads: KV heads that these need.
+        of_ranks: query heads that each rank computes, and KV heads that these need.
+        mine: the same of this rank.
     """
     u = mesh.ulysses
     if u == 1:
         return []
-    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, u)
     rows = local_tokens(job, mesh) * local_batch(job, mesh) * job.bytes_per_element
-    all_packed, all_out = _widths(shares, layer.head_dim, layer.v_head_dim)
-    packed, out = q_heads * layer.head_dim + kv_heads * (layer.head_dim + layer.v_head_dim), q_heads * layer.v_head_dim
-    forwards, backwards = passes(job)
+    all_packed, all_out = _widths(of_ranks, layer.head_dim, layer.v_head_dim)
+    packed, out = _widths((mine,), layer.head_dim, layer.v_head_dim)
+    forwards, backwards = mixing_passes(job)
     sent = [
         Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), forwards),
         Sent("all_to_all", "ulysses", "O to tokens", rows * (u - 1) * out, forwards),
     ]
     if backwards:
+        what, width = "dO to heads", all_out - out
+        if job.memory.lean:
+            what, width = "Q, K, V, O, dO to heads", all_packed - packed + 2 * width
         sent += [
-            Sent("all_to_all", "ulysses", "dO to heads", rows * (all_out - out), backwards),
+            Sent("all_to_all", "ulysses", what, rows * width, backwards),
             Sent("all_to_all", "ulysses", "dQ, dK, dV to tokens", rows * (u - 1) * packed, backwards),
         ]
     return sent
 
 
 @functools.lru_cache(maxsize=4096)
-def _widths(shares: tuple[HeadShard, ...], d: int, dv: int) -> tuple[int, int]:
-    """Elements of a token's packed row, and of its output, over all ranks."""
-    return sum(s.q_heads * d + s.kv_heads * (d + dv) for s in shares), sum(s.q_heads * dv for s in shares)
+def _widths(heads: tuple[tuple[int, int], ...], d: int, dv: int) -> tuple[int, int]:
+    """Elements of a token's packed row, and of its output, over (query heads, KV heads) of ranks."""
+    return sum(q * d + kv * (d + dv) for q, kv in heads), sum(q * dv for q, _ in heads)
 
 
 def schedule(layer: Softmax, job: Job, mesh: Mesh) -> RingSchedule:
@@ -117,7 +158,7 @@ def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
         return []
     elements = block_elements(layer, job, mesh, kv_heads)
     block, gradient = elements * job.bytes_per_element, elements * 4
-    forwards, backwards = passes(job)
+    forwards, backwards = mixing_passes(job)
     if impl(layer, job, mesh, kv_heads) == "allgather":
         return [
             Sent("all_gather", "ring", "K, V of all blocks", block * (r - 1), forwards + backwards),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from longspan.plan.cost.local import heads_of, local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations
-from longspan.plan.layers import exchange, on_ring
+from longspan.plan.layers import exchange, on_exchange, on_ring
 from longspan.plan.layers.base import Mixer
 from longspan.plan.layers.reach import CAUSAL, Reach
 
@@ -87,8 +87,8 @@ class Softmax(Mixer):
         return exchange.schedule(self, job, mesh)
 
     def ring_impls(self, job: Job, mesh: Mesh) -> set[str]:
-        shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
-        return {exchange.impl(self, job, mesh, kv_heads) for kv_heads in {share.kv_heads for share in shares}}
+        of_ranks = exchange.pieces(self, job, mesh)
+        return {exchange.impl(self, job, mesh, kv_heads) for rank in of_ranks for _, kv_heads in rank}
 
     # What it holds.
 
@@ -109,17 +109,35 @@ class Softmax(Mixer):
         held = self.cache_bytes(replace(job, mode="prefill", batch=mesh.data), mesh)
         return held * (1 - kv / u / most)
 
-    def saved(self, mesh: Mesh, s: Scale) -> int:
+    def chunks(self, job: Job, mesh: Mesh) -> int:
+        return exchange.chunks(self, job, mesh)
+
+    def saved(self, mesh: Mesh, s: Scale, *, lean: bool = False) -> int:
         """Q, K, V, the output as computed and as it comes back from an exchange, and a log-sum-exp per head.
 
-        Per token of the rank: the heads of the rank with most, over the tokens of its Ulysses group.
+        Per token of the rank: the heads of the rank with most, over the tokens of its Ulysses group. Lean, behind an
+        exchange: Q, K, V and output of the rank's own tokens, and that log-sum-exp.
         """
         u, heads = mesh.ulysses, exchange.busiest(self, mesh)
+        if lean and u > 1:
+            mine = exchange.of_my_tokens(self, mesh)
+            return s.b * (mine.q + mine.kv + mine.out) + u * 4 * heads.q_heads
         saved = u * (s.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads)
         return saved + self._projected(mesh, s)
 
-    def freed(self, behind: SavedActivations, mesh: Mesh, s: Scale) -> SavedActivations:
-        return behind + SavedActivations(attention=self._projected(mesh, s))
+    def kept(self, job: Job, mesh: Mesh, s: Scale) -> int:
+        """attention: all of `saved`. output: the output of my tokens, and the log-sum-exp of my heads."""
+        if job.memory.checkpointing == "attention":
+            return self.saved(mesh, s, lean=job.memory.lean)
+        if job.memory.checkpointing == "output":
+            numbers = mesh.ulysses * 4 * exchange.busiest(self, mesh).q_heads
+            return s.b * self.q_heads * self.v_head_dim // mesh.tensor + numbers
+        return 0
+
+    def freed(self, behind: SavedActivations, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
+        # What is kept goes with the layer, and a lean backward sends the output of my tokens along.
+        stays = job.memory.lean or job.memory.checkpointing == "attention"
+        return behind + SavedActivations(attention=0 if stays else self._projected(mesh, s))
 
     def _projected(self, mesh: Mesh, s: Scale) -> int:
         """The output as it goes into the projection, where that is a tensor of its own: after an exchange."""
@@ -128,7 +146,12 @@ class Softmax(Mixer):
     def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
         if mesh.ring == 1 or job.mode == "decode":
             return Buffers()
-        return on_ring.buffers_backward(self, job, mesh, s) if backward else on_ring.buffers_forward(self, job, mesh, s)
+        whole = (on_ring.buffers_backward if backward else on_ring.buffers_forward)(self, job, mesh, s)
+        chunks = self.chunks(job, mesh)
+        return Buffers(-(-whole.comm // chunks), -(-whole.workspace // chunks))
+
+    def backward_buffers(self, job: Job, mesh: Mesh, s: Scale) -> Buffers:
+        return on_exchange.buffers_backward(self, job, mesh, s)
 
     def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
         kv = self.head_dim + self.v_head_dim

@@ -66,6 +66,11 @@ class LayerShape:
         """
         return sum(self.mlp.active(p) for p in self.parameters if len(p.shape) > 1 and not p.name.endswith("bias"))
 
+    @cached_property
+    def mlp_params(self) -> int:
+        """Elements of the MLP's matrices, experts that a token does not meet included."""
+        return sum(p.numel for p in self.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
+
     @property
     def kv_elements_per_token(self) -> int:
         """Elements that the cache holds for one token; 0 in a linear layer, whose state does not grow."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from longspan.core.memory import LONGEST, Memory
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
@@ -15,12 +16,18 @@ from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
 
-SCHEMA = "longspan.plan/1"
+SCHEMA = "longspan.plan/2"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
 
 
 def to_dict(
-    found: Search, model: ModelShape, job: Job, gpus: int, hardware: Hardware, methods: Sequence[Method] = ()
+    found: Search,
+    model: ModelShape,
+    job: Job,
+    gpus: int,
+    hardware: Hardware,
+    methods: Sequence[Method] = (),
+    levers: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that was found. Sizes in bytes, times in seconds; documented in docs/plan.md."""
     return {
@@ -32,6 +39,7 @@ def to_dict(
         "plans": [plan_dict(plan) for plan in found.plans],
         "rejected": [{"mesh": mesh_dict(mesh), "reasons": [reason]} for mesh, reason in found.rejected],
         "methods": [method_dict(method) for method in methods],
+        "levers": levers,
     }
 
 
@@ -70,6 +78,10 @@ def hardware_dict(hardware: Hardware) -> dict[str, Any]:
         "matmul_efficiency": hardware.matmul_efficiency,
         "attention_efficiency": hardware.attention_efficiency,
         "measured": bool(hardware.measured),
+        "host_memory": int(hardware.host_memory),
+        "host_bandwidth": hardware.host_bandwidth,
+        "disk_write": hardware.disk_write,
+        "disk_read": hardware.disk_read,
     }
 
 
@@ -80,8 +92,13 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "layout": layout_of(plan.job, plan.mesh).kind,
         "ring_impl": plan.ring_impl,
         "fsdp": plan.mesh.weights if plan.job.weight_sharding else 1,
+        "memory": asdict(plan.job.memory),
         "fits": plan.fits,
         "runs": plan.runs,
+        "host_bytes": dict(plan.offloaded.host_bytes),
+        "host_node_bytes": plan.offloaded.host_node_bytes,
+        "disk_node_bytes": plan.offloaded.disk_node_bytes,
+        "exposed_offload_seconds": plan.offloaded.seconds,
         "memory_bytes": dict(plan.memory_bytes),
         "memory_total_bytes": plan.memory_total_bytes,
         "headroom_bytes": plan.headroom_bytes,
@@ -120,7 +137,7 @@ def command(plan: Plan) -> str | None:
         return None
     words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
-    words += ["--grad-checkpointing"] if job.activation_checkpointing else []
+    words += memory_flags(job.memory)
     words += [] if job.weight_sharding else ["--no-fsdp"]
     words.insert(0, _model_flag(plan.model.name))
     nodes, per_node = -(-mesh.gpus // plan.hardware.gpus_per_node), min(mesh.gpus, plan.hardware.gpus_per_node)
@@ -128,6 +145,22 @@ def command(plan: Plan) -> str | None:
         return " ".join(["longspan train", *words, f"--nproc {mesh.gpus}"])
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return " ".join([torchrun, "-m longspan train", *words])
+
+
+def memory_flags(memory: Memory) -> list[str]:
+    """The flags of `longspan plan` and `longspan train` that say these levers."""
+    if memory == Memory(checkpointing="layers"):
+        return ["--grad-checkpointing"]
+    lean = replace(memory, offload="none", offload_folder="", cpu_offload=False) == LONGEST
+    base = LONGEST if lean else Memory()
+    said = ["--memory longest"] if lean else []
+    for name in ("checkpointing", "offload", "offload_folder", "tiled_mlp", "head_chunks"):
+        if getattr(memory, name) != getattr(base, name):
+            said.append(f"--{name.replace('_', '-')} {shlex.quote(str(getattr(memory, name)))}")
+    for name in ("tiled_norms", "cpu_offload"):
+        if getattr(memory, name) and not getattr(base, name):
+            said.append(f"--{name.replace('_', '-')}")
+    return said
 
 
 def _ring_flags(job: Job, mesh: Mesh) -> list[str]:

@@ -12,12 +12,14 @@ from rich.text import Text
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
+from longspan.plan.memory import LeverRow, what_would_do
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import Plan, Search
+from longspan.plan.search import Plan, Search, spelled_items
+from longspan.plan.views.lever_table import lever_table
 from longspan.plan.views.report import command
+from longspan.plan.views.units import GB, gb, seconds, size
 
-GB = 1e9
 REASONS = 3
 """Reasons against meshes that are printed; the JSON has all."""
 
@@ -30,6 +32,7 @@ def show(
     hardware: Hardware,
     methods: Sequence[Method] = (),
     top: int = 6,
+    levers: Sequence[LeverRow] = (),
     console: Console | None = None,
 ) -> None:
     """Print what was found: the meshes ranked, the recommended one in detail, what was rejected, the methods."""
@@ -38,11 +41,14 @@ def show(
     if methods:
         console.print(_methods(methods))
         return
+    if levers:
+        console.print(lever_table(levers, gpus))
+        return
     if found.plans:
         console.print(_meshes(found, top))
     best = found.recommended
     if best is None:
-        console.print(_nothing_fits(found))
+        console.print(_nothing_fits(found, model, job, gpus, hardware))
     else:
         console.print(_memory(best))
         if best.comm:
@@ -56,28 +62,6 @@ def show(
             console.print(Text(f"  {said}", no_wrap=True), soft_wrap=True)
     if found.rejected:
         console.print(_rejected(found))
-
-
-def gb(size: float) -> str:
-    """Bytes in GB (1e9), with as many digits as are worth reading."""
-    value = size / GB
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
-
-
-def size(number: float) -> str:
-    """Bytes with the unit that suits them, powers of 1000."""
-    for limit, factor, unit in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB")):
-        if number < limit:
-            return f"{number / factor:.3g} {unit}"
-    return f"{gb(number)} GB" if number < 1e13 else f"{number / 1e12:.3g} TB"
-
-
-def seconds(value: float) -> str:
-    """A time with the unit that suits it."""
-    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (120.0, 1.0, "s"), (7200.0, 1 / 60, "min")):
-        if value < limit:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value / 3600:.3g} h"
 
 
 def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
@@ -115,6 +99,9 @@ def _meshes(found: Search, top: int) -> Table:
     table.add_column("mesh", min_width=11)
     for name in ("memory", "max context", "step", "tokens/s", "MFU", "sent/layer", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=name == "")
+    differ = len({plan.job.memory for plan in found.plans}) > 1  # chosen for each mesh
+    if differ:
+        table.add_column("levers", overflow="fold")
     for plan in found.plans[:top]:
         chosen = plan is found.recommended
         short = f"{size(-plan.headroom_bytes)} short"
@@ -128,7 +115,8 @@ def _meshes(found: Search, top: int) -> Table:
             "recommended" if chosen else short if not plan.fits else "" if plan.runs else "planned",
         ]
         style = "bold green" if chosen else None if plan.fits else "red"
-        table.add_row(_named(plan), *_whole(cells), style=style)
+        levers = [plan.job.memory.described()] if differ else []
+        table.add_row(_named(plan), *_whole(cells), *levers, style=style)
     left = len(found.plans) - top
     if left > 0:
         table.caption = f"and {left} more (--top {len(found.plans)})"
@@ -186,7 +174,7 @@ def _rejected(found: Search) -> Table:
     return table
 
 
-def _nothing_fits(found: Search) -> Text:
+def _nothing_fits(found: Search, model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
     if not found.plans:
         return Text("no mesh can hold this job", style="bold red")
     nearest = found.plans[0]
@@ -197,8 +185,9 @@ def _nothing_fits(found: Search) -> Text:
         else "no context fits, however short"
     )
     return Text(
-        f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. With this many GPUs {so_far}; try "
-        f"--grad-checkpointing, --tiled-mlp 16, --tiled-loss, --offload, or more GPUs.",
+        f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. Item by item: "
+        f"{spelled_items(nearest.memory_bytes)}. As it was asked for, {so_far}. "
+        f"{what_would_do(model, job, gpus, hardware)}",
         style="bold red",
     )
 

@@ -1,0 +1,329 @@
+"""Which levers to take: the fastest combination that fits, the longest context, and each lever on its own.
+
+`longspan.parallelize(memory="auto")` and `longspan train --memory auto` ask `choose`. The levers are looked for on a
+lattice of a hundred combinations: of a count either 1 or 0 ("as many as it takes"), and a disk only where it is asked
+for, since it is worn by what is written to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from longspan.core.checked import check_number
+from longspan.core.errors import LongspanError
+from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
+from longspan.plan.cost.compute import optimizer_seconds
+from longspan.plan.cost.memory import memory as memory_items
+from longspan.plan.cost.offload import offloaded
+from longspan.plan.cost.times import step_times
+from longspan.plan.job import RUNS, Job, Mesh
+from longspan.plan.limits import refusal
+from longspan.plan.search import (
+    Plan,
+    Search,
+    check_values,
+    cost,
+    fits_in_memory,
+    longest_context,
+    meshes,
+    planned,
+    search,
+    spelled_items,
+)
+
+if TYPE_CHECKING:
+    from longspan.plan.hardware import Hardware
+    from longspan.plan.models.shape import ModelShape
+
+STEP = 1024
+"""The longest context is looked for in multiples of so many tokens."""
+
+LONGEST_LOOKED_FOR = 1 << 32
+"""Tokens at which the search for the longest context stops."""
+
+MOST_GPUS = 1 << 10
+"""GPUs that levers are chosen for mesh by mesh."""
+
+MORE = 16
+"""Times as many GPUs as were asked for, up to which a job that fits nowhere is looked at."""
+
+_LATTICE: dict[str, tuple[Any, ...]] = {
+    "checkpointing": CHECKPOINTING,
+    "offload": ("none", "host"),
+    "tiled_mlp": (1, 0),
+    "tiled_norms": (False, True),
+    "head_chunks": (1, 0),
+    "cpu_offload": (False, True),
+}
+
+
+def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None) -> list[Memory]:
+    """The combinations that are looked at, `fixed` levers as they are given."""
+    axes = dict(_LATTICE)
+    if hardware.on_cpu:  # its ranks compute in the host's memory as it is
+        axes |= {"offload": ("none",), "cpu_offload": (False,)}
+    if not job.weight_sharding:
+        axes["cpu_offload"] = (False,)
+    if job.mode != "train":  # nothing is kept for a backward
+        axes |= {"checkpointing": ("none",), "offload": ("none",), "tiled_norms": (False,)}
+    axes |= {name: (value,) for name, value in (fixed or {}).items()}
+    found = []
+    for values in itertools.product(*axes.values()):
+        levers = dict(zip(axes, values, strict=True))
+        if levers["offload"] == "none" or levers["checkpointing"] != "none":
+            found.append(Memory(**levers))
+    if not found:
+        Memory(**dict(fixed or {}))  # it says what cannot be together
+    return found
+
+
+def seconds_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """Seconds of a step, as `longspan.plan.search.cost` has them."""
+    moved = offloaded(model, job, mesh, hardware).seconds
+    return sum(step_times(model, job, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware) + moved
+
+
+def choose(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> tuple[Memory, str]:
+    """The fastest combination of levers that fits, and why it is.
+
+    Args:
+        model: what runs.
+        job: the job; its own levers play no part.
+        mesh: the mesh.
+        hardware: on what.
+        fixed: levers that stay as they are given, by the fields of `Memory`.
+
+    Returns:
+        The levers, and a sentence that says what they cost and what did not fit.
+
+    Raises:
+        LongspanError: if the mesh cannot hold the job (`longspan.plan.limits.refusal`), or nothing fits: with the sum,
+            item by item, of the combination that needs least, and what would do.
+    """
+    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    problem = refusal(model, job, mesh)
+    if problem is not None:
+        raise LongspanError(problem)
+    found = _chosen(model, job, mesh, hardware, fixed)
+    if found is not None:
+        return found
+    least = least_memory(model, job, mesh, hardware, fixed)
+    raise LongspanError(
+        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}, whatever is saved: with "
+        f"{least.job.memory.described()} it still {least.reasons[0]}. Item by item: "
+        f"{spelled_items(least.memory_bytes)}. "
+        f"{what_would_do(model, job, mesh.gpus, hardware)}"
+    )
+
+
+def _chosen(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None
+) -> tuple[Memory, str] | None:
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
+
+    def order(each: Job) -> tuple[float, int]:
+        # Of combinations that take the same time, to four digits, the one of fewest levers.
+        return float(f"{seconds_of(model, each, mesh, hardware):.4g}"), _levers(each.memory)
+
+    ordered = sorted(jobs, key=order)
+    for at, each in enumerate(ordered):
+        if not fits_in_memory(model, each, mesh, hardware):
+            continue
+        took = seconds_of(model, each, mesh, hardware)
+        why = f"memory: {each.memory.described()}; {took:,.1f} s a step by this model"
+        if at:
+            before = cost(model, ordered[at - 1], mesh, hardware)
+            why += (
+                f". What is faster ({at} of {len(ordered)} combinations) does not fit; the last of these, "
+                f"{before.job.memory.described()}, {before.reasons[0]}"
+            )
+        return each.memory, why
+    return None
+
+
+def _levers(memory: Memory) -> int:
+    return sum(getattr(memory, f.name) != f.default for f in fields(memory))
+
+
+def least_memory(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> Plan:
+    """The combination that needs least of the GPU's memory."""
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
+
+    def short(each: Job) -> tuple[bool, int]:
+        held = sum(memory_items(model, each, mesh, hardware).values())
+        return held > hardware.memory_bytes, held
+
+    return cost(model, min(jobs, key=short), mesh, hardware)
+
+
+def chosen_plan(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> Plan:
+    """A plan with the levers that `choose` takes; with those that need least where nothing fits."""
+    found = _chosen(model, job, mesh, hardware, fixed)
+    if found is None:
+        return least_memory(model, job, mesh, hardware, fixed)
+    plan = planned(model, replace(job, memory=found[0]), mesh, hardware)
+    return replace(plan, notes=(found[1], *plan.notes))
+
+
+def search_levers(
+    model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> Search:
+    """`longspan.plan.search.search`, each mesh with the levers that `choose` takes.
+
+    Raises:
+        LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
+    """
+    check_number("gpus with --memory auto", gpus, 1, MOST_GPUS, whole=True)
+
+    def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
+        return chosen_plan(model, job, mesh, hardware, fixed)
+
+    return search(model, job, gpus, hardware, plan_of)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The longest context.
+
+
+def _leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
+    """Of the lattice, the combinations one of which needs least: two moments may weigh differently."""
+    every = lattice(job, hardware, fixed)
+    if job.mode != "train":
+        return every
+    given = fixed or {}
+    best = {"tiled_mlp": 0, "tiled_norms": True, "head_chunks": 0}
+    wanted = {name: value for name, value in best.items() if name not in given}
+    if "checkpointing" not in given:
+        every = [memory for memory in every if memory.checkpointing in ("output", "layers")]
+    return [memory for memory in every if all(getattr(memory, name) == value for name, value in wanted.items())]
+
+
+def longest(
+    model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> Plan | None:
+    """The longest context, in multiples of 1,024 tokens, that fits on so many GPUs, on the mesh and with the levers
+    that are the fastest at it; None where none does. Of what this version runs alone.
+
+    Raises:
+        LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
+    """
+    check_values(model=model, job=job, hardware=hardware)
+    check_number("gpus with --context max", gpus, 1, MOST_GPUS, whole=True)
+    candidates = [mesh for mesh in meshes(gpus) if _may_run(model, job, mesh)]
+    # Those that cut the sequence into most parts first: they are the likely ones, and what they reach bounds the rest.
+    candidates.sort(key=lambda mesh: -mesh.sequence)
+    reached, at_it = 0, list[Mesh]()
+    for mesh in candidates:
+        for memory in _leanest(job, hardware, fixed):
+            with_it = replace(job, memory=memory)
+            if reached and not _fits_at(model, with_it, reached + STEP, mesh, hardware):
+                if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
+                    at_it.append(mesh)
+                continue
+            found = longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
+            if found > reached:
+                reached, at_it = found, [mesh]
+    if not reached:
+        return None
+    plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in at_it]
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
+
+
+def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Hardware) -> bool:
+    job = replace(job, context=context)
+    return refusal(model, job, mesh) is None and fits_in_memory(model, job, mesh, hardware)
+
+
+def _may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
+    runs = all(getattr(mesh, axis) == 1 for axis in ("data", "ring", "ulysses", "tensor") if axis not in RUNS)
+    return runs and refusal(model, replace(job, context=max(job.context, STEP * mesh.sequence)), mesh) is None
+
+
+def what_would_do(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> str:
+    """A sentence: the mesh and levers, on these GPUs or on more, that hold a job which does not fit as it stands."""
+    if gpus > MOST_GPUS:
+        return f"Try --memory longest; levers are chosen for up to {MOST_GPUS} GPUs."
+    times = 1
+    while times <= MORE and gpus * times <= MOST_GPUS:
+        n = gpus * times
+        for mesh in sorted((m for m in meshes(n) if _may_run(model, job, m)), key=lambda m: -m.sequence):
+            if refusal(model, job, mesh) is None:
+                found = _chosen(model, job, mesh, hardware, None)
+                if found is not None:
+                    more = f"On {n} GPUs {mesh}" if times > 1 else str(mesh)
+                    return f"{more} with {found[0].described()} would do (--memory auto finds it)."
+        times *= 2
+    held = longest(model, job, gpus, hardware)
+    so_far = f"{held.job.context:,} tokens ({held.mesh}, {held.job.memory.described()})" if held else "no context"
+    return (
+        f"No levers would do, on up to {MORE} times as many GPUs; the longest that fits on these is {so_far}; a disk "
+        f"(--offload disk) or more memory in the host may take it further."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each lever on its own.
+
+
+@dataclass(frozen=True)
+class LeverRow:
+    """One lever, or several together, on a mesh.
+
+    Attributes:
+        name: of the row.
+        plan: the job with it.
+        saved_bytes: less than with none, per GPU; below 0 where it takes more.
+        max_context: the longest that fits, in multiples of 1,024 tokens; 0 where none does.
+    """
+
+    name: str
+    plan: Plan
+    saved_bytes: int
+    max_context: int
+
+
+def _rows(job: Job, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
+    yield "none", FASTEST
+    for kept in CHECKPOINTING[1:]:
+        yield f"checkpointing {kept}", Memory(checkpointing=kept)
+    if not hardware.on_cpu:
+        yield "checkpointing layers, offload host", Memory(checkpointing="layers", offload="host")
+    yield "checkpointing layers, offload disk", Memory(checkpointing="layers", offload="disk")
+    yield "tiled MLP", Memory(tiled_mlp=0)
+    yield "tiled norms", Memory(tiled_norms=True)
+    yield "head chunks", Memory(head_chunks=0)
+    moves = job.weight_sharding and not hardware.on_cpu
+    if moves:
+        yield "cpu offload", Memory(cpu_offload=True)
+    yield "longest", LONGEST
+    if not hardware.on_cpu:
+        yield "longest, offload host", replace(LONGEST, offload="host")
+    if moves:
+        yield "longest, offload host, cpu offload", replace(LONGEST, offload="host", cpu_offload=True)
+        yield "longest, offload disk, cpu offload", replace(LONGEST, offload="disk", cpu_offload=True)
+
+
+def lever_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> list[LeverRow]:
+    """Each lever alone, and together: bytes saved, time, longest context. Of training.
+
+    Raises:
+        LongspanError: for another mode, or if the mesh cannot hold the job.
+    """
+    if job.mode != "train":
+        raise LongspanError(f"--levers is about what a backward needs, and --mode is {job.mode}; take --mode train")
+    rows: list[LeverRow] = []
+    for name, memory in _rows(job, hardware):
+        plan = cost(model, replace(job, memory=memory), mesh, hardware)
+        before = rows[0].plan.memory_total_bytes if rows else plan.memory_total_bytes
+        most = longest_context(model, plan.job, mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
+        rows.append(LeverRow(name, plan, before - plan.memory_total_bytes, most))
+    return rows
