@@ -99,7 +99,7 @@ class Memory:
 FASTEST = Memory()
 """Everything is kept (but for logits, which training makes by tiles)."""
 
-LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True, head_chunks=0)
+LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True)
 """The least memory without offload."""
 
 
@@ -114,4 +114,4 @@ def memory_of(asked: object) -> Memory:
     levels = {"fastest": FASTEST, "longest": LONGEST}
     if isinstance(asked, str) and asked in levels:
         return levels[asked]
-    raise LongspanError(f"memory={spell(asked)} is unknown; choose {', '.join(levels)}, or give a longspan.Memory")
+    raise LongspanError(f"memory={spell(asked)} is unknown; choose fastest, longest or auto, or give a longspan.Memory")

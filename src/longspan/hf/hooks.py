@@ -110,6 +110,8 @@ class ForwardHooks:
         info = cut["longspan"]
         self.owed, self.computed = _Owed(), None
         tokens = _tokens_of(cut)
+        if self.levers is not None and model.training:
+            self.levers.choose(info.length, len(tokens))
         if self._wants_router_loss(model, batch):
             self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
         if self.masked or self.owed.real is not None:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.core.buckets import mlp_rows, norm_rows
 from longspan.core.errors import LongspanError
-from longspan.core.memory import Memory
+from longspan.core.memory import FASTEST, Memory
+from longspan.hf.auto import hardware_of, levers_for, shape_of
 from longspan.hf.registry import LayerBinding
 from longspan.hf.support import attention_layers, decoder_layers
 from longspan.memory.checkpointing import CheckpointedLayer, LayerCall
+from longspan.memory.offload import store_for
 from longspan.memory.tiles import Tiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers import PreTrainedModel
 
+    from longspan.comm.mesh import SequenceSharding
     from longspan.memory.offload import Store
+    from longspan.plan.hardware import Hardware
 
 
 class Levers:
@@ -32,27 +38,55 @@ class Levers:
         model: the transformers model, its attention layers bound, before FSDP.
         memory: the levers.
         store: where what checkpointing keeps lies; None: where it is.
+        auto: chooses them for each larger batch; None: they stay.
 
     Raises:
         LongspanError: for a model that a lever does not fit, naming the layer.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: Memory, store: Store | None = None) -> None:
-        self.memory, self.store = memory, store
-        found = LeverModules(model, memory)
-        self.layers = found.layers
-        self.bindings = [binding for layer in found.layers for binding in _bindings(layer)]
-        self.routers = any(_routes(mlp) for mlp in found.mlps)
+    def __init__(
+        self, model: PreTrainedModel, memory: Memory, store: Store | None = None, auto: Auto | None = None
+    ) -> None:
+        self.auto = auto
+        self.why = "as parallelize was asked"
+        self.found = LeverModules(model)
+        self.layers = self.found.layers
+        self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
+        self.routers = any(_routes(mlp) for mlp in self.found.mlps)
         hidden = model.config.get_text_config().hidden_size
-        for mlp in found.mlps:
+        self.mlps, self.checkpointed = list[Tiled](), list[CheckpointedLayer]()
+        for mlp in self.found.mlps:
             widths = [max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1]
-            rows = functools.partial(mlp_rows, hidden=hidden, width=max(widths), tiles=memory.tiled_mlp)
-            Tiled(mlp, found.names[mlp], rows, draws=any(draws(module) for module in mlp.modules()))
-        for norm in found.norms:
-            Tiled(norm, found.names[norm], norm_rows)
-        if memory.checkpointing != "none":
-            for layer in found.layers:
-                self._checkpoint(layer)
+            rows = functools.partial(self._mlp_rows, hidden, max(widths))
+            self.mlps.append(Tiled(mlp, self.found.names[mlp], rows, draws=any(draws(m) for m in mlp.modules())))
+        self.norms = [Tiled(norm, self.found.names[norm], norm_rows) for norm in self.found.norms]
+        self.checkpointed = [self._checkpointed(layer) for layer in self.layers]
+        self.set(memory, store)
+
+    def set(self, memory: Memory, store: Store | None, why: str | None = None) -> None:
+        """Take other levers, between two steps.
+
+        Args:
+            memory: the levers; `cpu_offload` is FSDP's, and stays.
+            store: where what checkpointing keeps lies; None: where it is.
+            why: they are taken.
+
+        Raises:
+            LongspanError: for a lever that the model does not fit, naming the layer.
+        """
+        self.found.check(memory)
+        self.memory, self.store, self.why = memory, store, why or self.why
+        for mlp in self.mlps:
+            mlp.on = memory.tiled_mlp != 1
+        for norm in self.norms:
+            norm.on = memory.tiled_norms
+        for layer in self.checkpointed:
+            layer.memory, layer.store = memory, store
+        for binding in self.bindings:
+            binding.memory = memory
+
+    def _mlp_rows(self, hidden: int, width: int, tokens: int) -> int:
+        return mlp_rows(tokens, hidden, width, self.memory.tiled_mlp)
 
     def check(self, router_loss: bool) -> None:
         """Refuse a forward that does not go together with a lever.
@@ -75,6 +109,22 @@ class Levers:
                 f"{self.memory.checkpointing!r}: each layer would be checkpointed twice; call "
                 f"gradient_checkpointing_disable(), or parallelize with checkpointing='none'"
             )
+
+    def choose(self, length: int, rows: int) -> None:
+        """With `memory="auto"`: levers for a batch that all ranks have compared, if it is larger than those before.
+
+        Args:
+            length: tokens of a sequence.
+            rows: sequences of this replica.
+
+        Raises:
+            LongspanError: where nothing fits; on every rank alike.
+        """
+        if self.auto is None or length * rows <= self.auto.largest:
+            return
+        memory, why = self.auto.levers(length, rows, tiles=self.found.untiled is None)
+        self.auto.largest = length * rows
+        self.set(memory, store_for(memory, self.auto.device), why)
 
     def reserve(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Have room in the store for what one forward keeps, before its first layer.
@@ -99,14 +149,49 @@ class Levers:
             per_token += 5 * width * element + 4 * heads
         self.store.reserve(per_token * tokens.shape[:2].numel() * len(self.layers))
 
-    def _checkpoint(self, layer: nn.Module) -> None:
+    def _checkpointed(self, layer: nn.Module) -> CheckpointedLayer:
         bound = _bindings(layer)
 
         def tell(keeper: LayerCall | None) -> None:
             for binding in bound:
                 binding.keeper = keeper
 
-        CheckpointedLayer(layer, self.memory, self.store, tell, draws=any(draws(module) for module in layer.modules()))
+        return CheckpointedLayer(layer, FASTEST, None, tell, draws=any(draws(module) for module in layer.modules()))
+
+
+class Auto:
+    """What `memory="auto"` asks the planner with.
+
+    Args:
+        model: the transformers model.
+        sp: its sharding.
+        fsdp: whether weights are sharded.
+        mp_policy: FSDP's, which says in which dtype it computes.
+
+    Raises:
+        LongspanError: for a model that the planner does not know.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, sp: SequenceSharding, fsdp: bool, mp_policy: MixedPrecisionPolicy | None
+    ) -> None:
+        self.sp, self.fsdp, self.largest, self.device = sp, fsdp, 0, sp.device
+        self.shape = shape_of(model.config.get_text_config())
+        asked = mp_policy.param_dtype if mp_policy is not None else None
+        self.dtype = asked or next(model.parameters()).dtype
+        self.hardware: Hardware | None = None
+
+    def levers(self, length: int, rows: int, *, tiles: bool) -> tuple[Memory, str]:
+        """The fastest that fit the smallest device of all ranks, and why. Collective."""
+        if self.hardware is None:
+            least = torch.tensor(hardware_of(self.device).memory_bytes, dtype=torch.float64, device=self.device)
+            if self.sp.world_size > 1:
+                dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            self.hardware = hardware_of(self.device, float(least))
+        fixed: dict[str, Any] = {"cpu_offload": False} | ({} if tiles else {"tiled_mlp": 1})
+        batch = rows * self.sp.data_size
+        options: dict[str, Any] = {"tokens": length, "batch": batch, "dtype": self.dtype, "fsdp": self.fsdp}
+        return levers_for(self.shape, self.sp, self.hardware, fixed=fixed, **options)
 
 
 def _bindings(layer: nn.Module) -> list[LayerBinding]:
@@ -119,19 +204,27 @@ class LeverModules:
 
     Attributes:
         layers: the decoder layers.
-        mlps: parts of a layer that hold matrices and no attention, where `tiled_mlp` asks for them.
-        norms: of the layers, where `tiled_norms` asks for them.
+        mlps: parts of a layer that hold matrices and no attention.
+        norms: of the layers.
         names: of all modules.
-
-    Raises:
-        LongspanError: for a model that a lever does not fit, naming the layer.
+        untiled: why some MLP cannot run tile by tile; None where all can.
     """
 
-    def __init__(self, model: PreTrainedModel, memory: Memory) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
         self.names = {module: name for name, module in model.named_modules()}
-        self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)] if memory.tiled_mlp != 1 else []
-        self.norms = [*self._norms()] if memory.tiled_norms else []
+        self.untiled: str | None = None
+        self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
+        self.norms = [*self._norms()]
+
+    def check(self, memory: Memory) -> None:
+        """Refuse levers that the model does not fit.
+
+        Raises:
+            LongspanError: naming the layer.
+        """
+        if memory.tiled_mlp != 1 and self.untiled is not None:
+            raise LongspanError(f"{self.untiled}; use tiled_mlp=1")
 
     def _mlps(self, layer: nn.Module) -> Iterator[nn.Module]:
         attends = set(attention_layers(layer).values())
@@ -141,17 +234,15 @@ class LeverModules:
             if not any(module in attends for module in child.modules()) and any(p.dim() > 1 for p in child.parameters())
         ]
         if not found:
-            raise LongspanError(
-                f"{self.names[layer]} ({type(layer).__name__}) has no MLP of its own that could run tile by tile; use "
-                f"tiled_mlp=1"
-            )
+            self.untiled = f"{self.names[layer]} ({type(layer).__name__}) has no MLP of its own to run tile by tile"
         for child in found:
-            if not _takes_one(child):
-                raise LongspanError(
+            if _takes_one(child):
+                yield child
+            else:
+                self.untiled = (
                     f"{self.names[child]} ({type(child).__name__}) is called with more than hidden states, so it "
-                    f"cannot run tile by tile; use tiled_mlp=1"
+                    f"cannot run tile by tile"
                 )
-            yield child
 
     def _norms(self) -> Iterator[nn.Module]:
         for module in (module for layer in self.layers for module in layer.modules()):

@@ -31,7 +31,7 @@ from longspan.hf.fsdp import apply_fsdp, check_cpu_offload
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import ForwardHooks
-from longspan.hf.levers import LeverModules, Levers, draws
+from longspan.hf.levers import Auto, LeverModules, Levers, draws
 from longspan.hf.registry import ModelBinding, bind_layers
 from longspan.hf.savers import refuse_savers
 from longspan.hf.support import check_model, transformers_model
@@ -90,7 +90,9 @@ def parallelize(
             does not: head and cross entropy go tile by tile over the tokens, so that the largest tensor of a step
             never exists, and `out.logits` is None (`longspan.memory.loss`). Elsewhere logits are made.
         memory: what is done in training to save memory: "fastest" (nothing beyond that), "longest" (every lever that
-            stays on the device), or a `longspan.Memory` that names each lever.
+            stays on the device), "auto" (the fastest levers that fit this device, by the planner, chosen at the first
+            training forward and again whenever a batch is larger than all before), or a `longspan.Memory` that names
+            each lever. `longspan.explain(model)` says what was taken, and why.
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
@@ -117,11 +119,12 @@ def parallelize(
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
-    levers, store = FASTEST, None
+    levers, store, auto = FASTEST, None, None
     try:
-        levers = memory_of(memory)
+        levers = FASTEST if memory == "auto" else memory_of(memory)
         inner = _checked(model, sp, options)
-        LeverModules(inner, levers)
+        LeverModules(inner).check(levers)
+        auto = Auto(inner, sp, fsdp, mp_policy) if memory == "auto" else None
         if levers.cpu_offload and not (fsdp and sp.world_size > 1):
             raise LongspanError(
                 "cpu_offload=True is FSDP's, which shards weights over several ranks, and here nothing is sharded; use "
@@ -141,7 +144,7 @@ def parallelize(
     _warn_of_idle_ranks(inner, sp)
     _warn_of_dropout(inner)
     binding = bind_layers(inner, sp, kernel, levers)
-    hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store), logits)
+    hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store, auto), logits)
     if sp.world_size > 1:
         hooks.guard = Guard(inner, sp, mp_policy)
         hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))

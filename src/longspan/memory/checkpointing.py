@@ -133,7 +133,8 @@ class CheckpointedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The class as it is now: FSDP makes another one of it.
         forward = partial(type(self.layer).forward, self.layer)
-        if not torch.is_grad_enabled() or not self.layer.training:
+        off = self.memory.checkpointing == "none"
+        if off or not torch.is_grad_enabled() or not self.layer.training:
             return forward(*args, **kwargs)
         keeps = self.memory.checkpointing in ("attention", "output")
         call = LayerCall(self.store, whole=self.memory.checkpointing == "attention")

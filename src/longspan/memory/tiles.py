@@ -35,13 +35,16 @@ class Tiled:
         name: of the module, for errors.
         rows: from the number of tokens: tokens of a tile.
         draws: whether it draws random numbers.
+
+    Attributes:
+        on: whether calls go tile by tile; else the module runs as it is.
     """
 
     def __init__(self, module: nn.Module, name: str, rows: Callable[[int], int], *, draws: bool = False) -> None:
         self.module, self.name, self.rows, self.draws = module, name, rows, draws
         self.compute: Callable[[Tensor], Any] = module.forward
         self.bare = Bare(module, self.compute)
-        self.probed = False
+        self.probed, self.on = False, True
         module.forward = self._forward  # the instance's: hooks around the call stay
 
     def trained(self) -> dict[str, Tensor]:
@@ -54,7 +57,7 @@ class Tiled:
         return out if isinstance(out, tuple) else (out,)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.on or kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.compute(*args, **kwargs)
         (hidden,) = args
         if not self.probed:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
-from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryLevel
+from longspan.core.memory_flags import MemoryFlags
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(MemoryFlags):
     """What fits on which GPUs, which mesh is best, and what it costs, before anyone rents one.
 
     Needs neither torch nor a GPU. A GB is 1e9 bytes.
@@ -41,26 +41,6 @@ class PlanConfig:
     """adamw keeps 8 bytes per weight, sgd none."""
     fsdp: bool = True
     """Shard weights over data x ring x ulysses. Off: whole on every GPU."""
-    memory: MemoryLevel = "fastest"
-    """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: for each
-    mesh the fastest combination that fits (a disk is used where it is asked for, and not otherwise). The flags below
-    set one lever each, whatever this says."""
-    checkpointing: Literal["by-memory", "none", "attention", "output", "layers"] = "by-memory"
-    """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
-    attention's output, its input alone. by-memory: as --memory says."""
-    grad_checkpointing: bool = False
-    """The same as --checkpointing layers."""
-    offload: Literal["by-memory", "none", "host", "disk"] = "by-memory"
-    """Where that lies until the backward: on the GPU, in the host's memory, on a local disk."""
-    tiled_mlp: int | None = None
-    """Tiles in which the MLP works through its tokens, forward and backward. 1: all at once. 0: as many as make a
-    tile's intermediates about as large as the hidden states."""
-    tiled_norms: bool = False
-    """Norms keep their input alone, and are computed again in the backward."""
-    head_chunks: int | None = None
-    """Pieces in which heads go through exchange and attention. 1: all at once. 0: one for each of a rank's KV heads."""
-    cpu_offload: bool = False
-    """Weights, gradients and optimizer states stay in the host's memory."""
     tiled_loss: bool = True
     """Never hold all logits, a tile at a time only."""
     layout: LayoutName = "auto"
@@ -90,44 +70,10 @@ class PlanConfig:
     png: Path | None = None
     """Draw memory and time against context (needs matplotlib)."""
 
-    def fixed(self) -> dict[str, Any]:
-        """The levers that a flag of their own sets, by the fields of `Memory`.
-
-        Raises:
-            LongspanError: for two flags that say different things of one lever.
-        """
-        given: dict[str, Any] = {
-            "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
-            "offload": None if self.offload == "by-memory" else self.offload,
-            "tiled_mlp": self.tiled_mlp,
-            "tiled_norms": self.tiled_norms or None,
-            "head_chunks": self.head_chunks,
-            "cpu_offload": self.cpu_offload or None,
-        }
-        if self.grad_checkpointing:
-            if given["checkpointing"] not in (None, "layers"):
-                raise LongspanError(
-                    f"--grad-checkpointing is --checkpointing layers, and --checkpointing {self.checkpointing} is "
-                    f"given too; leave one of them out"
-                )
-            given["checkpointing"] = "layers"
-        return {name: value for name, value in given.items() if value is not None}
-
     @property
     def chooses(self) -> bool:
         """Whether the planner chooses levers."""
-        return self.memory == "auto" or self.context == "max"
-
-    def levels(self) -> Memory:
-        """The levers that are asked for; of those that the planner chooses, the fixed ones over the fastest.
-
-        Raises:
-            LongspanError: for levers that cannot be together.
-        """
-        fixed = self.fixed()
-        if self.chooses and fixed.get("offload", "none") != "none":  # it chooses a checkpointing to go with it
-            fixed.setdefault("checkpointing", "layers")
-        return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
+        return super().chooses or self.context == "max"
 
     def job(self) -> Job:
         """The job that is asked for; `max` stands for one token, until the longest context is found.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,10 +17,12 @@ from longspan.core.checked import (
 )
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
+from longspan.core.memory import Memory
+from longspan.core.memory_flags import MemoryFlags
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(MemoryFlags):
     """Train a Hugging Face causal LM on long sequences, each sharded over several ranks.
 
     Alone, this starts its ranks itself; under torchrun (several machines) it joins them. SIGTERM or Ctrl-C saves a
@@ -102,8 +104,9 @@ class TrainConfig:
     """bf16 computes in bf16, with weights, gradient sums and optimizer in fp32."""
     fsdp: bool = True
     """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
-    grad_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    offload_folder: str = ""
+    """Folder of the file that --offload disk writes to, on a disk of the rank's own machine. By default the system's
+    for temporary files."""
     kernel: Literal[
         "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
     ] = "auto"
@@ -155,6 +158,14 @@ class TrainConfig:
     """How often the ranks are started again, from the newest checkpoint, after one of them died or was lost. Under
     torchrun, give its --max-restarts."""
 
+    def levels(self) -> Memory:
+        """The levers that are asked for.
+
+        Raises:
+            LongspanError: for levers that cannot be together.
+        """
+        return replace(super().levels(), offload_folder=self.offload_folder)
+
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
@@ -198,6 +209,7 @@ class TrainConfig:
         if not self.data:
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
         self._check_ranges()
+        self.levels()
         if self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "

@@ -1,0 +1,74 @@
+"""The levers of `longspan.core.memory` as flags of a command; `longspan plan` and `longspan train` have the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryLevel
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags:
+    """The levers that save memory."""
+
+    memory: MemoryLevel = "fastest"
+    """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: the
+    fastest combination that fits by the planner, for each mesh (a disk is used where it is asked for, and not
+    otherwise). The flags below set one lever each, whatever this says."""
+    checkpointing: Literal["by-memory", "none", "attention", "output", "layers"] = "by-memory"
+    """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
+    attention's output, its input alone. by-memory: as --memory says."""
+    grad_checkpointing: bool = False
+    """The same as --checkpointing layers."""
+    offload: Literal["by-memory", "none", "host", "disk"] = "by-memory"
+    """Where that lies until the backward: on the GPU, in the host's memory, on a local disk."""
+    tiled_mlp: int | None = None
+    """Tiles in which the MLP works through its tokens, forward and backward. 1: all at once. 0: as many as make a
+    tile's intermediates about as large as the hidden states."""
+    tiled_norms: bool = False
+    """Norms keep their input alone, and are computed again in the backward."""
+    head_chunks: int | None = None
+    """Pieces in which heads go through exchange and attention. 1: all at once. 0: one for each of a rank's KV heads."""
+    cpu_offload: bool = False
+    """Weights, gradients and optimizer states stay in the host's memory."""
+
+    def fixed(self) -> dict[str, Any]:
+        """The levers that a flag of their own sets, by the fields of `Memory`.
+
+        Raises:
+            LongspanError: for two flags that say different things of one lever.
+        """
+        given: dict[str, Any] = {
+            "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
+            "offload": None if self.offload == "by-memory" else self.offload,
+            "tiled_mlp": self.tiled_mlp,
+            "tiled_norms": self.tiled_norms or None,
+            "head_chunks": self.head_chunks,
+            "cpu_offload": self.cpu_offload or None,
+        }
+        if self.grad_checkpointing:
+            if given["checkpointing"] not in (None, "layers"):
+                raise LongspanError(
+                    f"--grad-checkpointing is --checkpointing layers, and --checkpointing {self.checkpointing} is "
+                    f"given too; leave one of them out"
+                )
+            given["checkpointing"] = "layers"
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner chooses levers."""
+        return self.memory == "auto"
+
+    def levels(self) -> Memory:
+        """The levers that are asked for; of those that the planner chooses, the fixed ones over the fastest.
+
+        Raises:
+            LongspanError: for levers that cannot be together.
+        """
+        fixed = self.fixed()
+        if self.chooses and fixed.get("offload", "none") != "none":  # it chooses a checkpointing to go with it
+            fixed.setdefault("checkpointing", "layers")
+        return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
