@@ -24,6 +24,7 @@ from longspan.train.metrics import (
     covered,
     model_flops,
     peak_flops,
+    peak_memory,
     peak_memory_gib,
 )
 from tests.pool import RankPool
@@ -186,3 +187,10 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         display.step(1, _metrics(1))
     assert capsys.readouterr().out == ""
     assert SimpleNamespace(**vars(_metrics(1))).step == 1
+
+
+def test_what_the_allocator_reserved_is_said_beside_what_it_handed_out() -> None:
+    assert "mem 1.50 GiB  comm" in _metrics(1).line(2)
+    assert "mem 1.50 GiB (reserved 1.80, x1.20)" in _metrics(1, peak_reserved_gib=1.8, reserved_ratio=1.2).line(2)
+    used, reserved, ratio = peak_memory(torch.device("cpu"))
+    assert used > 0 and reserved == ratio == 0

@@ -138,12 +138,8 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
     return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model, config.seed, said)
 
 
-def prepare_model(config: TrainConfig, model: Any) -> Any:
+def prepare_model(model: Any) -> Any:
     """`model` as it is trained, before it is sharded."""
-    from longspan.compat.transformers_api import checkpoint_activations
-
-    if config.grad_checkpointing:
-        checkpoint_activations(model)
     return model.train()
 
 
