@@ -131,17 +131,6 @@ def generation_config(name: str, model: PreTrainedModel) -> Any:
     return GenerationConfig.from_model_config(model.config)
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Have a model compute its layers again in the backward, not reentrantly.
-
-    Versions: transformers 5.23 by the new name, before that by the old, of which it warns. Public way: this one. When
-    gone: an AttributeError.
-    """
-    renamed = hasattr(model, "activation_checkpointing_enable")
-    enable: Any = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-
-
 def router_loss(model: PreTrainedModel) -> Any:
     """The load-balancing loss of a mixture of experts: (router logits, experts, top_k, mask) -> scalar; None for none.
 

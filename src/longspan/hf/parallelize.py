@@ -190,7 +190,8 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
                 f"parameter {parameter} of {name} is on the meta device and has no values; load them first, or use "
                 f"fsdp=True with weights='same', then model.to_empty and load its shards"
             )
-    check_model(inner, sp, options["kernel"])
+    lean = options["memory"] != "auto" and memory_of(options["memory"]).lean
+    check_model(inner, sp, options["kernel"], lean=lean)
     return inner
 
 

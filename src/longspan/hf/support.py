@@ -122,7 +122,7 @@ def router_top_k(model: PreTrainedModel) -> int | None:
 # What is refused.
 
 
-def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel) -> None:
+def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, *, lean: bool = False) -> None:
     """Refuse a model that would not compute the same when its sequence is sharded.
 
     Raises:
@@ -150,7 +150,7 @@ def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel)
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )
     for path, layer in layers.items():
-        _check_layer(path, layer, model.config.get_text_config(), kernel, sp)
+        _check_layer(path, layer, model.config.get_text_config(), kernel, sp, lean)
 
 
 def _check_modules(model: PreTrainedModel, name: str) -> None:
@@ -206,11 +206,11 @@ def no_router_loss(name: str) -> str:
     )
 
 
-def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, sp: SequenceSharding) -> None:
+def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, sp: SequenceSharding, lean: bool) -> None:
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
     try:  # autocast or a policy may still change the dtype: one that flash attention takes is not refused yet
-        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size, dtype=torch.bfloat16))
+        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size, dtype=torch.bfloat16, lse=lean))
     except LongspanError as error:
         raise LongspanError(f"layer {path}: {error}") from error

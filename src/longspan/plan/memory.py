@@ -238,6 +238,18 @@ def longest(
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
 
 
+def longest_on(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> int | None:
+    """The longest context, in multiples of 1,024 tokens, that fits on one mesh by any levers; None: none does."""
+    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    found = [
+        longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
+        for memory in _leanest(job, hardware, fixed)
+    ]
+    return max(found, default=0) or None
+
+
 def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Hardware) -> bool:
     job = replace(job, context=context)
     return refusal(model, job, mesh) is None and fits_in_memory(model, job, mesh, hardware)

@@ -49,8 +49,12 @@ class TrainConfig(MemoryFlags):
     """How sequences are filled; both put documents one after the other and cut them where a sequence is full.
     stream: attention sees the whole sequence. documents: it never crosses from one document into another."""
 
-    context: int = 8192
-    """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024)."""
+    context: int | Literal["max"] = 8192
+    """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024). max: the longest that the planner says fits,
+    with the levers of memory that it takes, and within the model's positions."""
+    rank_memory: float | None = None
+    """GB that a rank may take for weights, optimizer and activations, where --memory auto or --context max choose. By
+    default those of its GPU, or on a CPU its share of the machine's."""
     ring: int = 1
     """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
     ulysses: int = 1
@@ -167,6 +171,12 @@ class TrainConfig(MemoryFlags):
         return replace(super().levels(), offload_folder=self.offload_folder)
 
     @property
+    def tokens(self) -> int:
+        """Tokens per sequence, once `max` is settled (`longspan.train.levers.settled`)."""
+        assert self.context != "max"
+        return self.context
+
+    @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
         return self.data_degree * self.ring * self.ulysses
@@ -210,7 +220,7 @@ class TrainConfig(MemoryFlags):
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
         self._check_ranges()
         self.levels()
-        if self.context < max(2, self.ring * self.ulysses):
+        if self.context != "max" and self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "
                 f"of the {self.ring * self.ulysses} ranks that share it"
@@ -258,7 +268,7 @@ class TrainConfig(MemoryFlags):
 
     def _check_ranges(self) -> None:
         for name in ("micro_batch", "batch", "steps", "log_every", "context", "nproc"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, "max"):
                 check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_COUNT)
         for name in ("warmup", "save_every", "keep", "shuffle"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, LARGEST_COUNT)
@@ -266,6 +276,8 @@ class TrainConfig(MemoryFlags):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
+        if self.rank_memory is not None:
+            check_number("--rank-memory", self.rank_memory, 0, above=True)
         check_number("--spike", self.spike, 0)
         check_number("--zero-gradients", self.zero_gradients, 0, LARGEST_COUNT)
         check_number("--check-weights", self.check_weights, 0, LARGEST_COUNT)

@@ -105,7 +105,7 @@ def check_inputs(config: TrainConfig) -> None:
     """
     # Nothing is made yet: what is refused, here or by the ranks, leaves nothing behind.
     check_output("--out", config.checkpoints, folder=True)
-    next(iter(open_inputs(config, verify=False).sequences(config.context)))
+    next(iter(open_inputs(config, verify=False).sequences(config.tokens)))
     try:
         # Under torchrun one of the ranks may have it already.
         if config.out.exists() and not launch.under_torchrun():
@@ -123,7 +123,7 @@ def load_model_config(config: TrainConfig) -> Any:
         LongspanError: if there is none, or its position range is shorter than the context.
     """
     flag = "--model" if config.model else "--config"
-    return read_model_config(flag, str(config.model or config.config), config.context)
+    return read_model_config(flag, str(config.model or config.config), config.tokens)
 
 
 def model_origin(config: TrainConfig, model_config: Any) -> Origin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 
 from longspan.core.checked import check_processes
@@ -29,6 +30,13 @@ def run(config: TrainConfig) -> int:
             f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
+    if config.memory == "auto" or config.context == "max":
+        from longspan.train.levers import settled
+
+        config, said = settled(config)
+        config.check()
+        if not launch.under_torchrun() or os.environ.get("RANK") == "0":
+            print(*said, sep="\n", flush=True)
     if not launch.under_torchrun():  # there the ranks check once they have met: what takes long is then no absence
         check_processes(config.ranks, config.mesh)
         from longspan.train.inputs import check_inputs

@@ -12,7 +12,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +27,10 @@ from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST
 from longspan.data import StepBatch, deal, prefetch
 from longspan.hf.across_ranks import host_group
+from longspan.hf.auto import device_memory
 from longspan.hf.batch import shard_batch
 from longspan.hf.gradients import no_sync
 from longspan.hf.in_backward import optimizer_in_backward
@@ -47,7 +48,6 @@ from longspan.train.metrics import (
     Display,
     Quiet,
     StepMetrics,
-    device_memory,
     model_flops,
     peak_flops,
     peak_memory,
@@ -143,11 +143,12 @@ class Trainer:
         model = load_sharded(
             model_origin(config, self.inputs.model_config),
             sp,
-            prepare=partial(prepare_model, config),
+            prepare=prepare_model,
             later=self.inputs.resume is not None,
             fsdp=config.fsdp,
             mp_policy=policy,
             kernel=config.kernel,
+            memory=config.levels(),
             check_weights=config.check_weights,
             check_at_rest=config.check_at_rest,
         )
@@ -220,7 +221,7 @@ class Trainer:
     def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
         config = self.config
         steps = deal(
-            iter(self.inputs.sequences(config.context)),
+            iter(self.inputs.sequences(config.tokens)),
             batch=config.sequences,
             micro_batch=config.micro_batch,
             data_size=self.sp.data_size,
@@ -265,9 +266,12 @@ class Trainer:
         display.say(
             f"{type(self.inputs.model_config).__name__.removesuffix('Config')}, {weights / 1e6:,.1f}M parameters; "
             f"{sp.world_size} {sp.device.type} ranks, data {sp.data_size} x {_spell_sequence(sp)}; {config.dtype}, "
-            f"FSDP {'on' if config.fsdp else 'off'}; context {config.context:,}, batch {config.sequences} = "
-            f"{config.sequences * config.context:,} tokens per step"
+            f"FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch {config.sequences} = "
+            f"{config.sequences * config.tokens:,} tokens per step"
         )
+        levers = config.levels()
+        if levers != FASTEST:
+            display.say(f"memory: {levers.described()}")
         for problem in self.inputs.passed_over:
             display.say(f"warning: passed over a damaged checkpoint: {problem}")
         if self.step:
@@ -284,7 +288,7 @@ class Trainer:
             loss, norm = self._update(batch)
             seconds = time.perf_counter() - start
         self.step += 1
-        self.tokens += config.sequences * config.context
+        self.tokens += config.sequences * config.tokens
         self.data_state = batch.state
         self.seconds.append(seconds)
         warning = self.health.look(self.step, loss, norm)
@@ -354,7 +358,7 @@ class Trainer:
         return bool(once)
 
     def _report(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
-        sp, tokens = self.sp, self.config.sequences * self.config.context
+        sp, tokens = self.sp, self.config.sequences * self.config.tokens
         mean_s = sum(self.seconds) / len(self.seconds)
         self.seconds.clear()
         memory = peak_memory(sp.device)

@@ -161,14 +161,6 @@ def peak_memory(device: torch.device) -> list[float]:
     return [used, reserved, reserved / used if used else 0.0]
 
 
-def device_memory(device: torch.device) -> int:
-    """Bytes of the GPU's memory, or on CPU of this rank's share of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, ranks_here)
-
-
 class CommunicationSampler:
     """Measures in which share of a stretch of time a collective was in flight on this rank.
 

@@ -1,0 +1,79 @@
+"""What `--memory auto` and `--context max` come to on this machine, before any rank is started."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from longspan.core.errors import LongspanError
+from longspan.core.memory import LONGEST, Memory
+from longspan.hf.auto import BASE_OF_A_RANK as BASE
+from longspan.hf.auto import device_memory, hardware_of, shape_of
+from longspan.plan.job import Job, Mesh
+from longspan.plan.memory import STEP, choose, longest_on
+from longspan.train.config import TrainConfig
+
+
+def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """The config with a context and levers that are named one by one, and what to say of them.
+
+    From the config, the model's config and the device's size alone, so every rank of several machines that are alike
+    settles the same; what is not is refused when they compare their settings.
+
+    Raises:
+        LongspanError: where nothing fits, with the sum, item by item, and what would do.
+    """
+    if config.memory != "auto" and config.context != "max":
+        return config, []
+    import torch
+
+    from longspan.train.inputs import load_model_config
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held = None if config.rank_memory is None else 1e9 * config.rank_memory
+    if held is None and device.type == "cpu":  # the launcher is one process; the ranks of this machine share it
+        ranks_here = min(config.ranks, config.nproc or config.ranks)
+        held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
+    hardware = hardware_of(device, held)
+    shape = shape_of(load_model_config(dataclasses.replace(config, context=max(2, config.ranks))))
+    job = Job(
+        context=1 if config.context == "max" else config.tokens,
+        batch=config.micro_batch * config.data_degree,
+        dtype=config.dtype,
+        weight_sharding=config.fsdp and config.ranks > 1,
+    )
+    mesh = Mesh(config.data_degree, config.ring, config.ulysses)
+    fixed = config.fixed()
+    if config.memory == "longest":
+        fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
+    said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
+    if config.context == "max":
+        found = longest_on(shape, job, mesh, hardware, fixed)
+        if found is None:
+            choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
+            raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
+        context = found if shape.max_position is None else min(found, shape.max_position)
+        bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
+        said.append(f"--context max: {context:,} tokens{bound}")
+        job = dataclasses.replace(job, context=context)
+    levers, why = choose(shape, job, mesh, hardware, fixed)
+    said.append(why)
+    return _with(dataclasses.replace(config, context=job.context), levers), said
+
+
+def held_of(nbytes: float) -> str:
+    """Bytes as GB."""
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def _with(config: TrainConfig, levers: Memory) -> TrainConfig:
+    return dataclasses.replace(
+        config,
+        memory="fastest",
+        grad_checkpointing=False,
+        checkpointing=levers.checkpointing,
+        offload=levers.offload,
+        tiled_mlp=levers.tiled_mlp,
+        tiled_norms=levers.tiled_norms,
+        head_chunks=levers.head_chunks,
+        cpu_offload=levers.cpu_offload,
+    )
