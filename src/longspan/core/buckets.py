@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-GRADIENT_BUCKET = 1 << 25
+GRADIENT_BUCKET = 1 << 22
 """Elements of one all-reduce of `longspan.hf.gradients.GradientSum`, at least one parameter: so much is
 copied at most (a parameter that has one to itself is summed where it lies)."""
 
