@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -15,7 +16,9 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import buckets
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.hf.auto import hardware_of
 from longspan.memory.tiles import Tiled
+from longspan.plan import Hardware
 from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
@@ -224,3 +227,37 @@ def test_what_a_model_cannot_do() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(LongspanError, match=r"gradient_checkpointing_enable\(\).*checkpointed twice"):
         model(**batch())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By the planner.
+
+
+def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 40e6
+    monkeypatch.setattr("longspan.hf.levers.hardware_of", lambda device, held_=None: _with(hardware_of(device), held))
+    model = longspan.parallelize(build("Llama", max_position_embeddings=1 << 16), ONE_DEVICE, memory="auto").train()
+    assert "attention: chosen at the first forward" in longspan.explain(model)
+    model(**batch()).loss.backward()
+    assert model.longspan_hooks.levers.memory == FASTEST
+    long = batch(rows=1, n=6000)
+    truth = gradients_of(build("Llama", max_position_embeddings=1 << 16), long)
+    model.zero_grad()
+    model(**long).loss.backward()
+    levers = model.longspan_hooks.levers
+    assert levers.memory != FASTEST
+    for name, grad in gradients(model).items():
+        assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6)
+    said = longspan.explain(model)
+    assert levers.memory.described() in said and "does not fit" in said and "attention of 2 layers" in said
+    with pytest.raises(LongspanError, match=r"do not fit on one GPU.*Item by item"):
+        model(**batch(rows=4, n=60000))
+
+
+def _with(hardware: Hardware, held: float) -> Hardware:
+    return dataclasses.replace(hardware, memory_bytes=held)
+
+
+def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.train()(**whole).loss.backward()
+    return gradients(model)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.core.memory import Memory as Memory
     from longspan.hf.batch import shard_batch as shard_batch
+    from longspan.hf.explain import explain as explain
     from longspan.hf.gradients import no_sync as no_sync
     from longspan.hf.in_backward import optimizer_in_backward as optimizer_in_backward
     from longspan.hf.loading import from_pretrained as from_pretrained
@@ -38,6 +39,7 @@ _HOME = {
     "SequenceSharding": "longspan.comm.mesh",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.loss",
+    "explain": "longspan.hf.explain",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.nonfinite",
     "from_pretrained": "longspan.hf.loading",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.attn.kernels.choice import AnyKernel
+from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
@@ -59,7 +59,7 @@ class LayerBinding:
 
     `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
     `memory` says whether its attention is lean, and in how many chunks; `keeper` is there while a checkpointed layer
-    runs that keeps what its attention computes.
+    runs that keeps what its attention computes. `choice` is the kernel of the last forward.
     """
 
     name: str
@@ -68,6 +68,7 @@ class LayerBinding:
     model: object
     memory: Memory = FASTEST
     keeper: LayerCall | None = None
+    choice: Choice | None = None
     seen: bool = False
 
 
@@ -210,6 +211,7 @@ def longspan_attention(
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
+    layer.choice = plan.choice
     if layer.keeper is not None and layer.keeper.whole:
         return kept_attention(plan, q, k, v, scores, layer.keeper), None
     return plan(q, k, v, scores, layer.keeper), None

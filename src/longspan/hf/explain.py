@@ -1,0 +1,40 @@
+"""What was chosen for a parallelized model, and why, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from longspan.core.errors import LongspanError
+from longspan.hf.hooks import ForwardHooks
+from longspan.hf.support import transformers_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def explain(model: nn.Module) -> str:
+    """What `parallelize` has chosen for a model: mesh, layout, levers of memory and why, and in its last forward
+    the attention kernel of each kind of layer.
+
+    Args:
+        model: parallelized.
+
+    Raises:
+        LongspanError: for a model that was not parallelized.
+    """
+    inner = transformers_model(model)
+    hooks = getattr(inner, "longspan_hooks", None)
+    if not isinstance(hooks, ForwardHooks):
+        raise LongspanError(f"{type(inner).__name__} was not parallelized; call longspan.parallelize(model, sp) first")
+    sp, levers = hooks.sp, hooks.levers
+    lines = [
+        f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}, layout {sp.layout.kind}",
+    ]
+    if levers is not None:
+        lines.append(f"memory: {levers.memory.described()} ({levers.why})")
+    chosen = Counter(str(layer.choice) for layer in hooks.binding.layers if layer.choice is not None)
+    lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
+    if not chosen:
+        lines.append("attention: chosen at the first forward")
+    return "\n".join(lines)
