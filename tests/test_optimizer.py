@@ -302,7 +302,7 @@ def test_a_gradient_larger_than_a_bucket_is_summed_where_it_lies(pool2: RankPool
     for alone, together, rows in pool2.run(_peaks_of_sums, tmp_path):
         assert alone < 1.1  # the gradient
         assert together < 2.2  # all products of the forward are there when the first gradient comes
-        assert rows < 1.3
+        assert rows < 1.8  # pieces of 0.125, a few of which gloo's threads may still hold; a whole copy is 2
 
 
 def test_the_heads_gradient_is_the_buffer_it_was_summed_in(tmp_path: Path) -> None:

@@ -287,6 +287,7 @@ def _plain_rule(info: Any) -> Any:
         return None
     readers: dict[Any, tuple[str, Any]] = {
         int: ("INT", parse_integer),
+        float: ("FLOAT", float),
         str: ("STR", str),
         Path: ("PATH", lambda text: path_of("the path", text)),
     }

@@ -149,7 +149,10 @@ def _fields(name: str) -> dict[str, Any]:
 
 def _inner(kind: Any) -> Any:
     parts = [part for part in typing.get_args(kind) if part is not type(None)]
-    return parts[0] if isinstance(kind, types.UnionType) and len(parts) == 1 else kind
+    optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    if optional and int in parts and len(parts) == 2:  # a number, or a word for one
+        return int
+    return parts[0] if optional and len(parts) == 1 else kind
 
 
 def _bad_words(name: str, kind: Any, draw: random.Random) -> list[str] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryLevel
+
+Flags = TypeVar("Flags", bound="MemoryFlags")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +74,12 @@ class MemoryFlags:
         if self.chooses and fixed.get("offload", "none") != "none":  # it chooses a checkpointing to go with it
             fixed.setdefault("checkpointing", "layers")
         return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
+
+
+def flags_last(kind: type[Flags]) -> type[Flags]:
+    """A config class whose help and messages name its own fields first, and these after them."""
+    inherited = {field.name for field in fields(MemoryFlags)}
+    found: dict[str, Any] = kind.__dataclass_fields__
+    own = {name: field for name, field in found.items() if name not in inherited}
+    kind.__dataclass_fields__ = {**own, **found}
+    return kind

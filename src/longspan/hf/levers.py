@@ -97,7 +97,7 @@ class Levers:
         Raises:
             LongspanError: naming both.
         """
-        if router_loss and self.routers:
+        if router_loss and self.routers and self.memory.tiled_mlp != 1:
             raise LongspanError(
                 "output_router_logits=True needs the routers' logits of all tokens at once, and tiled_mlp="
                 f"{self.memory.tiled_mlp} runs the experts tile by tile; use tiled_mlp=1, or output_router_logits=False"
@@ -234,12 +234,15 @@ class LeverModules:
             if not any(module in attends for module in child.modules()) and any(p.dim() > 1 for p in child.parameters())
         ]
         if not found:
-            self.untiled = f"{self.names[layer]} ({type(layer).__name__}) has no MLP of its own to run tile by tile"
+            self.untiled = (
+                self.untiled
+                or f"{self.names[layer]} ({type(layer).__name__}) has no MLP of its own to run tile by tile"
+            )
         for child in found:
             if _takes_one(child):
                 yield child
             else:
-                self.untiled = (
+                self.untiled = self.untiled or (
                     f"{self.names[child]} ({type(child).__name__}) is called with more than hidden states, so it "
                     f"cannot run tile by tile"
                 )

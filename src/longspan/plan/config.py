@@ -9,11 +9,12 @@ from typing import Literal
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
-from longspan.core.memory_flags import MemoryFlags
+from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 
 
+@flags_last
 @dataclass(frozen=True)
 class PlanConfig(MemoryFlags):
     """What fits on which GPUs, which mesh is best, and what it costs, before anyone rents one.

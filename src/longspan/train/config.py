@@ -18,9 +18,10 @@ from longspan.core.checked import (
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory import Memory
-from longspan.core.memory_flags import MemoryFlags
+from longspan.core.memory_flags import MemoryFlags, flags_last
 
 
+@flags_last
 @dataclass(frozen=True)
 class TrainConfig(MemoryFlags):
     """Train a Hugging Face causal LM on long sequences, each sharded over several ranks.
