@@ -26,7 +26,7 @@ import common
 import torch
 import torch.distributed as dist
 
-from longspan.core.memory import Memory
+from longspan.core.memory import FASTEST, Memory
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -121,10 +121,8 @@ class Trainer:
         model = transformers.AutoModelForCausalLM.from_config(llama)
         bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-        self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy)
-        if options.get("memory") == CHECKPOINTED["memory"]:
-            self.model.gradient_checkpointing_enable()
-        self.model.train()
+        levers = options.get("memory", FASTEST)
+        self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
         self.autocast = bf16 and not sharded
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         torch.manual_seed(self.sp.data_rank)

@@ -144,7 +144,7 @@ def test_weights_that_a_folder_lacks_are_refused(config: TrainConfig, tmp_path: 
 
     folder = tmp_path / "hf"
     shutil.copytree(config.out / "hf", folder)
-    weights = load_file(folder / "model.safetensors")
+    weights = {k: v.clone() for k, v in load_file(folder / "model.safetensors").items()}  # not the file's own memory
     one = {"config": None, "model": str(folder), "out": tmp_path / "new", "steps": 1, "export": "never"}
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.core.memory import Memory
+from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.saved import Scale, saved_per_token
 from longspan.plan.models import shape_from_config
@@ -22,6 +23,7 @@ SMALL = {
     "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
 NARROW = {"intermediate_size": 64, "num_key_value_heads": 8}
+DEEP = {"num_hidden_layers": 8, "num_key_value_heads": 8}
 CHECKPOINTED = Memory(checkpointing="layers")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
@@ -40,6 +42,19 @@ CASES = [
     (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "memory": CHECKPOINTED}),
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
+    # Levers, each alone and together.
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="output")}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="attention")}),
+    (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": Memory(tiled_mlp=4)}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(tiled_norms=True)}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
+    (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": LONGEST}),
+    (DEEP, 4096, Mesh(ring=2), {**FP32, "memory": LONGEST}),
+    (DEEP, 4096, Mesh(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, offload="disk")}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "weight_sharding": False, "memory": LONGEST}),
     # Embedding and head are most of it, and groups of their own.
     ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
     ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
@@ -80,10 +95,8 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy)
-    if options.get("memory") == CHECKPOINTED:
-        model.gradient_checkpointing_enable()
-    model.train()
+    levers = options.get("memory", FASTEST)
+    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(sp.data_rank)
     tokens = torch.randint(0, config["vocab_size"], (1, context))

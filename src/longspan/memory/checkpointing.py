@@ -231,34 +231,52 @@ class _KeptAttention(torch.autograd.Function):
         if call.replaying:
             (out,) = call.take().tensors()
             return out.detach()
-        leaves = [
-            None if x is None else x.detach().requires_grad_(asked)
-            for x, asked in zip(inputs, ctx.needs_input_grad[3:], strict=True)
-        ]
-        q, k, v, sinks = leaves
-        assert q is not None and k is not None and v is not None
+        ctx.found, ctx.anchor = {}, torch.empty(0, device=inputs[0].device, requires_grad=True)  # type: ignore[union-attr]
+        asked = ctx.needs_input_grad[3:]
+
+        def entering(i: int, x: Tensor | None) -> Tensor | None:
+            if x is None or not asked[i]:
+                return x
+            entered: Tensor = _Entering.apply(ctx.anchor, x.detach(), ctx.found, i)  # type: ignore[no-untyped-call]
+            return entered
 
         # A weight is nobody's activation: FSDP frees its storage, and fills it again.
-        weight = None if sinks is None else sinks.untyped_storage().data_ptr()
+        weight = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr()
 
         def pack(x: Tensor) -> Any:
             stays = x.nbytes < _SMALL or x.untyped_storage().data_ptr() == weight
             return Here(x) if stays else _Dropping(put(call.store, x))
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
+            q, k, v, sinks = (entering(i, x) for i, x in enumerate(inputs))
+            assert q is not None and k is not None and v is not None
             made = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
-        ctx.leaves = [x for x in leaves if x is not None and x.requires_grad]
         ctx.edge = get_gradient_edge(made)
-        ctx.places = [x is not None and x.requires_grad for x in leaves]
         ctx.kept = call.keep([made])
         return made.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         kept = graph_is_kept()
-        found = iter(torch.autograd.grad([ctx.edge], ctx.leaves, [grads[0]], retain_graph=kept, allow_unused=True))
+        torch.autograd.grad([ctx.edge], [ctx.anchor], [grads[0]], retain_graph=kept, allow_unused=True)
         ctx.kept.drop()
-        return None, None, None, *(next(found) if asked else None for asked in ctx.places)
+        found = dict(ctx.found)
+        ctx.found.clear()
+        return None, None, None, *(found.get(i) for i in range(4))
+
+
+class _Entering(torch.autograd.Function):
+    """An input of the graph inside. Its gradient is caught here: a leaf would keep the tensor as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, found: dict[int, Tensor], i: int) -> Tensor:
+        ctx.found, ctx.i = found, i
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.found[ctx.i] = grads[0]
+        return grads[0].new_empty(0), None, None, None
 
 
 class _Dropping:
