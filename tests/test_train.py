@@ -22,6 +22,7 @@ from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
+from longspan.train.levers import settled
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
 from tests.tolerance import excess, excess_of_losses, roughly
@@ -159,6 +160,33 @@ def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: Rank
     again = dataclasses.replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
     _on(pool2, again)
     assert losses_of(again.out) == losses_of(short.out)
+
+
+def test_the_levers_of_memory_change_nothing_but_rounding(config: TrainConfig, pool2: RankPool) -> None:
+    short = dataclasses.replace(config, steps=2, save_every=1, export="never", ulysses=2, context=512)
+    _on(pool2, dataclasses.replace(short, out=short.out / "plain"))
+    longest = dataclasses.replace(short, memory="longest", offload="disk", checkpointing="output")
+    _on(pool2, longest)
+    plain, found = losses_of(short.out / "plain"), losses_of(longest.out)
+    assert all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
+    lines = [json.loads(line) for line in (longest.out / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["offload_gb_per_s"] > 0 and 0 <= line["offload_waited"] < 1 for line in lines)
+    again = dataclasses.replace(longest, out=longest.out / "again")
+    _cut_after(longest, 1, again.out)
+    _on(pool2, again)
+    assert losses_of(again.out)[2] == found[2]  # to the bit
+
+
+def test_the_longest_context_is_settled_before_anything_starts(config: TrainConfig) -> None:
+    asked = dataclasses.replace(config, context="max", rank_memory=1.0, ulysses=2)
+    found, said = settled(asked)
+    assert (
+        found.tokens == 512 and found.memory == "fastest" and "would fit, the model's positions end at 512" in said[1]
+    )
+    longer = dataclasses.replace(asked, context=1 << 16, memory="auto", rank_memory=0.01)
+    with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*would do"):
+        settled(longer)
+    assert settled(config) == (config, [])
 
 
 # --- going on

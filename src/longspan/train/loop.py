@@ -33,9 +33,11 @@ from longspan.hf.across_ranks import host_group
 from longspan.hf.auto import device_memory
 from longspan.hf.batch import shard_batch
 from longspan.hf.gradients import no_sync
+from longspan.hf.hooks import ForwardHooks
 from longspan.hf.in_backward import optimizer_in_backward
 from longspan.hf.loading import load_sharded
 from longspan.hf.nonfinite import watch
+from longspan.hf.support import transformers_model
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
@@ -360,6 +362,7 @@ class Trainer:
     def _report(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
         sp, tokens = self.sp, self.config.sequences * self.config.tokens
         mean_s = sum(self.seconds) / len(self.seconds)
+        offload = offload_metrics(self.model, sum(self.seconds))
         self.seconds.clear()
         memory = peak_memory(sp.device)
         communication = self.sampler.share
@@ -384,7 +387,24 @@ class Trainer:
             peak_reserved_gib=memory[1] or None,
             reserved_ratio=memory[2] or None,
             mfu=flops / (mean_s * peak * sp.world_size) if flops and peak else None,
+            **offload,
         )
+
+
+def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:
+    """What this rank's offload moved since this was asked last: `StepMetrics`' part of it, nothing without one."""
+    hooks = transformers_model(model).longspan_hooks
+    store = hooks.levers.store if isinstance(hooks, ForwardHooks) and hooks.levers is not None else None
+    if store is None:
+        return {}
+    found = store.metrics()
+    store.reset()
+    moving = found["seconds_away"] + found["seconds_back"]
+    waited = found["waited_seconds_away"] + found["waited_seconds_back"]
+    return {
+        "offload_gb_per_s": (found["bytes_away"] + found["bytes_back"]) / moving / 1e9 if moving else 0.0,
+        "offload_waited": waited / seconds,
+    }
 
 
 def be_deterministic() -> None:

@@ -62,6 +62,9 @@ class StepMetrics:
             None on CPU.
         reserved_ratio: `peak_reserved_gib` over `peak_memory_gib`, of the rank where that is largest: what is above 1
             lies in pieces that nothing fitted into. None on CPU.
+        offload_gb_per_s: bandwidth of this rank's offload since the last report, both ways together, while it moved;
+            None without one.
+        offload_waited: share of the steps' time that computing waited for it (exposed); None without one.
         mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None where unknown (CPU, fp32, an
             unlisted device, mixtures of experts).
     """
@@ -78,6 +81,8 @@ class StepMetrics:
     mfu: float | None
     peak_reserved_gib: float | None = None
     reserved_ratio: float | None = None
+    offload_gb_per_s: float | None = None
+    offload_waited: float | None = None
 
     def line(self, steps: int) -> str:
         """One line for a log."""
@@ -91,6 +96,8 @@ class StepMetrics:
         ]
         if self.peak_reserved_gib is not None and self.reserved_ratio is not None:
             parts[-1] += f" (reserved {self.peak_reserved_gib:.2f}, x{self.reserved_ratio:.2f})"
+        if self.offload_gb_per_s is not None and self.offload_waited is not None:
+            parts.append(f"offload {self.offload_gb_per_s:.2f} GB/s, waited {self.offload_waited:.0%}")
         if self.communication is not None:
             parts.append(f"comm {self.communication:.0%}")
         if self.mfu is not None:
