@@ -276,9 +276,10 @@ def _record(making: Path) -> None:
 
 def _as_os_error(error: Exception) -> OSError | None:
     """safetensors writes in Rust, and says what the system said in its own words."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
+    number = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))  # safetensors before 0.5 has the second
     if number is not None and not isinstance(error, OSError):
-        return OSError(int(number[1]), os.strerror(int(number[1])))
+        code = int(number[1] or number[2])
+        return OSError(code, os.strerror(code))
     return None
 
 
