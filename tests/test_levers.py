@@ -158,6 +158,15 @@ def test_a_graph_that_is_retained_goes_backward_twice() -> None:
             assert torch.allclose(grad, 2 * once[name], rtol=1e-5, atol=1e-7)
 
 
+def test_a_compiled_model_has_its_levers() -> None:
+    truth = truth_of(build("Llama"), batch())
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=LEVERS["all"]).train()
+    loss = torch.compile(model, backend="eager")(**batch()).loss
+    loss.backward()
+    check_loss(float(loss.detach()), truth)
+    check_gradients(gradients(model), truth)
+
+
 def test_dropout_in_a_tiled_mlp_is_drawn_once() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:

@@ -53,14 +53,8 @@ class Levers:
         self.layers = self.found.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
         self.routers = any(_routes(mlp) for mlp in self.found.mlps)
-        hidden = model.config.get_text_config().hidden_size
-        self.mlps, self.checkpointed = list[Tiled](), list[CheckpointedLayer]()
-        for mlp in self.found.mlps:
-            widths = [max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1]
-            rows = functools.partial(self._mlp_rows, hidden, max(widths))
-            self.mlps.append(Tiled(mlp, self.found.names[mlp], rows, draws=any(draws(m) for m in mlp.modules())))
-        self.norms = [Tiled(norm, self.found.names[norm], norm_rows) for norm in self.found.norms]
-        self.checkpointed = [self._checkpointed(layer) for layer in self.layers]
+        self.hidden = model.config.get_text_config().hidden_size
+        self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.set(memory, store)
 
     def set(self, memory: Memory, store: Store | None, why: str | None = None) -> None:
@@ -76,6 +70,7 @@ class Levers:
         """
         self.found.check(memory)
         self.memory, self.store, self.why = memory, store, why or self.why
+        self._install(memory)
         for mlp in self.mlps:
             mlp.on = memory.tiled_mlp != 1
         for norm in self.norms:
@@ -84,6 +79,20 @@ class Levers:
             layer.memory, layer.store = memory, store
         for binding in self.bindings:
             binding.memory = memory
+
+    def _install(self, memory: Memory) -> None:
+        """Take the places of forwards that a lever needs, the first time that it is on: nothing else is touched."""
+        if memory.tiled_mlp != 1 and not self.mlps:
+            self.mlps = [self._tiled(mlp) for mlp in self.found.mlps]
+        if memory.tiled_norms and not self.norms:
+            self.norms = [Tiled(norm, self.found.names[norm], norm_rows) for norm in self.found.norms]
+        if memory.checkpointing != "none" and not self.checkpointed:
+            self.checkpointed = [self._checkpointed(layer) for layer in self.layers]
+
+    def _tiled(self, mlp: nn.Module) -> Tiled:
+        widths = [max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1]
+        rows = functools.partial(self._mlp_rows, self.hidden, max(widths))
+        return Tiled(mlp, self.found.names[mlp], rows, draws=any(draws(module) for module in mlp.modules()))
 
     def _mlp_rows(self, hidden: int, width: int, tokens: int) -> int:
         return mlp_rows(tokens, hidden, width, self.memory.tiled_mlp)

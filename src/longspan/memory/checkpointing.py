@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from longspan.compat.torch_api import graph_is_kept
+from longspan.compat.torch_api import graph_is_kept, not_compiled
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -128,25 +127,31 @@ class CheckpointedLayer:
         draws: bool,
     ) -> None:
         self.layer, self.memory, self.store, self.tell, self.draws = layer, memory, store, tell, draws
+        self._checkpointed = not_compiled(self._checkpoint)  # a compiler breaks its graph here
         layer.forward = self  # the instance's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The class as it is now: FSDP makes another one of it.
-        forward = partial(type(self.layer).forward, self.layer)
         off = self.memory.checkpointing == "none"
         if off or not torch.is_grad_enabled() or not self.layer.training:
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
+        return self._checkpointed(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The class as it is now: FSDP makes another one of it.
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         keeps = self.memory.checkpointing in ("attention", "output")
         call = LayerCall(self.store, whole=self.memory.checkpointing == "attention")
-        inputs = _Inputs(args, self.store)
+        inputs = _Inputs(args, kwargs, self.store)
 
         def run(_: Tensor) -> Any:
-            return forward(*(inputs.again() if call.replaying else inputs.first()), **kwargs)
+            positional, named = inputs.again() if call.replaying else inputs.first()
+            return self._forward(*positional, **named)
 
-        anchor = next(x for x in args if isinstance(x, Tensor)).new_empty(0)  # says on which device
         return checkpoint(
             run,
-            anchor,
+            inputs.anchor,  # says on which device
             use_reentrant=False,
             preserve_rng_state=self.draws,
             context_fn=lambda: (self._during(call if keeps else None), self._again(call, keeps)),
@@ -180,23 +185,28 @@ class _Again(contextlib.AbstractContextManager[None]):
 
 
 class _Inputs:
-    """A layer's positional arguments: tensors go to the store while nobody needs them."""
+    """A layer's arguments. Tensors of this layer alone, to which gradients flow, go to the store while nobody needs
+    them; masks and positions are every layer's.
+    """
 
-    def __init__(self, args: Sequence[Any], store: Store | None) -> None:
-        self.given: list[Any] | None = list(args)
-        self.asked = [isinstance(x, Tensor) and x.requires_grad for x in args]
-        # Only what a gradient flows to is of this layer alone; masks and positions are every layer's.
-        self.kept = [put(store, x) if asked else x for x, asked in zip(args, self.asked, strict=True)]
+    def __init__(self, args: Sequence[Any], named: Mapping[str, Any], store: Store | None) -> None:
+        self.given: tuple[list[Any], dict[str, Any]] | None = list(args), dict(named)
+        values = [*args, *named.values()]
+        self.anchor = next(x for x in values if isinstance(x, Tensor)).new_empty(0)
+        self.names, self.count = tuple(named), len(args)
+        self.asked = [isinstance(x, Tensor) and x.requires_grad for x in values]
+        self.kept = [put(store, x) if asked else x for x, asked in zip(values, self.asked, strict=True)]
 
-    def first(self) -> list[Any]:
+    def first(self) -> tuple[list[Any], dict[str, Any]]:
         given, self.given = self.given, None
         assert given is not None
         return given
 
-    def again(self) -> list[Any]:
-        return [
+    def again(self) -> tuple[list[Any], dict[str, Any]]:
+        values = [
             x.get().detach().requires_grad_() if asked else x for x, asked in zip(self.kept, self.asked, strict=True)
         ]
+        return values[: self.count], dict(zip(self.names, values[self.count :], strict=True))
 
     def __del__(self) -> None:
         for x, asked in zip(self.kept, self.asked, strict=True):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.memory.logits import Bare
 
@@ -45,6 +46,7 @@ class Tiled:
         self.compute: Callable[[Tensor], Any] = module.forward
         self.bare = Bare(module, self.compute)
         self.probed, self.on = False, True
+        self._tiled = not_compiled(self._by_tiles)  # a compiler breaks its graph here
         module.forward = self._forward  # the instance's: hooks around the call stay
 
     def trained(self) -> dict[str, Tensor]:
@@ -57,9 +59,11 @@ class Tiled:
         return out if isinstance(out, tuple) else (out,)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.on or kwargs or len(args) != 1 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if not self.on or kwargs or len(args) != 1 or not torch.is_grad_enabled():
             return self.compute(*args, **kwargs)
-        (hidden,) = args
+        return self._tiled(args[0])
+
+    def _by_tiles(self, hidden: Tensor) -> Any:
         if not self.probed:
             self._probe(hidden)
         parameters = self.trained()
