@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CASES = [(64, 0), (1024, 8), (1024, 64), (1024, 512)]  # tokens, documents
+CASES = [(64, 0), (64, 8), (1024, 8), (1024, 64), (1024, 512)]  # tokens, documents
 
 MEASURE = """
 import importlib, json, statistics, sys, time
