@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -74,6 +75,14 @@ def test_each_lever_on_two_ranks(pool2: RankPool, family: str, lever: str) -> No
 @pytest.mark.parametrize("lever", ["attention", "output", "longest", "all"])
 def test_levers_on_four_ranks(pool4: RankPool, lever: str, data: int, ring: int, fsdp: bool) -> None:
     pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", LEVERS[lever], data, ring, fsdp)
+
+
+@pytest.mark.parametrize(("family", "ring"), [("Llama", 1), ("GptOss", 2)])
+def test_levers_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
+    memory = Memory(checkpointing="output", head_chunks=0, tiled_mlp=0, tiled_norms=True, offload="disk")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranks without heads
+        pool8.run(_on_a_mesh, _truth(family), family, memory, 1, ring, True)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert"])

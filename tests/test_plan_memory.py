@@ -97,6 +97,9 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
     levers = options.get("memory", FASTEST)
     model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
+    store = model.longspan_hooks.levers.store
+    if store is not None:  # its bounds are for real models: all of these small layers would be on their way at once
+        store._in_flight = store._ahead = 2 * context // sp.size * config["hidden_size"] * 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(sp.data_rank)
     tokens = torch.randint(0, config["vocab_size"], (1, context))
