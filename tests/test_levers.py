@@ -272,6 +272,19 @@ def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
         model(**batch(rows=4, n=120000))
 
 
+def test_auto_leaves_out_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def least(*_: Any, fixed: dict[str, Any], **__: Any) -> tuple[Memory, str]:
+        return Memory(**{"checkpointing": "layers", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a planner of ours"
+
+    monkeypatch.setattr("longspan.hf.levers.levers_for", least)
+    model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(**batch(), output_router_logits=True).loss
+    assert model.longspan_hooks.levers.memory == Memory(tiled_norms=True)
+    plain = longspan.parallelize(build("Mixtral"), ONE_DEVICE).train()
+    assert torch.allclose(loss, plain(**batch(), output_router_logits=True).loss)
+
+
 def _with(hardware: Hardware, held: float) -> Hardware:
     return dataclasses.replace(hardware, memory_bytes=held)
 

@@ -111,7 +111,7 @@ class ForwardHooks:
         self.owed, self.computed = _Owed(), None
         tokens = _tokens_of(cut)
         if self.levers is not None and model.training:
-            self.levers.choose(info.length, len(tokens))
+            self.levers.choose(info.length, len(tokens), self._wants_router_loss(model, batch))
         if self._wants_router_loss(model, batch):
             self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
         if self.masked or self.owed.real is not None:

@@ -111,27 +111,38 @@ class Levers:
                 "output_router_logits=True needs the routers' logits of all tokens at once, and tiled_mlp="
                 f"{self.memory.tiled_mlp} runs the experts tile by tile; use tiled_mlp=1, or output_router_logits=False"
             )
-        enabled = any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
-        if enabled and self.memory.checkpointing != "none":
+        if self._checkpoints_by_itself and self.memory.checkpointing != "none":
             raise LongspanError(
                 f"gradient_checkpointing_enable() was called on a model that has memory.checkpointing="
                 f"{self.memory.checkpointing!r}: each layer would be checkpointed twice; call "
                 f"gradient_checkpointing_disable(), or parallelize with checkpointing='none'"
             )
 
-    def choose(self, length: int, rows: int) -> None:
+    @property
+    def _checkpoints_by_itself(self) -> bool:
+        """Whether transformers' own gradient checkpointing is on."""
+        return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
+
+    def choose(self, length: int, rows: int, router_loss: bool) -> None:
         """With `memory="auto"`: levers for a batch that all ranks have compared, if it is larger than those before.
 
         Args:
             length: tokens of a sequence.
             rows: sequences of this replica.
+            router_loss: as for `check`; levers that do not go together with it, or with transformers' own gradient
+                checkpointing, are left out.
 
         Raises:
             LongspanError: where nothing fits; on every rank alike.
         """
         if self.auto is None or length * rows <= self.auto.largest:
             return
-        memory, why = self.auto.levers(length, rows, tiles=self.found.untiled is None)
+        fixed: dict[str, Any] = {"cpu_offload": False}
+        if self.found.untiled is not None or (router_loss and self.routers):
+            fixed["tiled_mlp"] = 1
+        if self._checkpoints_by_itself:
+            fixed["checkpointing"] = "none"
+        memory, why = self.auto.levers(length, rows, fixed)
         self.auto.largest = length * rows
         self.set(memory, store_for(memory, self.auto.device), why)
 
@@ -190,14 +201,13 @@ class Auto:
         self.dtype = asked or next(model.parameters()).dtype
         self.hardware: Hardware | None = None
 
-    def levers(self, length: int, rows: int, *, tiles: bool) -> tuple[Memory, str]:
+    def levers(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
         """The fastest that fit the smallest device of all ranks, and why. Collective."""
         if self.hardware is None:
             least = torch.tensor(hardware_of(self.device).memory_bytes, dtype=torch.float64, device=self.device)
             if self.sp.world_size > 1:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(self.device, float(least))
-        fixed: dict[str, Any] = {"cpu_offload": False} | ({} if tiles else {"tiled_mlp": 1})
         batch = rows * self.sp.data_size
         options: dict[str, Any] = {"tokens": length, "batch": batch, "dtype": self.dtype, "fsdp": self.fsdp}
         return levers_for(self.shape, self.sp, self.hardware, fixed=fixed, **options)
