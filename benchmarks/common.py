@@ -126,6 +126,23 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(worst)
 
 
+def peak(events: list[dict[str, Any]]) -> int:
+    """Most bytes that are held at once, from allocations and frees by address.
+
+    Not from the profiler's own total, which misses what gloo's threads free. An address given out anew was free.
+    """
+    held: dict[int, int] = {}
+    now = most = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        now -= held.pop(address, 0)
+        if size > 0:
+            held[address] = size
+            now += size
+            most = max(most, now)
+    return most
+
+
 # --- reports --------------------------------------------------------------------------------------
 
 

@@ -52,10 +52,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--tile-mib", type=int, default=64, help="logits per tile in ALST's TiledFusedLogitsLoss")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of each method")
+    parser.add_argument("--rises", type=int, default=3, help="steps whose peak memory is measured")
     parser.add_argument("--no-time", action="store_true", help="memory only")
     parser.add_argument("--quick", action="store_true", help="4,096 and 8,192 tokens, for a first look")
     parser.add_argument("--name", default="longest-vs-alst", help="name of the report")
     args = parser.parse_args()
+    args.profiled = False  # a profile of a long step takes longer than the step
     if args.quick:
         args.tokens, args.name = [4096, 8192], args.name + "-quick"
     return args

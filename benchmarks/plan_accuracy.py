@@ -156,27 +156,10 @@ def measure_memory(*case: Any) -> dict[str, int]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    rise = peak(events)
+    rise = common.peak(events)
     most = torch.tensor([at_rest, rise])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {"at_rest": int(most[0]), "rise": int(most[1])}
-
-
-def peak(events: list[dict[str, Any]]) -> int:
-    """Most bytes that are held at once, from allocations and frees by address.
-
-    Not from the profiler's own total, which misses what gloo's threads free. An address given out anew was free.
-    """
-    held: dict[int, int] = {}
-    now = most = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now -= held.pop(address, 0)
-        if size > 0:
-            held[address] = size
-            now += size
-            most = max(most, now)
-    return most
 
 
 def measure_time(

@@ -32,6 +32,7 @@ LEVERS: dict[str, Memory] = {
     "attention": Memory(checkpointing="attention"),
     "tiled_mlp": Memory(tiled_mlp=3),
     "tiled_norms": Memory(tiled_norms=True),
+    "kept activations": Memory(recompute_mlp_act=False),
     "output": Memory(checkpointing="output"),
     "head_chunks": Memory(head_chunks=0),
     "longest": LONGEST,

@@ -47,6 +47,9 @@ CASES = [
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="attention")}),
     (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": Memory(tiled_mlp=4)}),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(tiled_norms=True)}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(recompute_mlp_act=False)}),
+    ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), FP32),
+    ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), BF16),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
@@ -99,7 +102,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
     store = model.longspan_hooks.levers.store
     if store is not None:  # its bounds are for real models: all of these small layers would be on their way at once
-        store._in_flight = store._ahead = 2 * context // sp.size * config["hidden_size"] * 4
+        store._in_flight = store._ahead = context // sp.size * config["hidden_size"] * 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(sp.data_rank)
     tokens = torch.randint(0, config["vocab_size"], (1, context))
@@ -140,7 +143,8 @@ def test_saved_activations_are_exact(
         for n in (2, 3)
     )
     model = shape_from_config(config, "test")
-    job = Job(context=context, **{"dtype": dtype})  # type: ignore[arg-type]
+    kept = Memory(recompute_mlp_act=False)
+    job = Job(context=context, memory=kept, **{"dtype": dtype})  # type: ignore[arg-type]
     scale = Scale(context // mesh.gpus, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
     planned = saved_per_token(model.layers[0], job, mesh, scale, autocast=False)
     assert planned.total * scale.tokens == more - fewer
@@ -156,7 +160,9 @@ def saved_bytes(config: dict[str, Any], context: int, mesh: Mesh, dtype: str) ->
     torch.manual_seed(0)
     made = transformers.CONFIG_MAPPING[config["model_type"]](**config)
     model = transformers.AutoModelForCausalLM.from_config(made)
-    model = longspan.parallelize(model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]), sp, fsdp=False)
+    kept = Memory(recompute_mlp_act=False)  # its hooks would be the inner ones, and these see nothing
+    model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    model = longspan.parallelize(model, sp, fsdp=False, memory=kept)
     model.train()
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import torch
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
-from longspan.train import TrainConfig, run
+from longspan.train import TrainConfig, job, run
 from longspan.train.levers import settled
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
@@ -541,6 +542,37 @@ def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
 def test_a_diverged_run_says_so(config: TrainConfig) -> None:
     with pytest.raises(LongspanError, match=r"gradient norm nan at step 2: the run has diverged; .* smaller --lr"):
         train(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0))
+
+
+def _rank_with_a_bad_disk(config: TrainConfig) -> None:
+    """Rank 1's disk fails once the checkpoint of step 2 is there."""
+    from longspan.memory.spill_file import SpillFile
+    from longspan.train.job import _train_rank
+
+    write, saved = SpillFile.write, config.checkpoints / "step-00000002" / "complete.json"
+
+    def failing(self: SpillFile, data: memoryview, at: int) -> None:
+        if os.environ["RANK"] == "1" and saved.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(self, data, at)
+
+    SpillFile.write = failing  # type: ignore[method-assign]
+    _train_rank(config)
+
+
+@pytest.mark.launcher
+def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        config, ulysses=2, checkpointing="layers", offload="disk", offload_folder=str(tmp_path), out=tmp_path / "fails"
+    )
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 died.*activations that lie in offload_folder=.*Input/output error"):
+        launch.launch(_rank_with_a_bad_disk, config, nproc=2)
+    assert losses_of(config.out).keys() >= {1, 2}
+    assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]
+    launch.launch(job._train_rank, dataclasses.replace(config, resume="auto"), nproc=2)
+    plain = dataclasses.replace(config, offload="none", offload_folder="", out=tmp_path / "plain")
+    launch.launch(job._train_rank, plain, nproc=2)
+    assert losses_of(config.out) == losses_of(plain.out)
 
 
 def test_resuming_what_does_not_fit_is_refused(uninterrupted: TrainConfig) -> None:

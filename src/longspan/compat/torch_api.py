@@ -48,6 +48,15 @@ def graph_is_kept() -> bool:
     return bool(found())
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks on what autograd saves are in force, such as a checkpointed layer's: only the innermost apply.
+
+    Versions: torch 2.11 to 2.13. Public way: none. When gone: they always are, and whoever asks does without its own.
+    """
+    found = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
+    return found(True) is not None
+
+
 # --- collectives and groups
 
 # The public names of two collectives changed: torch 2.13 warns of the old ones, torch before it has only those.

@@ -44,6 +44,9 @@ class Memory:
             one tile at a time (computed again in the backward). 0: as many as make a tile's intermediates about as
             large as the hidden states. 1: no tiles.
         tiled_norms: norms keep their input alone, and are computed again in the backward.
+        recompute_mlp_act: an MLP keeps what its matrices gave, and its backward computes the activation function and
+            the product with it again, bit for bit (elementwise work: as fused SwiGLU kernels do). Where a layer is
+            checkpointed, or its MLP tiled, nothing of this is kept anyway.
         head_chunks: pieces in which the heads go through the exchange and the attention, one after the other (at most
             the KV heads of a rank), so that what is there between the two All-to-Alls is 1/pieces. 0: as many as a rank
             has KV heads. 1: all at once.
@@ -57,6 +60,7 @@ class Memory:
     offload_folder: str = ""
     tiled_mlp: int = 1
     tiled_norms: bool = False
+    recompute_mlp_act: bool = True
     head_chunks: int = 1
     head_loss: HeadLossName = "tiled"
     cpu_offload: bool = False
@@ -68,7 +72,7 @@ class Memory:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
         check_number("tiled_mlp", self.tiled_mlp, 0, LARGEST_COUNT, whole=True)
         check_number("head_chunks", self.head_chunks, 0, LARGEST_COUNT, whole=True)
-        for name in ("tiled_norms", "cpu_offload"):
+        for name in ("tiled_norms", "recompute_mlp_act", "cpu_offload"):
             check_flag(name, getattr(self, name))
         if self.offload != "none" and self.checkpointing == "none":
             raise LongspanError(
@@ -93,11 +97,11 @@ class Memory:
         parts = [
             f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
         ]
-        return ", ".join(parts) or "nothing saved: everything is kept"
+        return ", ".join(parts) or "every layer's activations are kept"
 
 
 FASTEST = Memory()
-"""Everything is kept (but for logits, which training makes by tiles)."""
+"""What costs a product or a transfer to have again is kept; logits are made by tiles, activation functions twice."""
 
 LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True)
 """The least memory without offload."""

@@ -31,6 +31,8 @@ class MemoryFlags:
     tile's intermediates about as large as the hidden states."""
     tiled_norms: bool = False
     """Norms keep their input alone, and are computed again in the backward."""
+    recompute_mlp_act: bool | None = None
+    """The MLP's activation function and product are computed again in the backward; on by itself."""
     head_chunks: int | None = None
     """Pieces in which heads go through exchange and attention. 1: all at once. 0: one for each of a rank's KV heads."""
     cpu_offload: bool = False
@@ -47,6 +49,7 @@ class MemoryFlags:
             "offload": None if self.offload == "by-memory" else self.offload,
             "tiled_mlp": self.tiled_mlp,
             "tiled_norms": self.tiled_norms or None,
+            "recompute_mlp_act": self.recompute_mlp_act,
             "head_chunks": self.head_chunks,
             "cpu_offload": self.cpu_offload or None,
         }

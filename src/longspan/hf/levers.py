@@ -16,6 +16,7 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.hf.auto import hardware_of, levers_for, shape_of
 from longspan.hf.registry import LayerBinding
 from longspan.hf.support import attention_layers, decoder_layers
+from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import CheckpointedLayer, LayerCall
 from longspan.memory.offload import store_for
 from longspan.memory.tiles import Tiled
@@ -55,6 +56,7 @@ class Levers:
         self.routers = any(_routes(mlp) for mlp in self.found.mlps)
         self.hidden = model.config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
+        self.activations = list[RecomputedActivations]()
         self.set(memory, store)
 
     def set(self, memory: Memory, store: Store | None, why: str | None = None) -> None:
@@ -75,6 +77,8 @@ class Levers:
             mlp.on = memory.tiled_mlp != 1
         for norm in self.norms:
             norm.on = memory.tiled_norms
+        for act in self.activations:
+            act.on = memory.recompute_mlp_act and memory.tiled_mlp == 1
         for layer in self.checkpointed:
             layer.memory, layer.store = memory, store
         for binding in self.bindings:
@@ -82,6 +86,8 @@ class Levers:
 
     def _install(self, memory: Memory) -> None:
         """Take the places of forwards that a lever needs, the first time that it is on: nothing else is touched."""
+        if memory.recompute_mlp_act and not self.activations:
+            self.activations = [RecomputedActivations(mlp) for mlp in self.found.mlps]
         if memory.tiled_mlp != 1 and not self.mlps:
             self.mlps = [self._tiled(mlp) for mlp in self.found.mlps]
         if memory.tiled_norms and not self.norms:

@@ -312,6 +312,7 @@ def _rows(job: Job, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
     yield "checkpointing layers, offload disk", Memory(checkpointing="layers", offload="disk")
     yield "tiled MLP", Memory(tiled_mlp=0)
     yield "tiled norms", Memory(tiled_norms=True)
+    yield "activation functions kept", Memory(recompute_mlp_act=False)
     yield "head chunks", Memory(head_chunks=0)
     moves = job.weight_sharding and not hardware.on_cpu
     if moves:

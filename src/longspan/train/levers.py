@@ -74,6 +74,7 @@ def _with(config: TrainConfig, levers: Memory) -> TrainConfig:
         offload=levers.offload,
         tiled_mlp=levers.tiled_mlp,
         tiled_norms=levers.tiled_norms,
+        recompute_mlp_act=levers.recompute_mlp_act,
         head_chunks=levers.head_chunks,
         cpu_offload=levers.cpu_offload,
     )

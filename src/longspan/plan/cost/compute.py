@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longspan.plan.cost.levers import recomputes_mlp_act
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.memory import elements_at_rest
 
@@ -98,6 +99,8 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
         again += 2.0 * weights * tokens / mesh.tensor / speed(hardware, job)
     if job.memory.tiled_norms:
         again += tokens * 2 * NORM_BYTES * model.d_model / hardware.memory_bandwidth
+    if recomputes_mlp_act(job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
+        again += tokens * 7 * job.bytes_per_element * layer.mlp.width / mesh.tensor / hardware.memory_bandwidth
     return LayerSeconds(matmul + forward, 2.0 * matmul + backward + again, forward, backward)
 
 

@@ -53,12 +53,24 @@ def _intermediates(layer: LayerShape, mesh: Mesh, s: Scale) -> int:
     return (layer.mlp.saved(s) + 2 * s.b * layer.mlp.width) // mesh.tensor
 
 
+def recomputes_mlp_act(job: Job) -> bool:
+    """Whether the MLP keeps what its matrices gave alone: where neither checkpointing nor tiles keep nothing of it."""
+    memory = job.memory
+    return job.mode == "train" and memory.recompute_mlp_act and memory.checkpointing == "none" and memory.tiled_mlp == 1
+
+
+def mlp_act_bytes(layer: LayerShape, mesh: Mesh, s: Scale) -> int:
+    """Bytes per token of what an MLP computes from its matrices' outputs by elementwise work."""
+    return layer.mlp.saved_intermediates // 2 * s.b * layer.mlp.width // mesh.tensor
+
+
 def mlp_under_way(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
-    """Bytes of the intermediates of an MLP whose backward runs, beside what is saved: two gradients of the widest; in
-    tiles, those of one tile and what its forward, run again, has saved.
+    """Bytes of the intermediates of an MLP whose backward runs, beside what is saved: two gradients of the widest, and
+    what is computed again; in tiles, those of one tile and what its forward, run again, has saved.
     """
     if job.memory.tiled_mlp == 1:
-        return 2 * s.b * layer.mlp.width * s.tokens // mesh.tensor
+        again = mlp_act_bytes(layer, mesh, s) * s.tokens if recomputes_mlp_act(job) else 0
+        return 2 * s.b * layer.mlp.width * s.tokens // mesh.tensor + again
     return _intermediates(layer, mesh, s) * -(-s.tokens // mlp_tiles(layer, job, mesh, s))
 
 

@@ -11,7 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.levers import OFFLOADED_LAYERS, norm_bytes, stream_bytes
+from longspan.plan.cost.levers import (
+    OFFLOADED_LAYERS,
+    mlp_act_bytes,
+    norm_bytes,
+    recomputes_mlp_act,
+    stream_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,7 +130,9 @@ def _around(layer: LayerShape, job: Job, s: Scale, autocast: bool) -> tuple[int,
 
 def _mlp(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
     # In tiles it is computed again, a tile at a time.
-    return layer.mlp.saved(s) // mesh.tensor if job.memory.tiled_mlp == 1 else 0
+    if job.memory.tiled_mlp != 1:
+        return 0
+    return layer.mlp.saved(s) // mesh.tensor - (mlp_act_bytes(layer, mesh, s) if recomputes_mlp_act(job) else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ class Mlp(ABC):
 
     @property
     def saved_intermediates(self) -> int:
-        """Tensors of the intermediate size that autograd saves: gated four, else two."""
+        """Tensors of the intermediate size that autograd saves: gated four, else two. Half of them, the activation
+        function's result and what goes into the last product, follow from the others.
+        """
         return 4 if self.gated else 2
 
     def active(self, p: Parameter) -> int:

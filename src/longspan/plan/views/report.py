@@ -160,6 +160,8 @@ def memory_flags(memory: Memory) -> list[str]:
     for name in ("tiled_norms", "cpu_offload"):
         if getattr(memory, name) and not getattr(base, name):
             said.append(f"--{name.replace('_', '-')}")
+    if not memory.recompute_mlp_act:
+        said.append("--no-recompute-mlp-act")
     return said
 
 

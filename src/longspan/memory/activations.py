@@ -1,0 +1,92 @@
+"""What an MLP saves between its matrix products, computed again in the backward instead of kept.
+
+Of `down(act(gate(x)) * up(x))` autograd saves four tensors of the intermediate size: what both products gave, the
+activation function's result, and what goes into the last product. The last two follow from the first two by elementwise
+work alone, so the backward makes them again, by the same operations on the same numbers: bit for bit what they were. It
+is what fused SwiGLU kernels do (Liger), and Megatron's selective recomputation of the activation function, for any MLP
+that is written in plain PyTorch: autograd itself says what made a tensor that it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longspan.compat.torch_api import saved_tensors_are_hooked
+from longspan.core.errors import LongspanError
+
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
+_FEWEST = 1 << 10  # elements of a tensor that is worth it
+
+# From the node of an operation, which holds what went in: its result.
+_AGAIN: dict[str, Callable[[Any], Tensor]] = {
+    "MulBackward0": lambda node: node._saved_self * node._saved_other,
+    "SiluBackward0": lambda node: F.silu(node._saved_self),
+    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
+}
+
+
+class RecomputedActivations:
+    """An MLP that keeps what its matrices gave, in the place of its `forward`.
+
+    Where hooks on saved tensors are in force already (a layer under gradient checkpointing keeps nothing anyway), in a
+    forward without gradients, and under a compiler, which weighs the same by itself, the module runs as it is.
+
+    Args:
+        module: the MLP.
+
+    Attributes:
+        on: whether it does.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.compute: Callable[..., Any] = module.forward
+        self.on = True
+        module.forward = self._forward  # the instance's: hooks around the call stay
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.on or not torch.is_grad_enabled() or saved_tensors_are_hooked():
+            return self.compute(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            return self.compute(*args, **kwargs)
+
+
+class _Kept:
+    """A saved tensor as it is, and how often it had been written to."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.version = x, x._version
+
+
+class _Again:
+    """A saved tensor that is made again: by what, and its shape."""
+
+    def __init__(self, node: Any, shape: torch.Size) -> None:
+        self.node, self.shape = node, shape
+
+
+def _pack(x: Tensor) -> _Kept | _Again:
+    node: Any = x.grad_fn
+    while node is not None and node.name() in _VIEWS and x.is_contiguous():
+        node = node.next_functions[0][0]
+    if node is None or x.numel() < _FEWEST or node.name() not in _AGAIN:
+        return _Kept(x)
+    if any(before is None for before, _ in node.next_functions):
+        return _Kept(x)  # a product saves each factor for the other's gradient alone
+    return _Again(node, x.shape)
+
+
+def _unpack(packed: _Kept | _Again) -> Tensor:
+    if isinstance(packed, _Again):
+        with torch.no_grad():
+            return _AGAIN[packed.node.name()](packed.node).reshape(packed.shape)
+    if packed.x._version != packed.version:  # autograd's own check, which hooks replace
+        raise LongspanError(
+            f"a tensor of shape {tuple(packed.x.shape)} that an MLP needs for its backward was changed in place after "
+            f"it was saved (version {packed.x._version}, saved at {packed.version})"
+        )
+    return packed.x

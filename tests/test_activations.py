@@ -1,0 +1,140 @@
+"""What an MLP computes by elementwise work is made again in the backward: bit for bit, and of every family's MLP."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core.memory import Memory
+from longspan.memory import activations
+from longspan.memory.activations import RecomputedActivations
+from tests.models import batch, build, gradients
+
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+
+
+class SwiGLU(nn.Module):
+    """Written as transformers writes it."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate_proj, self.up_proj = nn.Linear(16, 40, bias=False), nn.Linear(16, 40, bias=False)
+        self.down_proj, self.act = nn.Linear(40, 16, bias=False), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU(approximate="tanh"), nn.GELU()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_of_four_tensors_are_kept_and_gradients_are_bitwise_the_same(
+    monkeypatch: pytest.MonkeyPatch, act: nn.Module, dtype: torch.dtype
+) -> None:
+    x, kept, found = torch.randn(2, 100, 16, dtype=dtype), dict[int, int](), []
+    pack = activations._pack
+
+    def noted(saved: Tensor) -> Any:
+        packed = pack(saved)
+        if isinstance(packed, activations._Kept):
+            kept[packed.x.untyped_storage().data_ptr()] = packed.x.untyped_storage().nbytes()
+        return packed
+
+    monkeypatch.setattr(activations, "_pack", noted)
+    for again in (False, True):
+        mlp = SwiGLU(act).to(dtype)
+        if again:
+            RecomputedActivations(mlp)
+        mine = x.clone().requires_grad_()
+        out = mlp(mine)
+        out.square().sum().backward()
+        found.append([out, mine.grad, *(p.grad for p in mlp.parameters())])
+    weights = 3 * 16 * 40
+    assert sum(kept.values()) == (200 * 16 + 2 * 200 * 40 + weights) * dtype.itemsize  # its input, gate and up
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_second_derivative_is_the_same() -> None:
+    def second(again: bool) -> Tensor:
+        mlp = SwiGLU(nn.SiLU()).double()
+        if again:
+            RecomputedActivations(mlp)
+        x = torch.linspace(-1, 1, 1600, dtype=torch.float64).reshape(1, 100, 16).requires_grad_()
+        (first,) = torch.autograd.grad(mlp(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return second
+
+    assert torch.equal(second(False), second(True))
+
+
+def test_nothing_keeps_itself_alive() -> None:
+    mlp = SwiGLU(nn.Tanh())  # it saves what it gives
+    RecomputedActivations(mlp)
+    gc.disable()
+    try:
+        out = mlp(torch.randn(1, 100, 16, requires_grad=True))
+        mark = SwiGLU(nn.SiLU())  # anything that can be referred to weakly
+        out.grad_fn.metadata["mark"] = mark
+        gone = weakref.ref(mark)
+        del mark
+        assert gone() is not None
+        del out
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class Overwritten(nn.Module):
+    """Changes what it has saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        z = torch.sin(y)
+        y.add_(1)
+        return z
+
+
+def test_a_tensor_that_was_changed_in_place_is_found() -> None:
+    module = Overwritten()
+    RecomputedActivations(module)
+    out = module(torch.randn(1, 200, 16, requires_grad=True))
+    with pytest.raises(longspan.LongspanError, match="changed in place after it was saved"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Phi3", "Qwen3Moe", "Mixtral", "GptOss", "GPT2", "Olmo2"])
+def test_every_family_bit_for_bit(family: str, checkpointed: bool) -> None:
+    """Under transformers' own checkpointing too, whose hooks come first."""
+
+    def step(memory: Memory) -> dict[str, Any]:
+        model = longspan.parallelize(build(family), ONE_DEVICE, memory=memory).train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**batch()).loss.backward()
+        return gradients(model)
+
+    plain, again = step(Memory(recompute_mlp_act=False)), step(Memory())
+    assert plain.keys() == again.keys() and all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_a_checkpointed_layer_keeps_none_of_its_mlp() -> None:
+    """Hooks of a checkpoint around it would not see what an inner one keeps."""
+    mlp = SwiGLU(nn.SiLU())
+    RecomputedActivations(mlp)
+    seen = []
+
+    def pack(x: Tensor) -> Tensor:
+        seen.append(x.shape)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        mlp(torch.randn(1, 100, 16, requires_grad=True))
+    assert len([shape for shape in seen if shape[-1] == 40]) >= 4
