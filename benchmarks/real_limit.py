@@ -2,9 +2,10 @@
 
     python benchmarks/real_limit.py [--quick]
 
-Every try is a fresh group of ranks. When model, optimizer and its states are there, each rank limits itself
+Every try is a fresh group of ranks. When model, gradients and the optimizer's states are there, each rank limits itself
 (RLIMIT_DATA: what it holds, and so many MiB), the same for all methods, and takes one training step of a Llama; a rank
 that needs more gets an out-of-memory error from the system. Lengths go up by half until one fails, then by bisection.
+The model is deep and narrow, like a real one by its ratio of layers to what one layer needs.
 Methods: longspan with memory="longest", the same with what is kept on a disk, and ALST at its longest settings (tiled
 loss, tiled MLP, gradient checkpointing).
 """
@@ -44,17 +45,22 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=96, help="what a rank may take for a step")
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=96,
+        help="what a rank may take for a step beside weights, gradients and optimizer states",
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--start", type=int, default=4096, help="tokens of the first try")
+    parser.add_argument("--start", type=int, default=2048, help="tokens of the first try")
     parser.add_argument("--within", type=float, default=0.06, help="how closely the limit is found")
     parser.add_argument("--ranks", type=int, default=2, help="sequence-parallel ranks (Ulysses)")
     parser.add_argument("--dtype", choices=list(common.DTYPES), default="fp32")
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--ffn", type=int, default=704)
-    parser.add_argument("--q-heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--ffn", type=int, default=512)
+    parser.add_argument("--q-heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--tile-mib", type=int, default=4, help="logits per tile in ALST's TiledFusedLogitsLoss")
     parser.add_argument("--quick", action="store_true", help="two layers and 32 MiB, for a first look")
@@ -75,7 +81,7 @@ def search(attempt: Any, args: argparse.Namespace) -> list[tuple[int, bool]]:
         tries.append((tokens, ok))
         return ok
 
-    unit = 256 * args.ranks
+    unit = 128 * args.ranks
     good, bad = 0, args.start
     while tried(bad):
         good, bad = bad, rounded(bad * 1.5, unit)
@@ -119,8 +125,8 @@ def one_step(shape: dict[str, Any], tokens: int, dtype: str, name: str, mib: int
     for p in method.model.parameters():
         p.grad = torch.zeros_like(p)
     method.optimizer.step()  # its states now exist
-    method.optimizer.zero_grad(set_to_none=True)
     held = steps.status_kib("VmData") * 1024
+    method.optimizer.zero_grad(set_to_none=True)  # a step makes them again
     resource.setrlimit(resource.RLIMIT_DATA, (held + mib * MIB, resource.RLIM_INFINITY))
     return method.step()
 
@@ -134,10 +140,10 @@ def render(rows: list[dict[str, Any]], shape: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         common.table(["method", "longest context, tokens", "of ALST's", "tried"], cells)
-        + f"\n\n{shape['mib']} MiB a rank for a step (gradients, activations, everything), {shape['ranks']} ranks,"
-        f" weights whole on each. Llama: {shape['layers']} layers, hidden {shape['hidden']}, {shape['q_heads']} query"
-        f" and {shape['kv_heads']} KV heads, FFN {shape['ffn']}, vocabulary {shape['vocab']:,}; {shape['dtype']},"
-        " batch 1, AdamW."
+        + f"\n\n{shape['mib']} MiB a rank for a step, beside its weights, gradients and optimizer states;"
+        f" {shape['ranks']} ranks, weights whole on each. Llama: {shape['layers']} layers, hidden {shape['hidden']},"
+        f" {shape['q_heads']} query and {shape['kv_heads']} KV heads, FFN {shape['ffn']}, vocabulary"
+        f" {shape['vocab']:,}; {shape['dtype']}, batch 1, AdamW."
     )
 
 

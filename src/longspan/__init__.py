@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
     from longspan.hf.parallelize import parallelize as parallelize
+    from longspan.trainers.mixin import TrainerMixin as TrainerMixin
+    from longspan.trainers.mixin import trainer as trainer
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ _HOME = {
     "Mask": "longspan.attn.mask",
     "Memory": "longspan.core.memory",
     "SequenceSharding": "longspan.comm.mesh",
+    "TrainerMixin": "longspan.trainers.mixin",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.loss",
     "explain": "longspan.hf.explain",
@@ -52,6 +55,7 @@ _HOME = {
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",
     "token_logprobs": "longspan.hf.logprobs",
+    "trainer": "longspan.trainers.mixin",
 }
 _MODULES = ("exchange",)
 

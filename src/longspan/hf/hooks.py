@@ -99,6 +99,7 @@ class ForwardHooks:
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
+        self.wants_loss_alone = False
         if self.head is not None and levers is not None:
             self.head.loss = levers.memory.head_loss
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
@@ -122,8 +123,9 @@ class ForwardHooks:
             cut["return_dict"] = True
         self.loss_due = cut.get("labels") is not None
         if self.head is not None:
-            needs_none = model.training and (self.loss_due or self.owed.labels is not None)
-            self.head.armed = self.wants_deferred or (needs_none and not self.makes_logits)
+            needs_none = self.loss_due or self.owed.labels is not None
+            unasked = self.wants_loss_alone or (model.training and not self.makes_logits)
+            self.head.armed = self.wants_deferred or (needs_none and unasked)
         self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
@@ -166,6 +168,15 @@ class ForwardHooks:
             yield
         finally:
             self.wants_deferred = False
+
+    @contextlib.contextmanager
+    def only_loss(self) -> Iterator[None]:
+        """Within this, a forward that is given labels makes no logits, in evaluation either."""
+        self.wants_loss_alone = True
+        try:
+            yield
+        finally:
+            self.wants_loss_alone = False
 
     def loss(
         self,

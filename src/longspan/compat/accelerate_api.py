@@ -1,0 +1,106 @@
+"""accelerate's `Accelerator`, for models that longspan has parallelized."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import recursively_apply
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from longspan.comm.mesh import SequenceSharding
+
+
+class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator whose processes are replicas: the ranks of a sequence group read the same batches, and count once.
+
+    `of` makes one of an Accelerator that somebody else has made (transformers' Trainer). It overrides public methods
+    alone; what it calls besides is accelerate's `prepare_data_loader`.
+
+    Versions: accelerate 1.10 to 1.15. When gone: an ImportError, or accelerate's own error for an argument it lacks.
+    """
+
+    longspan_sp: SequenceSharding
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, sp: SequenceSharding) -> ReplicaAccelerator:
+        """The same accelerator, as one of these."""
+        made: Any = accelerator
+        made.__class__, made.longspan_sp = cls, sp
+        return made  # type: ignore[no-any-return]
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Mixed precision and compilation alone: the model places its weights and sums its gradients by itself."""
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """A loader of this replica's batches."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        _seed_workers_by_replica(data_loader, self.longspan_sp.data_rank)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.longspan_sp.data_size,
+            process_index=self.longspan_sp.data_rank,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,  # each rank reads: a dispatcher counts every process of the job
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As accelerate's. Its callers count on gradients that are averaged over the processes; here they are summed
+        over the ranks, and averaged over the replicas.
+        """
+        super().backward(loss / self.longspan_sp.data_size, **kwargs)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """What the replicas have, one after the other, without the samples that fill up the last batch; numbers of all
+        of them.
+        """
+        real = self.real_samples()
+        return recursively_apply(
+            lambda x: self.gather_over_replicas(x)[: real if x.dim() else None], input_data, error_on_other_type=True
+        )
+
+    def gather_over_replicas(self, x: Tensor) -> Tensor:
+        """`[n, ...]` of each replica as one `[replicas * n, ...]`, numbers as `[replicas]`. Collective."""
+        size = self.longspan_sp.data_size
+        mine = x.contiguous() if x.dim() else x.reshape(1)
+        if size == 1:
+            return mine
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        mesh: Any = self.longspan_sp.mesh
+        dist.all_gather(parts, mine, group=mesh.get_group("data"))
+        return torch.cat(parts)
+
+    def real_samples(self) -> int | None:
+        """In the last batch of a loader, where samples were repeated to fill it: the number of those that were not, of
+        all replicas; else None.
+        """
+        state = self.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+
+def _seed_workers_by_replica(loader: DataLoader[Any], replica: int) -> None:
+    """Ranks of a sequence group need the same batch, so their workers the same seed: transformers takes the rank's."""
+    init = loader.worker_init_fn
+    if isinstance(init, functools.partial) and "rank" in init.keywords:
+        loader.worker_init_fn = functools.partial(init.func, *init.args, **{**init.keywords, "rank": replica})

@@ -1,0 +1,322 @@
+"""Hugging Face's Trainer, and every subclass of it, over sequences that are cut across ranks.
+
+    Trainer = longspan.trainer(transformers.Trainer)
+    trainer = Trainer(model, args, train_dataset=data, sp=longspan.SequenceSharding(longspan.init_mesh(ulysses=4)))
+
+The ranks of a sequence group read the same batches and count as one process. Loss, gradients, their norm, and the loss
+of an evaluation are those of one process with the same global batch. Nothing of transformers is patched: a subclass
+overrides some methods, and gives accelerate's place to `longspan.compat.accelerate_api.ReplicaAccelerator`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from longspan import checkpoint as checkpoints
+from longspan.comm.mesh import SequenceSharding
+from longspan.compat.accelerate_api import ReplicaAccelerator
+from longspan.core.errors import LongspanError
+from longspan.hf.batch import IGNORE
+from longspan.hf.parallelize import parallelize
+from longspan.hf.support import transformers_model
+from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
+from longspan.trainers.stopping import stop_together
+
+if TYPE_CHECKING:
+    from longspan.hf.hooks import ForwardHooks
+
+Class = TypeVar("Class", bound=type[Trainer])
+
+OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_weights", "check_at_rest", "logits",
+           "memory")  # fmt: skip
+"""Keywords of a trainer that are those of `longspan.parallelize`."""
+
+
+def trainer(cls: Class) -> Class:
+    """A subclass of a Hugging Face trainer that trains over a cut sequence.
+
+    Args:
+        cls: `transformers.Trainer`, or any subclass of it: TRL's `SFTTrainer`, your own.
+
+    Returns:
+        A class that takes `sp=`, a `longspan.SequenceSharding`, and the options of `longspan.parallelize`, beside what
+        `cls` takes, and calls `parallelize` itself, after PEFT. See `TrainerMixin`.
+
+    Raises:
+        LongspanError: for what is not a subclass of `transformers.Trainer`.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Trainer)):
+        raise LongspanError(f"longspan.trainer takes transformers.Trainer or a subclass of it, got {cls!r}")
+    if issubclass(cls, TrainerMixin):
+        return cls
+    made: Any = type(f"Sharded{cls.__name__}", (TrainerMixin, cls), {"__doc__": cls.__doc__, "__module__": __name__})
+    return made  # type: ignore[no-any-return]
+
+
+class TrainerMixin(Trainer):  # type: ignore[misc]
+    """What makes a trainer train sharded: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
+
+    `per_device_train_batch_size` is that of a replica, a whole sequence group, and there are `sp.data_size` of them.
+    A checkpoint of the Trainer has, beside the usual Hugging Face folder, `longspan/` with sharded weights and the
+    optimizer's state, from which a run goes on, on another mesh too. Every rank calls every method.
+
+    Args:
+        sp: how the sequence lies over the ranks.
+        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory: of
+            `longspan.parallelize`.
+        args, kwargs: of the trainer beneath.
+
+    Raises:
+        LongspanError: when the trainer is made, for what would compute something else when sharded, with the way out.
+    """
+
+    accelerator: Any
+
+    def __init__(self, *args: Any, sp: SequenceSharding, **kwargs: Any) -> None:
+        if not isinstance(sp, SequenceSharding):
+            raise LongspanError(f"sp={sp!r} is no longspan.SequenceSharding")
+        self.longspan_sp = sp
+        self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        self.longspan_eval = _Tally()
+        super().__init__(*args, **kwargs)
+        self._refuse()
+        if self._sharded and self.args.enable_jit_checkpoint:
+            stop_together(self)
+        inner = transformers_model(self.model)
+        if not hasattr(inner, "longspan_hooks"):
+            self.longspan_config = copy.deepcopy(inner.config)
+            parallelize(self.model, sp, **self.longspan_options)
+        elif self.longspan_options:
+            raise LongspanError(
+                f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} cannot be taken; "
+                f"give them to longspan.parallelize"
+            )
+        else:
+            self.longspan_config = copy.deepcopy(inner.config)
+
+    @property
+    def _hooks(self) -> ForwardHooks:
+        inner: Any = transformers_model(self.model)
+        hooks: ForwardHooks = inner.longspan_hooks
+        return hooks
+
+    @property
+    def _sharded(self) -> bool:
+        return self.longspan_sp.world_size > 1
+
+    def _refuse(self) -> None:
+        """What does not go together with a cut sequence."""
+        args, sp = self.args, self.longspan_sp
+        if args.world_size != sp.world_size:
+            raise LongspanError(
+                f"the mesh has {sp.world_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "
+                f"with longspan.init_mesh over all of them"
+            )
+        wrong = {
+            "fsdp": (args.fsdp, "longspan shards weights by itself; leave it out (fsdp=True is a keyword beside sp=)"),
+            "deepspeed": (args.deepspeed, "longspan shards weights and sequence by itself; leave it out"),
+            "parallelism_config": (getattr(args, "parallelism_config", None), "sp= says how the ranks are used"),
+            "label_smoothing_factor": (args.label_smoothing_factor, "it needs the logits of all tokens; leave it out"),
+            "auto_find_batch_size": (args.auto_find_batch_size, "ranks that run out of memory one by one would part"),
+            "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's own loss"),
+            "use_liger_kernel": (args.use_liger_kernel, "use memory=longspan.Memory(head_loss='liger')"),
+        }
+        for name, (value, why) in wrong.items():
+            if value:
+                raise LongspanError(f"{name}={value!r} does not go together with a cut sequence: {why}")
+        if sp.data_size > 1 and not args.average_tokens_across_devices:
+            raise LongspanError(
+                "average_tokens_across_devices=False would make the loss a mean of the replicas' means; leave it True"
+            )
+        if args.n_gpu > 1:
+            raise LongspanError(
+                f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})"
+            )
+        if self._sharded and args.load_best_model_at_end and args.save_only_model:
+            raise LongspanError(
+                "load_best_model_at_end=True reads sharded weights back, which save_only_model=True leaves out; set "
+                "save_only_model=False"
+            )
+        if self._sharded and self.model_init is not None:
+            raise LongspanError("model_init= makes the model anew after it was sharded; give the model")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Processes that are replicas.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with an accelerator that counts replicas."""
+        super().create_accelerator_and_postprocess()
+        if self._sharded:
+            self.accelerator = ReplicaAccelerator.of(self.accelerator, self.longspan_sp)
+            self.gather_function = self.accelerator.gather_for_metrics
+
+    def get_tp_size(self) -> int:
+        """Ranks that see the same batch, which the Trainer knows under this name."""
+        return self.longspan_sp.size
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not (self._sharded and self.longspan_options.get("fsdp", True)):  # FSDP moves it layer by layer
+            super()._move_model_to_device(model, device)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: it makes the model anew."""
+        raise LongspanError("hyperparameter_search makes the model anew for each trial; run the trials one by one")
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Loss.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
+        if not self._sharded:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = found if return_outputs else (found, None)
+        replicas = self.longspan_sp.data_size
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            loss = loss / replicas  # the Trainer's own scale, for gradients that are averaged over replicas
+        loss = _ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call] # which the accelerator does: the loss is that of all of them
+        return (loss, outputs) if return_outputs else loss
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Evaluation.
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As the Trainer's; the loss is the mean over all labelled tokens of the set, whatever the batches."""
+        self.longspan_eval = _Tally()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        mean = self.longspan_eval.mean()
+        if mean is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = mean
+        return output
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """As the Trainer's; where only the loss is asked for, no logits are made, else those of all tokens gathered."""
+        inputs = self._without_repeated(dict(inputs))
+        count = self._labelled(inputs)
+        with self._hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and count is not None:
+            self.longspan_eval.add(float(loss), count)
+        if logits is not None and self._sharded:
+            length = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
+            logits = _gathered(logits, self.longspan_sp, length)
+        return loss, logits, labels
+
+    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A batch whose samples that only fill it up have no labels."""
+        labels = inputs.get("labels")
+        if not (self._sharded and isinstance(labels, Tensor)):
+            return inputs
+        real = self.accelerator.real_samples()
+        if real is not None:
+            mine = max(0, min(len(labels), real - self.longspan_sp.data_rank * len(labels)))
+            inputs["labels"] = torch.cat([labels[:mine], torch.full_like(labels[mine:], IGNORE)])
+        return inputs
+
+    def _labelled(self, inputs: Mapping[str, Any]) -> int | None:
+        """Labelled tokens of all replicas; None where there are no labels. Collective."""
+        labels = inputs.get("shift_labels")
+        if labels is None:
+            labels = inputs.get("labels")
+            if labels is not None and not self._hooks.masked:
+                labels = labels[..., 1:]
+        if labels is None:
+            return None
+        count = (labels != IGNORE).sum().to(self.args.device)
+        return int(self.accelerator.gather_over_replicas(count).sum()) if self._sharded else int(count)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Checkpoints.
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The Hugging Face folder: of the whole model, by the first rank."""
+        if not self._sharded:
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or self.args.output_dir)
+        export_into(folder, self.model, self.longspan_config)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._sharded:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        optimizer = plain_optimizer(self.optimizer)
+        checkpoints.save(Path(output_dir) / SHARDS, self.state.global_step, self.model, optimizer, {})
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        checkpoints.load_weights(shards_of(resume_from_checkpoint), self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self._sharded or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        checkpoints.load(shards_of(checkpoint), self.model, plain_optimizer(self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        if not self._sharded:
+            super()._load_best_model()
+            return
+        checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A number as it is, its gradient times another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.times = times
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.times, None
+
+
+class _Tally:
+    """Losses of batches, by their labelled tokens."""
+
+    def __init__(self) -> None:
+        self.total, self.tokens = 0.0, 0
+
+    def add(self, mean: float, tokens: int) -> None:
+        if tokens:
+            self.total, self.tokens = self.total + mean * tokens, self.tokens + tokens
+
+    def mean(self) -> float | None:
+        return self.total / self.tokens if self.tokens else None
+
+
+def _gathered(outputs: Any, sp: SequenceSharding, length: int) -> Any:
+    """Of all tokens, in order, what was of mine; other tensors as they are."""
+    if isinstance(outputs, tuple | list):
+        return type(outputs)(_gathered(x, sp, length) for x in outputs)
+    if isinstance(outputs, Tensor) and outputs.dim() > 1 and outputs.shape[1] == len(sp.positions(length)):
+        return sp.gather(outputs, dim=1, length=length)
+    return outputs

@@ -1,0 +1,262 @@
+"""`longspan.trainer`: the log of a sharded run is that of the plain class on one process."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import longspan
+from longspan.core.errors import LongspanError
+from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
+from tests.models import build
+from tests.pool import RankError, RankPool
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 10}
+
+MESHES = [
+    {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"ring": 2, "ulysses": 2}, {"data": 2, "ulysses": 2},
+    {"data": 2, "ring": 2}, {"data": 2, "ring": 2, "ulysses": 2},
+]  # fmt: skip
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+    "replicated weights": {"fsdp": False},
+    "accumulation of replicated weights": {"fsdp": False, "gradient_accumulation_steps": 2},
+    "checkpointed": {"gradient_checkpointing": True},
+    "no clipping": {"max_grad_norm": 0.0},
+    "lora": {"lora": True},
+    "bf16": {"bf16": True},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+}
+
+
+@functools.cache
+def _plain(name: str) -> list[dict[str, Any]]:
+    import tempfile
+
+    options = {key: value for key, value in VARIANTS[name].items() if key != "fsdp"}
+    with tempfile.TemporaryDirectory() as folder:
+        return plain(Path(folder), **EVALUATED, **options)
+
+
+def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 2e-4) -> None:
+    """Every number that a step logs."""
+    steps = [[record for record in log if "train_runtime" not in record] for log in (found, expected)]
+    assert [record["step"] for record in steps[0]] == [record["step"] for record in steps[1]]
+    for mine, theirs in zip(*steps, strict=True):
+        for key in LOGGED:
+            assert (key in mine) == (key in theirs), key
+            if key in mine:
+                assert mine[key] == pytest.approx(theirs[key], rel=tolerance), (key, mine["step"])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_log_is_that_of_one_process(
+    get_pool: Callable[[int], RankPool], mesh: dict[str, int], tmp_path: Path
+) -> None:
+    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
+    logs = get_pool(ranks).run(sharded, mesh, tmp_path, EVALUATED)
+    for log in logs:
+        compare(log, _plain("plain"))
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data": 2, "ring": 2}], ids=str)
+def test_what_is_asked_of_a_trainer(
+    get_pool: Callable[[int], RankPool], mesh: dict[str, int], name: str, tmp_path: Path
+) -> None:
+    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
+    tolerance = 2e-2 if name == "bf16" else 2e-4
+    for log in get_pool(ranks).run(sharded, mesh, tmp_path, {**EVALUATED, **VARIANTS[name]}):
+        compare(log, _plain(name), tolerance)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints.
+
+SAVED = {"save_strategy": "steps", "save_steps": 10}
+
+
+def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    return [record for record in log if record["step"] > step]
+
+
+@pytest.mark.parametrize("name", ["plain", "lora", "replicated weights"])
+def test_a_run_goes_on_on_another_mesh(pool2: RankPool, pool4: RankPool, name: str, tmp_path: Path) -> None:
+    variant = VARIANTS[name]
+    pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **EVALUATED, **variant})
+    for pool, mesh in ((pool2, {"ulysses": 2}), (pool4, {"data": 2, "ring": 2})):
+        again = {**EVALUATED, **variant, "resume_from_checkpoint": str(tmp_path / "checkpoint-10")}
+        for log in pool.run(sharded, mesh, tmp_path / "again", again):
+            compare(_after(log, 10), _after(_plain(name), 10))
+
+
+def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Tensor:
+    """Trains, saves, and gives the logits of a batch."""
+    with as_launched():
+        trainer = made(mesh, out, **changes)
+        trainer.train()
+        trainer.save_model()
+        trainer.save_model()  # what is there already is replaced
+        trainer.model.eval()
+        batch = collate([Samples(4, 3)[at] for at in range(4)])
+        del batch["labels"]
+        with torch.no_grad():
+            logits = trainer.model(**batch).logits
+        return trainer.longspan_sp.gather(logits, dim=1, length=batch["input_ids"].shape[1])
+
+
+@pytest.mark.parametrize("name", ["plain", "lora"])
+def test_what_is_saved_is_a_folder_that_everybody_loads(pool2: RankPool, name: str, tmp_path: Path) -> None:
+    logits = pool2.run(_saves, {"ulysses": 2}, tmp_path, {**SAVED, "max_steps": 10, **VARIANTS[name]})[0]
+    assert {"training_args.bin", "checkpoint-10"} <= {path.name for path in tmp_path.iterdir()}
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".longspan")]
+    batch = collate([Samples(4, 3)[at] for at in range(4)])
+    del batch["labels"]
+    for folder in (tmp_path, tmp_path / "checkpoint-10"):
+        if name == "lora":
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(build("Llama"), folder)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            expected = model.eval()(**batch).logits
+        real = batch["attention_mask"].bool()
+        torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+def _best(mesh: dict[str, int], out: Path) -> tuple[int, float, float]:
+    """The best step, its loss, and that of the model at the end."""
+    with as_launched():
+        trainer = made(
+            mesh, out, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+            save_steps=2, learning_rate=0.1, max_steps=12, callbacks=[transformers.EarlyStoppingCallback(2)],
+            save_total_limit=2,
+        )  # fmt: skip
+        trainer.train()
+        return trainer.state.best_global_step, trainer.state.best_metric, trainer.evaluate()["eval_loss"]
+
+
+def test_the_best_model_is_loaded_at_the_end(pool2: RankPool, tmp_path: Path) -> None:
+    for step, best, at_the_end in pool2.run(_best, {"ulysses": 2}, tmp_path):
+        assert 0 < step < 12 and at_the_end == pytest.approx(best, rel=1e-6)
+    assert len(list(tmp_path.glob("checkpoint-*"))) <= 2
+
+
+class _Signal(transformers.TrainerCallback):  # type: ignore[misc]
+    """SIGTERM reaches one rank, in the middle of a step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+
+def _stopped(mesh: dict[str, int], out: Path) -> int:
+    with as_launched():
+        trainer = made(mesh, out, enable_jit_checkpoint=True, callbacks=[_Signal()])
+        stop = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "StopTogether")
+        stop.manager.kill_wait = 0
+        trainer.train()
+        return int(trainer.state.global_step)
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(pool2: RankPool, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert pool2.run(_stopped, {"ulysses": 2}, tmp_path) == [6, 6]
+    assert (tmp_path / "checkpoint-6" / "longspan").is_dir()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation, and what is refused.
+
+
+def _accuracy(prediction: Any) -> dict[str, float]:
+    predicted, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((predicted == labels)[labels != -100].mean()), "rows": float(len(labels))}
+
+
+def _evaluated(mesh: dict[str, int] | None, out: Path) -> dict[str, float]:
+    if mesh is None:
+        trainer = transformers.Trainer(
+            build("Llama"), arguments(out, per_device_eval_batch_size=10), collate, eval_dataset=Samples(10, 2),  # type: ignore[arg-type]
+            compute_metrics=_accuracy,
+        )  # fmt: skip
+        return dict(trainer.evaluate())
+    with as_launched():
+        return dict(made(mesh, out, compute_metrics=_accuracy).evaluate())
+
+
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data": 2}, {"data": 2, "ring": 2}], ids=str)
+def test_metrics_see_all_tokens_and_each_sample_once(
+    get_pool: Callable[[int], RankPool], mesh: dict[str, int], tmp_path: Path
+) -> None:
+    """Ten samples in batches of four: the last is filled up on two replicas."""
+    expected = _evaluated(None, tmp_path)
+    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
+    for found in get_pool(ranks).run(_evaluated, mesh, tmp_path):
+        for key in ("eval_loss", "eval_accuracy", "eval_rows"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_no_logits_are_made_where_only_the_loss_is_asked_for(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(_seen_logits, {"ulysses": 2}, tmp_path) == [[], []]
+
+
+def _seen_logits(mesh: dict[str, int], out: Path) -> list[Any]:
+    seen = []
+    with as_launched():
+        trainer = made(mesh, out)
+        trainer.model.lm_head.register_forward_hook(lambda m, args, out: seen.append(type(out).__name__))
+        trainer.evaluate()
+    return [name for name in seen if name != "DeferredLogits"]
+
+
+def _refused(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> None:
+    with as_launched():
+        made(mesh, out, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 .* logits of all tokens"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
+        ({"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps", "eval_strategy": "steps"},
+         "save_only_model"),
+        ({"compute_loss_func": print}, "compute_loss_func"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_when_the_trainer_is_made(
+    pool2: RankPool, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=message):
+        pool2.run(_refused, {"data": 2}, tmp_path, changes)
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(LongspanError, match=r"takes transformers\.Trainer or a subclass"):
+        longspan.trainer(dict)  # type: ignore[type-var]
+    made_twice = longspan.trainer(longspan.trainer(transformers.Trainer))
+    assert made_twice.__mro__.count(longspan.TrainerMixin) == 1
+
+
+def test_on_one_device_nothing_changes(tmp_path: Path) -> None:
+    log = sharded_alone(tmp_path)
+    compare(log, _plain("plain"))
