@@ -23,6 +23,7 @@ from longspan.hf.gradients import GradientSum
 from longspan.hf.loss import load_balancing_loss, mean_loss
 from longspan.hf.outputs import head_of, without_deferred
 from longspan.hf.registry import ModelBinding, check_positions
+from longspan.hf.scored import labels_to_score, scored_output
 from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class _Owed:
     items: Any = None
     real: Tensor | None = None
     as_tuple: bool = False
+    scored: Tensor | None = None
+    info: SequenceInfo | None = None
 
 
 class ForwardHooks:
@@ -100,6 +103,7 @@ class ForwardHooks:
         self.dropout = attention_dropout(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
         self.wants_loss_alone = False
+        self.losses = 0
         if self.head is not None and levers is not None:
             self.head.loss = levers.memory.head_loss
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
@@ -107,9 +111,12 @@ class ForwardHooks:
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.gradients is not None:
             self.gradients.forget_unfinished()
+        scored = bool(kwargs.pop("fused_lm_head", False))
         batch, cut = self._cut(model, args, kwargs)
         info = cut["longspan"]
         self.owed, self.computed = _Owed(), None
+        if scored:
+            self.owed.scored, self.owed.info = labels_to_score(cut), info
         tokens = _tokens_of(cut)
         if self.levers is not None and model.training:
             self.levers.choose(info.length, len(tokens), self._wants_router_loss(model, batch))
@@ -125,7 +132,7 @@ class ForwardHooks:
         if self.head is not None:
             needs_none = self.loss_due or self.owed.labels is not None
             unasked = self.wants_loss_alone or (model.training and not self.makes_logits)
-            self.head.armed = self.wants_deferred or (needs_none and unasked)
+            self.head.armed = self.wants_deferred or scored or (needs_none and unasked)
         self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
@@ -148,6 +155,10 @@ class ForwardHooks:
         if self.computed is not None:
             self._check_nothing_was_added(output)
         owed, self.owed, self.computed = self.owed, _Owed(), None
+        if owed.scored is not None:
+            assert owed.info is not None
+            aux = self._losses(model, output, owed).get("aux_loss")
+            return scored_output(model, output, owed.scored, self.sp, owed.info, aux)
         if owed.labels is not None or owed.real is not None:
             losses = self._losses(model, output, owed)
             output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
@@ -177,6 +188,7 @@ class ForwardHooks:
             yield
         finally:
             self.wants_loss_alone = False
+        self.losses = 0
 
     def loss(
         self,
@@ -193,6 +205,7 @@ class ForwardHooks:
         return loss
 
     def _mean(self, logits: Tensor | DeferredLogits, labels: Tensor, items: Any) -> Tensor:
+        self.losses += 1
         if self.batches is None:
             return mean_loss(logits, labels, self.sp, items)[0]
         loss, carried = mean_loss(logits, labels, self.sp, items, self.batches.to_carry())

@@ -12,13 +12,13 @@ from longspan.core.checked import check_flag, check_number
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import shard_batch
 from longspan.hf.fsdp import reshard
+from longspan.hf.outputs import Gathered
 from longspan.hf.support import transformers_model
 from longspan.memory.logits import DeferredLogits
 from longspan.memory.logprobs import logprobs_of
 
 if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.core.layout import Layout
+    pass
 
 
 @overload
@@ -100,19 +100,5 @@ def token_logprobs(
         reshard(inner)
     if gather:
         info = cut["longspan"]
-        found = tuple(_Gathered.apply(x, hooks.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]
+        found = tuple(Gathered.apply(x, hooks.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]
     return found if entropy else found[0]
-
-
-class _Gathered(torch.autograd.Function):
-    """All tokens' numbers on every rank; the gradient of mine is what this rank's own loss says of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BL: Tensor, sp: SequenceSharding, layout: Layout, length: int) -> Tensor:
-        placed = sp.with_layout(layout)
-        ctx.placed = placed
-        return placed.gather(x_BL, dim=1, length=length)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.placed.shard(grads[0].contiguous(), dim=1), None, None, None

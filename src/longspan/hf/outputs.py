@@ -7,12 +7,17 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from transformers.utils import ModelOutput
 
 from longspan.memory.logits import WAY_OUT, DeferredLogits, Head, LogitsNotMade
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.core.layout import Layout
 
 
 def head_of(model: PreTrainedModel) -> Head | None:
@@ -50,3 +55,17 @@ def _telling(kind: Any) -> Any:
 
     logits = property(read, lambda self, value: None)
     return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})
+
+
+class Gathered(torch.autograd.Function):
+    """All tokens' numbers on every rank; the gradient of mine is what this rank's own loss says of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BL: Tensor, sp: SequenceSharding, layout: Layout, length: int) -> Tensor:
+        placed = sp.with_layout(layout)
+        ctx.placed = placed
+        return placed.gather(x_BL, dim=1, length=length)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.placed.shard(grads[0].contiguous(), dim=1), None, None, None

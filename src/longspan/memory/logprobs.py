@@ -17,7 +17,9 @@ from longspan.memory.logits import DeferredLogits
 from longspan.memory.loss import IGNORE
 
 
-def logprobs_of(logits: DeferredLogits, labels: Tensor, entropy: bool = False) -> tuple[Tensor, ...]:
+def logprobs_of(
+    logits: DeferredLogits, labels: Tensor, entropy: bool = False, top1: bool = False
+) -> tuple[Tensor, ...]:
     """log p(label), and if asked for the entropy of p, at every token, in the shape of `labels`; 0 where the label is
     -100.
 
@@ -25,27 +27,38 @@ def logprobs_of(logits: DeferredLogits, labels: Tensor, entropy: bool = False) -
         logits: `[..., V]`.
         labels: int64, of the shape of the tokens.
         entropy: whether it is asked for.
+        top1: whether it is asked for that the label is the likeliest token, as 1 or 0.
 
     Returns:
-        One or two tensors, fp32 (fp64 for fp64), differentiable.
+        One tensor or more, fp32 (fp64 for fp64), differentiable but for `top1`.
     """
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     labels_T = labels.reshape(-1).to(logits.device)
-    found: Any = _Logprobs.apply(logits, entropy, labels_T, hidden_TD, *logits.head.trained().values())  # type: ignore[no-untyped-call]
+    found: Any = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        logits, (entropy, top1), labels_T, hidden_TD, *logits.head.trained().values()
+    )
     return tuple(x.view(labels.shape) for x in found)
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: DeferredLogits, entropy: bool, labels_T: Tensor, hidden_TD: Tensor, *parameters: Tensor
+        ctx: Any,
+        logits: DeferredLogits,
+        wanted: tuple[bool, bool],
+        labels_T: Tensor,
+        hidden_TD: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         parts = [
-            _numbers(logits.of(hidden_TD[part]), labels_T[part], entropy) for part in _parts(logits, len(labels_T))
+            _numbers(logits.of(hidden_TD[part]), labels_T[part], *wanted) for part in _parts(logits, len(labels_T))
         ]
-        ctx.logits, ctx.entropy, ctx.autocast = logits, entropy, _autocast_of(logits.device)
+        ctx.logits, (ctx.entropy, top1), ctx.autocast = logits, wanted, _autocast_of(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
-        return tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))
+        found = tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))
+        if top1:
+            ctx.mark_non_differentiable(found[-1])
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -63,7 +76,8 @@ class _Logprobs(torch.autograd.Function):
                 x = hidden_TD[part].detach().requires_grad_(of_hidden)
                 numbers = _numbers(ctx.logits.of(x, wanted or None), labels_T[part], ctx.entropy)
             inputs = [*([x] if of_hidden else []), *wanted.values()]
-            found = list(torch.autograd.grad(numbers, inputs, [g[part] for g in grads], allow_unused=True))
+            of_numbers = [g[part] for g in grads[: len(numbers)]]
+            found = list(torch.autograd.grad(numbers, inputs, of_numbers, allow_unused=True))
             if grad_TD is not None:
                 grad_TD[part] = found.pop(0)
             for total, more in zip(sums, found, strict=True):
@@ -79,11 +93,13 @@ def _autocast_of(device: torch.device) -> dict[str, Any]:
     return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
-def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool, top1: bool = False) -> tuple[Tensor, ...]:
     counts = labels_T != IGNORE
     all_log_p = torch.log_softmax(logits_TV, -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
-    found = (log_p, -(all_log_p.exp() * all_log_p).sum(-1)) if entropy else (log_p,)
+    found = [log_p, *([-(all_log_p.exp() * all_log_p).sum(-1)] if entropy else [])]
+    if top1:
+        found.append((logits_TV.argmax(-1) == labels_T).to(log_p.dtype))
     return tuple(torch.where(counts, x, 0) for x in found)
 
 

@@ -29,6 +29,7 @@ from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
 from longspan.trainers.stopping import stop_together
+from longspan.trainers.trl import reference_of, take_back_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.hooks import ForwardHooks
@@ -91,16 +92,16 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if self._sharded and self.args.enable_jit_checkpoint:
             stop_together(self)
         inner = transformers_model(self.model)
-        if not hasattr(inner, "longspan_hooks"):
-            self.longspan_config = copy.deepcopy(inner.config)
-            parallelize(self.model, sp, **self.longspan_options)
-        elif self.longspan_options:
+        if hasattr(inner, "longspan_hooks") and self.longspan_options:
             raise LongspanError(
                 f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} cannot be taken; "
                 f"give them to longspan.parallelize"
             )
-        else:
-            self.longspan_config = copy.deepcopy(inner.config)
+        self.longspan_config = copy.deepcopy(inner.config)
+        for each in (self.model, reference_of(self)):
+            if each is not None and not hasattr(transformers_model(each), "longspan_hooks"):
+                take_back_fused_head(each)
+                parallelize(each, sp, **self.longspan_options)
 
     @property
     def _hooks(self) -> ForwardHooks:
@@ -183,12 +184,17 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
         if not self._sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is None and not self.model.training:
+            num_items_in_batch = self.longspan_eval.items
+        before, replicas = self._hooks.losses, self.longspan_sp.data_size
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._hooks.losses == before:  # a loss that the trainer made by itself, of its replica
+            return found
         loss, outputs = found if return_outputs else (found, None)
-        replicas = self.longspan_sp.data_size
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             loss = loss / replicas  # the Trainer's own scale, for gradients that are averaged over replicas
-        loss = _ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call] # which the accelerator does: the loss is that of all of them
+        # And the accelerator averages; but this loss is that of all replicas.
+        loss = _ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
         return (loss, outputs) if return_outputs else loss
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -208,11 +214,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     ) -> tuple[Any, Any, Any]:
         """As the Trainer's; where only the loss is asked for, no logits are made, else those of all tokens gathered."""
         inputs = self._without_repeated(dict(inputs))
-        count = self._labelled(inputs)
+        self.longspan_eval.items = count = self._labelled(inputs)
         with self._hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and count is not None:
-            self.longspan_eval.add(float(loss), count)
+            mean = self.accelerator.gather_over_replicas(loss).mean() if self._sharded else loss
+            self.longspan_eval.add(float(mean), count)
         if logits is not None and self._sharded:
             length = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
             logits = _gathered(logits, self.longspan_sp, length)
@@ -304,6 +311,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self.total, self.tokens = 0.0, 0
+        self.items: int | None = None  # of the batch at hand
 
     def add(self, mean: float, tokens: int) -> None:
         if tokens:

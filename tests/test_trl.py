@@ -1,0 +1,140 @@
+"""TRL's trainers through `longspan.trainer`: what they log is what they log on one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from tests.fitting import as_launched, quiet
+from tests.models import build
+from tests.pool import RankPool
+
+pytest.importorskip("trl")
+
+WORDS = ["the", "sea", "was", "calm", "and", "a", "ship", "came", "slowly", "home", "with", "its", "sails", "down"]
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>"
+    "{% endgeneration %}"
+    "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+COMMON: dict[str, Any] = {
+    "max_steps": 6, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+    "save_strategy": "no",
+    "disable_tqdm": True, "seed": 7, "gradient_checkpointing": False, "bf16": False, "dataloader_pin_memory": False,
+    "max_length": 64,
+}  # fmt: skip
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Words as tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<e>", "<u>", "<a>", "<unk>"]
+    vocab = {word: at for at, word in enumerate(special + WORDS)}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.add_special_tokens(special)
+    found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<e>", unk_token="<unk>")
+    found.chat_template = CHAT
+    return found
+
+
+def sentence(at: int, least: int = 3, most: int = 17) -> str:
+    g = torch.Generator().manual_seed(at)
+    n = int(torch.randint(least, most, (1,), generator=g))
+    return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=g))
+
+
+def rows(kind: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Samples of a kind of data."""
+    made = []
+    for at in range(seed, seed + count):
+        first, second, third = sentence(3 * at), sentence(3 * at + 1), sentence(3 * at + 2)
+        chat = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
+        made.append({
+            "text": {"text": f"{first} {second}"},
+            "chat": {"messages": [*chat, {"role": "user", "content": third}, chat[1]]},
+            "completion": {"prompt": first, "completion": " " + second},
+            "preference": {"prompt": first, "chosen": " " + second, "rejected": " " + third},
+        }[kind])  # fmt: skip
+    return made
+
+
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "text": ("SFT", "text", {}),
+    "packed": ("SFT", "text", {"packing": True, "max_length": 48}),
+    "assistant only": ("SFT", "chat", {"assistant_only_loss": True}),
+    "completion only": ("SFT", "completion", {}),
+    "accumulated": ("SFT", "text", {"gradient_accumulation_steps": 2}),
+    "lora": ("SFT", "text", {"peft": True}),
+    "dpo": ("DPO", "preference", {}),
+    "dpo lora": ("DPO", "preference", {"peft": True}),
+}
+
+
+def log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
+    """What a run logs, on one process where `mesh` is None."""
+    if mesh is None:
+        return _log_of(kind, None, out)
+    with as_launched():
+        return _log_of(kind, mesh, out)
+
+
+def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    quiet()
+    trainer_name, data, changes = KINDS[kind]
+    changes = dict(changes)
+    options: dict[str, Any] = {}
+    if changes.pop("peft", False):
+        torch.manual_seed(3)
+        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    cls, config = getattr(trl, f"{trainer_name}Trainer"), getattr(trl, f"{trainer_name}Config")
+    rows_at_once = 4
+    if mesh is not None:
+        options["sp"] = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        rows_at_once //= options["sp"].data_size
+        cls = longspan.trainer(cls)
+    args = config(
+        output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
+        eval_strategy="steps", eval_steps=3, **{**COMMON, **changes},
+    )  # fmt: skip
+    trainer = cls(
+        build("Llama"), args, train_dataset=Dataset.from_list(rows(data, 40)),
+        eval_dataset=Dataset.from_list(rows(data, 8, 100)), processing_class=tokenizer(), **options,
+    )  # fmt: skip
+    trainer.train()
+    return list(trainer.state.log_history)
+
+
+@functools.cache
+def plain(kind: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return log_of(kind, None, Path(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data": 2, "ring": 2}], ids=str)
+def test_the_log_is_that_of_one_process(
+    get_pool: Callable[[int], RankPool], mesh: dict[str, int], kind: str, tmp_path: Path
+) -> None:
+    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
+    for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
+        expected = plain(kind)
+        assert len(log) == len(expected)
+        for mine, theirs in zip(log[:-1], expected[:-1], strict=True):
+            for key, value in theirs.items():
+                if "per_second" not in key and "runtime" not in key:
+                    assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-6), (key, mine["step"])
