@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on long sequences: the two lines marked with <-- are all that differs from the plain script.
 
-    torchrun --nproc-per-node 4 examples/trainer.py [--model NAME_OR_PATH] [--context 8192] [--steps 20]
+torchrun --nproc-per-node 4 examples/trainer.py [--model NAME_OR_PATH] [--context 8192] [--steps 20]
 """
 
 import argparse

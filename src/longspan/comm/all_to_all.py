@@ -154,7 +154,7 @@ def scatter_heads(
 def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup) -> Tensor:
     """The attention's output back to its tokens, in one All-to-All: `[B, S, my heads, D]` to `[B, L, all heads, D]`."""
     rows = o.transpose(0, 1)
-    (out,) = _gather_heads(rows.flatten(2), [shares[-1].q_stop], [o.shape[3]], _ranges([shares], ["q"]), group)
+    (out,) = _gather_heads(rows, [shares[-1].q_stop], [o.shape[3]], _ranges([shares], ["q"]), group)
     return out
 
 
@@ -335,9 +335,9 @@ def _gather_op(
     by_rank = _by_rank(ranges, len(heads))
     widths = _widths(by_rank, dims)
     tokens, batch = y.shape[0] // size, y.shape[1]
-    send = y.contiguous().view(-1)  # no copy where the batch is 1 or the tokens come first
     rows = tokens * batch
-    recv = _all_to_all(send, [rows * widths[rank]] * size, [rows * w for w in widths], group)
+    # No copy where the tokens come first; a copy is let go before what has arrived is copied in its turn.
+    recv = _all_to_all(y.contiguous().view(-1), [rows * widths[rank]] * size, [rows * w for w in widths], group)
     return _unpack(recv, tokens, batch, heads, dims, by_rank, widths)
 
 
@@ -403,12 +403,13 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, _, ctx.ranges, ctx.size, ctx.rank, ctx.group = inputs
+    y, _, _, ctx.ranges, ctx.size, ctx.rank, ctx.group = inputs
+    ctx.shape = y.shape[2:]
 
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     grad = torch.ops.longspan.scatter_heads(grads, ctx.ranges, ctx.size, ctx.rank, ctx.group)
-    return grad, None, None, None, None, None, None
+    return grad.unflatten(2, ctx.shape), None, None, None, None, None, None
 
 
 _scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)

@@ -325,6 +325,12 @@ class WholeKernel(Kernel, Protocol):
     def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any, scores: Scores) -> Tensor:
         """Attention of all tokens, `[B, S, H, Dv]`; a query that sees nothing gives zero."""
 
+    def laid(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as `run` would copy them, if it would: whoever has them asks for this before `run`, and lets go of
+        what they came in.
+        """
+        return q_BSHD, k_BTKD, v_BTKD
+
 
 REGISTRY: dict[str, Kernel] = {}
 """Kernels by name: what `kernel=` takes in `longspan.attention` and `longspan.parallelize`."""

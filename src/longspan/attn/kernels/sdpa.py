@@ -140,6 +140,16 @@ class SdpaKernel(WholeKernel):
         rows = segments[:1] if len(set(segments)) == 1 else segments
         return SdpaCalls(mask.causal, mask.window, tuple(Cut.of(row, blocks.lengths[0]) for row in rows))
 
+    def laid(
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: SdpaCalls
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """On a CPU, of a call of everything: heads first."""
+        windowed = prepared.window is not None and prepared.window < q_BSHD.shape[1]
+        if windowed or prepared.cuts is not None or prepared.buckets is not None:
+            return q_BSHD, k_BTKD, v_BTKD  # run by run
+        q, k, v = (x.transpose(1, 2) for x in _heads_first(q_BSHD, k_BTKD, v_BTKD))
+        return q, k, v
+
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
         """All calls; see `WholeKernel`."""
         if prepared.buckets is not None:
@@ -210,6 +220,12 @@ def _row(q: Tensor, k: Tensor, v: Tensor, cut: Cut, calls: SdpaCalls, scores: Sc
 def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
     if calls.window is not None and calls.window < q.shape[1]:
         return _windowed(q, k, v, calls.window, scores)
+    out_BHSD = _call(*_heads_first(q, k, v), is_causal=calls.causal, scale=scores.scale)
+    return out_BHSD.transpose(1, 2)
+
+
+def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`[B, S, H, D]` as `[B, H, S, D]`: views, or on a CPU copies where these are worth it."""
     q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
         # The CPU kernel reads K and V again for every block of queries: rows of a head side by side are worth a copy.
@@ -217,8 +233,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> T
         if q.requires_grad and _within_a_row(q):
             # An exchange brought Q, K and V in one tensor. Q, saved for the backward, would keep it: K and V twice.
             q_BHSD = q_BHSD.contiguous()
-    out_BHSD = _call(q_BHSD, k_BKSD, v_BKSD, is_causal=calls.causal, scale=scores.scale)
-    return out_BHSD.transpose(1, 2)
+    return q_BHSD, k_BKSD, v_BKSD
 
 
 def _within_a_row(x_BSHD: Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.methods.base import Method
+from longspan.attn.methods.whole import Whole
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class Ulysses:
         q_BShD = q.unflatten(2, (mine.q_heads, D)).transpose(0, 1)
         k_BSkD = k.unflatten(2, (mine.kv_heads, D)).transpose(0, 1)
         v_BSkD = v.unflatten(2, (mine.kv_heads, Dv)).transpose(0, 1)
+        if isinstance(self.inner, Whole):
+            q_BShD, k_BSkD, v_BSkD = self.inner.laid(q_BShD, k_BSkD, v_BSkD)
+        packed_SBW = q = k = v = q_BLHD[:0]  # where they have been copied, what arrived is not kept beside the copies
         out_BShD = self.inner(q_BShD, k_BSkD, v_BSkD, scores.of_heads(mine.q_start, mine.q_stop))
         padding = q_BLHD.shape[1] * group.size() - out_BShD.shape[1]
         if padding:

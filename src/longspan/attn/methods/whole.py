@@ -25,6 +25,12 @@ class Whole:
     prepared: Any
     kv_head_index: Tensor | None = None
 
+    def laid(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `WholeKernel.laid`."""
+        if q_BSHD.shape[2] == 0 or self.kv_head_index is not None:
+            return q_BSHD, k_BTKD, v_BTKD
+        return self.kernel.laid(q_BSHD, k_BTKD, v_BTKD, self.prepared)
+
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
         """Exact attention of all tokens on these heads: `[B, S, H, Dv]`."""
         if q_BSHD.shape[2] == 0:
