@@ -75,12 +75,12 @@ def test_what_a_layer_saves_while_it_is_computed_again() -> None:
     assert per_token(again_per_token, Memory(checkpointing="output")) == replace(plain, attention=Q + KV)
     lean = replace(plain, attention=Q + KV + OUT + LSE)
     assert per_token(again_per_token, Memory(checkpointing="layers", head_chunks=2)) == lean
-    norms = replace(from_matrices, hidden=4 * HIDDEN)  # two norms' inputs, and what they give to the products
+    norms = replace(from_matrices, hidden=2 * HIDDEN)  # two norms' inputs: what they give follows from these
     assert per_token(saved_per_token, Memory(tiled_norms=True)) == norms
-    again = replace(plain, hidden=3 * HIDDEN)  # the first norm's input is the layer's own
+    again = replace(plain, hidden=HIDDEN)  # the first norm's input is the layer's own
     assert per_token(again_per_token, Memory(checkpointing="layers", tiled_norms=True)) == again
     assert per_token(saved_per_token, Memory(tiled_mlp=4)) == replace(plain, mlp=0)
-    assert per_token(again_per_token, LEAN) == SavedActivations(3 * HIDDEN, Q + KV + OUT + LSE, 0)
+    assert per_token(again_per_token, LEAN) == SavedActivations(HIDDEN, Q + KV + OUT + LSE, 0)
 
 
 def test_a_tile_of_the_mlp() -> None:

@@ -336,8 +336,9 @@ def _gather_op(
     widths = _widths(by_rank, dims)
     tokens, batch = y.shape[0] // size, y.shape[1]
     rows = tokens * batch
-    # No copy where the tokens come first; a copy is let go before what has arrived is copied in its turn.
-    recv = _all_to_all(y.contiguous().view(-1), [rows * widths[rank]] * size, [rows * w for w in widths], group)
+    send = y.contiguous().view(-1)  # no copy where the tokens come first
+    recv = _all_to_all(send, [rows * widths[rank]] * size, [rows * w for w in widths], group)
+    del send  # before what has arrived is copied in its turn
     return _unpack(recv, tokens, batch, heads, dims, by_rank, widths)
 
 

@@ -43,7 +43,8 @@ class Memory:
         tiled_mlp: tiles of tokens that an MLP works through, forward and backward, so that its intermediates exist for
             one tile at a time (computed again in the backward). 0: as many as make a tile's intermediates about as
             large as the hidden states. 1: no tiles.
-        tiled_norms: norms keep their input alone, and are computed again in the backward.
+        tiled_norms: norms keep their input alone; what they give is computed again in the backward, for themselves and
+            for the linear layers and tiled MLPs that take it in.
         recompute_mlp_act: an MLP keeps what its matrices gave, and its backward computes the activation function and
             the product with it again, bit for bit (elementwise work: as fused SwiGLU kernels do). Where a layer is
             checkpointed, or its MLP tiled, nothing of this is kept anyway.

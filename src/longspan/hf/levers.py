@@ -19,7 +19,7 @@ from longspan.hf.support import attention_layers, decoder_layers
 from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import CheckpointedLayer, LayerCall
 from longspan.memory.offload import store_for
-from longspan.memory.tiles import Tiled
+from longspan.memory.tiles import NormedLinear, Tiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +56,7 @@ class Levers:
         self.routers = any(_routes(mlp) for mlp in self.found.mlps)
         self.hidden = model.config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
-        self.activations = list[RecomputedActivations]()
+        self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
         self.set(memory, store)
 
     def set(self, memory: Memory, store: Store | None, why: str | None = None) -> None:
@@ -77,6 +77,8 @@ class Levers:
             mlp.on = memory.tiled_mlp != 1
         for norm in self.norms:
             norm.on = memory.tiled_norms
+        for linear in self.linears:
+            linear.on = memory.tiled_norms
         for act in self.activations:
             act.on = memory.recompute_mlp_act and memory.tiled_mlp == 1
         for layer in self.checkpointed:
@@ -91,7 +93,8 @@ class Levers:
         if memory.tiled_mlp != 1 and not self.mlps:
             self.mlps = [self._tiled(mlp) for mlp in self.found.mlps]
         if memory.tiled_norms and not self.norms:
-            self.norms = [Tiled(norm, self.found.names[norm], norm_rows) for norm in self.found.norms]
+            self.norms = [Tiled(norm, self.found.names[norm], norm_rows, light=True) for norm in self.found.norms]
+            self.linears = [NormedLinear(m) for layer in self.layers for m in layer.modules() if type(m) is nn.Linear]
         if memory.checkpointing != "none" and not self.checkpointed:
             self.checkpointed = [self._checkpointed(layer) for layer in self.layers]
 

@@ -55,11 +55,24 @@ class RecomputedActivations:
             return self.compute(*args, **kwargs)
 
 
-class _Kept:
+class Kept:
     """A saved tensor as it is, and how often it had been written to."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.version = x, x._version
+
+    def get(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            LongspanError: it has been written to since: autograd's own check, which hooks replace.
+        """
+        if self.x._version != self.version:
+            raise LongspanError(
+                f"a tensor of shape {tuple(self.x.shape)} that the backward needs was changed in place after it "
+                f"was saved (version {self.x._version}, saved at {self.version})"
+            )
+        return self.x
 
 
 class _Again:
@@ -69,24 +82,19 @@ class _Again:
         self.node, self.shape = node, shape
 
 
-def _pack(x: Tensor) -> _Kept | _Again:
+def _pack(x: Tensor) -> Kept | _Again:
     node: Any = x.grad_fn
     while node is not None and node.name() in _VIEWS and x.is_contiguous():
         node = node.next_functions[0][0]
     if node is None or x.numel() < _FEWEST or node.name() not in _AGAIN:
-        return _Kept(x)
+        return Kept(x)
     if any(before is None for before, _ in node.next_functions):
-        return _Kept(x)  # a product saves each factor for the other's gradient alone
+        return Kept(x)  # a product saves each factor for the other's gradient alone
     return _Again(node, x.shape)
 
 
-def _unpack(packed: _Kept | _Again) -> Tensor:
+def _unpack(packed: Kept | _Again) -> Tensor:
     if isinstance(packed, _Again):
         with torch.no_grad():
             return _AGAIN[packed.node.name()](packed.node).reshape(packed.shape)
-    if packed.x._version != packed.version:  # autograd's own check, which hooks replace
-        raise LongspanError(
-            f"a tensor of shape {tuple(packed.x.shape)} that an MLP needs for its backward was changed in place after "
-            f"it was saved (version {packed.x._version}, saved at {packed.version})"
-        )
-    return packed.x
+    return packed.get()

@@ -7,6 +7,8 @@ FSDP, with their layer), and each has one gradient, whatever the number of tiles
 
 The input is saved by a node of its own before the module runs: where a checkpointed layer is computed again, torch
 stops as soon as what the backward needs is there, and that is before a layer's last MLP, which then runs once less.
+What a norm gives is not saved either where a tiled MLP or a linear layer takes it in: they make it again from the
+norm's input (`NormedLinear`), which is saved for the norm anyway.
 
 Shape suffixes: T tokens, D hidden size.
 """
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
+from longspan.memory.activations import Kept
 from longspan.memory.logits import Bare
 
 _PROBED = 4  # tokens with which a module is asked whether its tokens are independent
@@ -36,13 +39,16 @@ class Tiled:
         name: of the module, for errors.
         rows: from the number of tokens: tokens of a tile.
         draws: whether it draws random numbers.
+        light: whether its output is sooner computed again than saved, as a norm's.
 
     Attributes:
         on: whether calls go tile by tile; else the module runs as it is.
     """
 
-    def __init__(self, module: nn.Module, name: str, rows: Callable[[int], int], *, draws: bool = False) -> None:
-        self.module, self.name, self.rows, self.draws = module, name, rows, draws
+    def __init__(
+        self, module: nn.Module, name: str, rows: Callable[[int], int], *, draws: bool = False, light: bool = False
+    ) -> None:
+        self.module, self.name, self.rows, self.draws, self.light = module, name, rows, draws, light
         self.compute: Callable[[Tensor], Any] = module.forward
         self.bare = Bare(module, self.compute)
         self.probed, self.on = False, True
@@ -69,8 +75,11 @@ class Tiled:
         parameters = self.trained()
         if not hidden.requires_grad and not parameters:
             return self.compute(hidden)
-        held = _Input.apply(hidden) if hidden.requires_grad else hidden  # type: ignore[no-untyped-call]
-        outs = _TiledCall.apply(self, held.grad_fn, held, *parameters.values())  # type: ignore[no-untyped-call]
+        source, held = Source.of(hidden), hidden
+        if source is None and hidden.requires_grad:
+            held = _Input.apply(hidden)  # type: ignore[no-untyped-call]
+            source = Source(_Held(held.grad_fn), None, hidden.dtype)
+        outs = _TiledCall.apply(self, source, held, *parameters.values())  # type: ignore[no-untyped-call]
         return outs[0] if len(outs) == 1 else outs
 
     def _probe(self, hidden: Tensor) -> None:
@@ -92,6 +101,100 @@ class Tiled:
                 )
 
 
+class _Held:
+    """A tensor that a node saves, for several who need it: a checkpoint lets it be taken once in a backward."""
+
+    def __init__(self, saved_by: Any) -> None:
+        self.saved_by = saved_by
+        self.here: Tensor | None = None
+        self.normed: Tensor | None = None  # what the norm made of it, for the linear layers that take it in
+
+    def get(self) -> Tensor:
+        if self.here is None:
+            (self.here,) = self.saved_by.saved_tensors
+        return self.here
+
+    def drop(self) -> None:
+        """All have used it. (A second backward, of a graph that was retained, takes it again.)"""
+        self.here = self.normed = None
+
+
+class Source:
+    """Where a tiled module's input is found in the backward.
+
+    Args:
+        held: a tensor that is saved.
+        norm: makes the input of that tensor; None: it is the input.
+        dtype: of the input.
+    """
+
+    def __init__(self, held: _Held, norm: Tiled | None, dtype: torch.dtype) -> None:
+        self.held, self.norm, self.dtype = held, norm, dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> Source | None:
+        """The norm that has made `x`, and can again; None where `x` must be saved."""
+        tiled = getattr(x.grad_fn, "tiled", None)
+        if not (isinstance(tiled, Tiled) and tiled.light):
+            return None
+        saved: Source | None = x.grad_fn.source  # type: ignore[union-attr]
+        return None if saved is None or saved.norm is not None else cls(saved.held, tiled, x.dtype)
+
+    def input_of(self, tile: Tensor) -> Tensor:
+        """The input, of some tokens of what is saved."""
+        return tile if self.norm is None else self.norm.compute_with(tile, {})[0]
+
+    def whole(self) -> Tensor:
+        """The input of all tokens, tile by tile; no gradients."""
+        if self.norm is None:
+            return self.held.get()
+        if self.held.normed is None:
+            with torch.no_grad():
+                (self.held.normed,) = _by_tiles(self.norm, self.held.get())
+        return self.held.normed
+
+
+class NormedLinear:
+    """A linear layer that does not save what a norm has given to it, in the place of its `forward`.
+
+    Args:
+        module: the layer.
+
+    Attributes:
+        on: whether it does; else the module runs as it is.
+    """
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.compute: Callable[..., Any] = module.forward
+        self.on = True
+        module.forward = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        source = None if not self.on or torch.compiler.is_compiling() or kwargs or len(args) != 1 else _taken(args[0])
+        if source is None:
+            return self.compute(*args, **kwargs)
+        given = args[0].untyped_storage().data_ptr(), args[0].numel()  # the hook lives on: it must not hold the tensor
+
+        def pack(x: Tensor) -> Any:
+            return (source, x.shape) if (x.untyped_storage().data_ptr(), x.numel()) == given else Kept(x)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _given_again):
+            return self.compute(*args)
+
+
+def _taken(x: Any) -> Source | None:
+    if not (isinstance(x, Tensor) and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
+        return None  # autocast saves copies, which would be kept beside
+    return Source.of(x)
+
+
+def _given_again(packed: Any) -> Tensor:
+    if isinstance(packed, Kept):
+        return packed.get()
+    source, shape = packed
+    return source.whole().view(shape)  # type: ignore[no-any-return]
+
+
 class _Input(torch.autograd.Function):
     """Saves a tiled module's input."""
 
@@ -109,19 +212,16 @@ class _TiledCall(torch.autograd.Function):
     """All tiles, forward; and backward, each computed again."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: Tiled, saved_by: Any, hidden: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.tiled, ctx.saved_by = tiled, saved_by
-        if saved_by is None:
+    def forward(
+        ctx: Any, tiled: Tiled, source: Source | None, hidden: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.tiled, ctx.source = tiled, source
+        if source is None:
             ctx.save_for_backward(hidden)
         ctx.asked = ctx.needs_input_grad[2:]
         ctx.random = _random_state(hidden.device) if tiled.draws else None
         ctx.autocast = _autocast_of(hidden.device)
-        outs: list[Tensor] = []
-        for part, tile in _tiles(tiled, hidden):
-            made = tiled.compute_with(tile, {})
-            outs = outs or [_whole(x, tile, hidden) for x in made]
-            for whole, x in zip(outs, made, strict=True):
-                _at(whole, hidden, part).copy_(_tokens_first(x, tile.shape[1]))
+        outs = _by_tiles(tiled, hidden)
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return tuple(outs)
 
@@ -129,7 +229,8 @@ class _TiledCall(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         tiled: Tiled = ctx.tiled
-        (hidden,) = ctx.saved_tensors if ctx.saved_by is None else ctx.saved_by.saved_tensors
+        source: Source | None = ctx.source
+        (hidden,) = ctx.saved_tensors if source is None else (source.held.get(),)
         of_hidden, *of_parameters = ctx.asked
         trained = tiled.trained()
         # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
@@ -139,11 +240,16 @@ class _TiledCall(torch.autograd.Function):
             if asked
         }
         grads = tuple(None if g is None else g.contiguous() for g in grads)  # cut below: one copy, not one a tile
-        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if of_hidden else None
+        dtype = hidden.dtype if source is None else source.dtype
+        grad_hidden = (
+            torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format) if of_hidden else None
+        )
         sums: dict[str, Tensor] = {}
         with _as_then(ctx.random, hidden.device), torch.enable_grad(), ctx.autocast():
             for part, tile in _tiles(tiled, hidden):
-                x = tile.detach().requires_grad_(of_hidden)
+                with torch.no_grad():
+                    x = tile if source is None else source.input_of(tile)
+                x = x.detach().requires_grad_(of_hidden)
                 made = tiled.compute_with(x, wanted)
                 pairs = [
                     (y, _at(g, hidden, part).reshape(y.shape))
@@ -161,11 +267,24 @@ class _TiledCall(torch.autograd.Function):
                     _ = into.zero_() if mine is None else into.copy_(mine.reshape(into.shape))
                 for name, more in zip(wanted, found, strict=True):
                     _add(sums, name, more, several=tile.shape[1] < _count(hidden))
+        if source is not None and source.norm is None:  # those that took in what this module gave were before it
+            source.held.drop()
         given = (
             sums[name].to(p.dtype) if name in sums else torch.zeros_like(p) if name in wanted else None
             for name, p in trained.items()
         )
         return None, None, grad_hidden, *given
+
+
+def _by_tiles(tiled: Tiled, hidden: Tensor) -> list[Tensor]:
+    """All outputs of a module, of all tokens."""
+    outs: list[Tensor] = []
+    for part, tile in _tiles(tiled, hidden):
+        made = tiled.compute_with(tile, {})
+        outs = outs or [_whole(x, tile, hidden) for x in made]
+        for whole, x in zip(outs, made, strict=True):
+            _at(whole, hidden, part).copy_(_tokens_first(x, tile.shape[1]))
+    return outs
 
 
 def _add(sums: dict[str, Tensor], name: str, more: Tensor | None, *, several: bool) -> None:

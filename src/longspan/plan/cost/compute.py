@@ -98,7 +98,8 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
         weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
         again += 2.0 * weights * tokens / mesh.tensor / speed(hardware, job)
     if job.memory.tiled_norms:
-        again += tokens * 2 * NORM_BYTES * model.d_model / hardware.memory_bandwidth
+        # Each for its own backward, and for that of what takes in its output.
+        again += tokens * 4 * NORM_BYTES * model.d_model / hardware.memory_bandwidth
     if recomputes_mlp_act(job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
         again += tokens * 7 * job.bytes_per_element * layer.mlp.width / mesh.tensor / hardware.memory_bandwidth
     return LayerSeconds(matmul + forward, 2.0 * matmul + backward + again, forward, backward)

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes
 from longspan.plan.cost.local import local_batch, local_tokens
-from longspan.plan.cost.saved import Buffers, SavedActivations, Scale, autocasts, freed_per_token, saved_in_a_step
+from longspan.plan.cost.saved import (
+    Buffers,
+    SavedActivations,
+    Scale,
+    again_per_token,
+    autocasts,
+    freed_per_token,
+    saved_in_a_step,
+)
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
 
 if TYPE_CHECKING:
@@ -221,11 +229,26 @@ def _in_a_backward(
     freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
     each = [layer.mixer.backward_buffers(job, mesh, s) for layer, _ in model.layer_kinds]
     buffers = max(each, key=lambda held: held.total)
+    exchanged = _exchanged_again(model, job, mesh, s)
+    again = max((again_per_token(layer, job, mesh, s, autocast).total for layer, _ in model.layer_kinds)) * s.tokens
     for saved, rest in backwards:
+        if exchanged:  # what the layer will save is not there yet, but its normalised input and the gradient are
+            yield {**saved.items(), **rest, "attention_workspace": exchanged - again, "hidden": 2 * hidden}
         yield {
             **saved.items(), **rest, "gradients": rest["gradients"] + sums, "mlp": widest, "hidden": 2 * hidden,
         }  # fmt: skip
         yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": 2 * hidden}
+
+
+def _exchanged_again(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
+    """Bytes of q, k and v of my tokens, of what is sent, and of what arrives, where a checkpointed layer is computed
+    again with its exchange; 0 where it is not.
+    """
+    if mesh.ulysses == 1 or job.memory.checkpointing not in ("layers", "output"):
+        return 0
+    each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
+    pieces = [layer.mixer.chunks(job, mesh) for layer, _ in model.layer_kinds]
+    return max(qkv + -(-2 * packed // n) for (qkv, _, packed), n in zip(each, pieces, strict=True))
 
 
 def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:

@@ -125,6 +125,8 @@ def _around(layer: LayerShape, job: Job, s: Scale, autocast: bool) -> tuple[int,
     normed = norms * norm_bytes(s, s.d, autocast, again=job.memory.tiled_norms)
     # In tiles the MLP keeps its input, before any cast.
     of_mlp = gate_up * s.b * s.d if job.memory.tiled_mlp == 1 else stream_bytes(s, autocast)
+    if job.memory.tiled_norms and not autocast:  # what goes in is made again from what the norms keep
+        return normed, normed
     return normed + q_k_v * s.b * s.d, normed + of_mlp
 
 
