@@ -107,12 +107,14 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         options["sp"] = longspan.SequenceSharding(longspan.init_mesh(**mesh))
         rows_at_once //= options["sp"].data_size
         cls = longspan.trainer(cls)
+    if trainer_name == "DPO" and "peft_config" not in options:
+        options["ref_model"] = build("Llama", seed=1)
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
         eval_strategy="steps", eval_steps=3, **{**COMMON, **changes},
     )  # fmt: skip
     trainer = cls(
-        build("Llama"), args, train_dataset=Dataset.from_list(rows(data, 40)),
+        model=build("Llama"), args=args, train_dataset=Dataset.from_list(rows(data, 120)),
         eval_dataset=Dataset.from_list(rows(data, 8, 100)), processing_class=tokenizer(), **options,
     )  # fmt: skip
     trainer.train()

@@ -86,6 +86,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def gather_group_of(model: nn.Module, module: nn.Module) -> None:
+    """Gather the weights of the group that a module is in."""
+    owners = [m for m in model.modules() if isinstance(m, FSDPModule) and any(x is module for x in m.modules())]
+    if owners:
+        owners[-1].unshard()  # modules come outer ones first
+
+
 def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Module]]:
     """The embedding, and final norm and head, where each can be a group of its own: its weights are nobody else's.
 

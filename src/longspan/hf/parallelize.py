@@ -10,6 +10,7 @@ two All-to-Alls around each attention; at the end the loss is the exact mean of 
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -27,7 +28,7 @@ from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
 from longspan.hf.alike import BatchCheck
 from longspan.hf.digests import digests_of, weights_of
-from longspan.hf.fsdp import apply_fsdp, check_cpu_offload
+from longspan.hf.fsdp import apply_fsdp, check_cpu_offload, gather_group_of
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import ForwardHooks
@@ -153,6 +154,8 @@ def parallelize(
             hooks.guard.remember(inner)
             apply_fsdp(inner, sp, mp_policy, cpu_offload=levers.cpu_offload)
             inner.register_forward_hook(hooks.give_back)
+            if hooks.head is not None:
+                hooks.head.gather = functools.partial(gather_group_of, inner, hooks.head.module)
             refuse_savers(model, inner)
         else:
             hooks.gradients = GradientSum(inner.parameters(), sp)

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from longspan.core.errors import LongspanError
 from longspan.hf.outputs import Gathered
 from longspan.memory.logits import DeferredLogits
-from longspan.memory.logprobs import logprobs_of
+from longspan.memory.logprobs import EXTRAS, logprobs_of
 from longspan.memory.loss import IGNORE
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
         loss: minus the mean of `log_probs` over this replica's labelled tokens.
         log_probs: log p(next token).
         entropy: of what the model predicts there, in nats; no gradient.
-        is_top1: 1 where the next token is the likeliest, else 0.
+        is_top1, mean_logits, log_sum_sq_probs: see `longspan.memory.logprobs.EXTRAS`; no gradient.
         label_mask: where the next token is labelled.
         aux_loss: a mixture of experts' load-balancing loss, where it was asked for.
     """
@@ -80,17 +80,16 @@ def scored_output(
     logits = output["logits"]
     if not isinstance(logits, DeferredLogits):
         raise LongspanError(f"{type(model).__name__} does not call its head as transformers' models do")
-    found = (*logprobs_of(logits, labels, entropy=True, top1=True), (labels != IGNORE).to(logits.hidden.dtype))
-    log_probs, entropy, top1, labelled = (
-        Gathered.apply(x, sp, info.layout, info.length)[:, :-1]  # type: ignore[no-untyped-call]
-        for x in found
+    names = ("log_probs", "entropy", *EXTRAS, "label_mask")
+    mine = (
+        *logprobs_of(logits, labels, entropy=True, extras=tuple(EXTRAS)),
+        (labels != IGNORE).to(logits.hidden.dtype),
     )
-    mask = labelled.bool()
-    return ScoredOutput(
-        loss=-log_probs.sum() / mask.sum().clamp(min=1),
-        log_probs=log_probs,
-        entropy=entropy.detach(),
-        is_top1=top1,
-        label_mask=mask,
-        aux_loss=aux_loss,
-    )
+    found: dict[str, Any] = {
+        name: Gathered.apply(x, sp, info.layout, info.length)[:, :-1]  # type: ignore[no-untyped-call]
+        for name, x in zip(names, mine, strict=True)
+    }
+    found["entropy"] = found["entropy"].detach()
+    found |= {name: found[name].bool() for name in ("is_top1", "label_mask")}
+    loss = -found["log_probs"].sum() / found["label_mask"].sum().clamp(min=1)
+    return ScoredOutput(loss=loss, **found, aux_loss=aux_loss)

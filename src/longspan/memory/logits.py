@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from longspan.compat.torch_api import register_tree
 from longspan.core.errors import LongspanError
@@ -181,6 +182,7 @@ class Head:
         armed: whether the next call is deferred.
         observer: is shown each tile of logits that is made, if there is one.
         loss: what computes the loss: "tiled", or a name of `longspan.memory.head_losses`.
+        gather: gathers its weights, where they are sharded.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -190,11 +192,17 @@ class Head:
         self.armed = False
         self.observer: Callable[[Tensor], None] | None = None
         self.loss = "tiled"
+        self.gather: Callable[[], None] | None = None
         module.forward = self._forward  # the instance's: hooks around the call, FSDP's among them, stay
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
         return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+
+    def regather(self) -> None:
+        """Before a backward computes with it again: another forward may have given its weights back meanwhile."""
+        if self.gather is not None and any(isinstance(p, DTensor) for p in self.module.parameters()):
+            self.gather()
 
     def observed(self, logits: Tensor) -> Tensor:
         """The same, shown to the observer."""

@@ -6,7 +6,7 @@ Shape suffixes: T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from longspan.memory.loss import IGNORE
 
 
 def logprobs_of(
-    logits: DeferredLogits, labels: Tensor, entropy: bool = False, top1: bool = False
+    logits: DeferredLogits, labels: Tensor, entropy: bool = False, extras: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
     """log p(label), and if asked for the entropy of p, at every token, in the shape of `labels`; 0 where the label is
     -100.
@@ -27,15 +27,15 @@ def logprobs_of(
         logits: `[..., V]`.
         labels: int64, of the shape of the tokens.
         entropy: whether it is asked for.
-        top1: whether it is asked for that the label is the likeliest token, as 1 or 0.
+        extras: names of `EXTRAS`, what else is asked for.
 
     Returns:
-        One tensor or more, fp32 (fp64 for fp64), differentiable but for `top1`.
+        One tensor or more, fp32 (fp64 for fp64), differentiable but for the extras.
     """
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     labels_T = labels.reshape(-1).to(logits.device)
     found: Any = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        logits, (entropy, top1), labels_T, hidden_TD, *logits.head.trained().values()
+        logits, (entropy, extras), labels_T, hidden_TD, *logits.head.trained().values()
     )
     return tuple(x.view(labels.shape) for x in found)
 
@@ -45,7 +45,7 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: DeferredLogits,
-        wanted: tuple[bool, bool],
+        wanted: tuple[bool, tuple[str, ...]],
         labels_T: Tensor,
         hidden_TD: Tensor,
         *parameters: Tensor,
@@ -53,16 +53,17 @@ class _Logprobs(torch.autograd.Function):
         parts = [
             _numbers(logits.of(hidden_TD[part]), labels_T[part], *wanted) for part in _parts(logits, len(labels_T))
         ]
-        ctx.logits, (ctx.entropy, top1), ctx.autocast = logits, wanted, _autocast_of(logits.device)
+        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, wanted, _autocast_of(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
         found = tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))
-        if top1:
-            ctx.mark_non_differentiable(found[-1])
+        if extras:
+            ctx.mark_non_differentiable(*found[-len(extras) :])
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Tile by tile: each is made again, and autograd goes through it."""
+        ctx.logits.head.regather()
         labels_T, hidden_TD, *parameters = ctx.saved_tensors
         of_hidden, *of_parameters = ctx.needs_input_grad[3:]
         names = [name for name, asked in zip(ctx.logits.head.trained(), of_parameters, strict=True) if asked]
@@ -93,13 +94,22 @@ def _autocast_of(device: torch.device) -> dict[str, Any]:
     return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
-def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool, top1: bool = False) -> tuple[Tensor, ...]:
+EXTRAS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "is_top1": lambda logits, log_p, labels: logits.argmax(-1) == labels,
+    "mean_logits": lambda logits, log_p, labels: logits.to(log_p.dtype).mean(-1),
+    "log_sum_sq_probs": lambda logits, log_p, labels: torch.logsumexp(2 * log_p, -1),
+}
+"""Of a token's logits `[T, V]`, their log-probabilities, and labels `[T]`: whether the label is the likeliest token, as
+1 or 0; the mean of the logits; the logarithm of the sum of squared probabilities.
+"""
+
+
+def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool, extras: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
     counts = labels_T != IGNORE
     all_log_p = torch.log_softmax(logits_TV, -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
     found = [log_p, *([-(all_log_p.exp() * all_log_p).sum(-1)] if entropy else [])]
-    if top1:
-        found.append((logits_TV.argmax(-1) == labels_T).to(log_p.dtype))
+    found += [EXTRAS[name](logits_TV, all_log_p, labels_T).to(log_p.dtype) for name in extras]
     return tuple(torch.where(counts, x, 0) for x in found)
 
 
