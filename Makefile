@@ -19,6 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 CONSTRAINTS := constraints.txt
+EXTRAS := train,trl,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
 
 # On CPU every rank is a process: one thread each, or they fight for the cores.
@@ -85,7 +86,7 @@ gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and 
 	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
 oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows, of torch too
-	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.installed
+	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=train,dev .venv-oldest/.installed
 	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
 
 cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 1 and 2 threads
@@ -110,11 +111,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) $(CONSTRAINTS) --editable ".[train,dev]"
+	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	@touch $@
 
 # DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) constraints.txt --editable ".[train,dev,bench]"
+	@$(PIP) constraints.txt --editable ".[$(EXTRAS),bench]"
 	@DS_BUILD_OPS=0 $(PIP) constraints.txt --no-deps --no-build-isolation setuptools deepspeed
 	@touch $@

@@ -26,9 +26,10 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 10}
 
 MESHES = [
-    {"ulysses": 2}, {"ring": 2}, {"data": 2}, {"ring": 2, "ulysses": 2}, {"data": 2, "ulysses": 2},
-    {"data": 2, "ring": 2}, {"data": 2, "ring": 2, "ulysses": 2},
+    {"ulysses": 2}, {"data": 2}, {"ring": 2, "ulysses": 2}, {"data": 2, "ring": 2, "ulysses": 2},
 ]  # fmt: skip
+
+MIXED = [{"ring": 2}, {"data": 2, "ulysses": 2}]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -74,10 +75,8 @@ def test_the_log_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
-@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data": 2, "ring": 2}], ids=str)
-def test_what_is_asked_of_a_trainer(
-    get_pool: Callable[[int], RankPool], mesh: dict[str, int], name: str, tmp_path: Path
-) -> None:
+def test_what_is_asked_of_a_trainer(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
+    mesh = MIXED[list(VARIANTS).index(name) % 2]
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     tolerance = 2e-2 if name == "bf16" else 2e-4
     for log in get_pool(ranks).run(sharded, mesh, tmp_path, {**EVALUATED, **VARIANTS[name]}):
@@ -94,7 +93,7 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     return [record for record in log if record["step"] > step]
 
 
-@pytest.mark.parametrize("name", ["plain", "lora", "replicated weights"])
+@pytest.mark.parametrize("name", ["plain", "lora"])
 def test_a_run_goes_on_on_another_mesh(pool2: RankPool, pool4: RankPool, name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **EVALUATED, **variant})
