@@ -2,18 +2,22 @@
 
     python benchmarks/real_limit.py [--quick]
 
-Every try is a fresh group of ranks. When model, gradients and the optimizer's states are there, each rank limits itself
-(RLIMIT_DATA: what it holds, and so many MiB), the same for all methods, and takes one training step of a Llama; a rank
-that needs more gets an out-of-memory error from the system. Lengths go up by half until one fails, then by bisection.
-The model is deep and narrow, like a real one by its ratio of layers to what one layer needs.
+Every try is a fresh group of ranks. When model and optimizer are there, each rank goes into a control group (cgroup) of
+its own, the same for all methods: so many MiB, and the bytes of its gradients. Then it takes one training step of a
+Llama. A rank that needs more is killed by the kernel. (Where there are no control groups: RLIMIT_DATA.) Lengths go up
+by half until one fails, then by bisection.
+
 Methods: longspan with memory="longest", the same with what is kept on a disk, and ALST at its longest settings (tiled
-loss, tiled MLP, gradient checkpointing).
+loss, tiled MLP, gradient checkpointing). Shapes: a shallow model and a deep one, since what checkpointing keeps grows
+with the layers, and what one layer needs does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import resource
 import time
 from pathlib import Path
@@ -24,23 +28,30 @@ import hf_step_vs_alst as steps
 import torch
 
 METHODS = ("longspan longest", "longspan disk", "alst longest")
+SHAPES = {"shallow": 4, "deep": 32}  # layers
 MIB = 2**20
+GROUPS = (  # version 1 and 2: the hierarchy, the file that sets the limit
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max"),
+)
 
 
 def main() -> None:
     args = parse_args()
     env = common.environment(["longspan", "torch", "transformers", "deepspeed"])
-    shape = vars(args)
     rows: list[dict[str, Any]] = []
-    for method in args.methods:
-        tries = search(lambda tokens, method=method: attempt(args, shape, tokens, method), args)
-        rows.append({"method": method, "tries": tries, "longest": max((n for n, s in tries if s), default=0)})
-        print(f"{method}: {rows[-1]['longest']:,} tokens", flush=True)
-    text = render(rows, shape)
+    for name in args.shapes:
+        shape = {**vars(args), "layers": SHAPES[name]}
+        for method in args.methods:
+            tries = search(lambda tokens, shape=shape, method=method: attempt(args, shape, tokens, method), args)
+            most = max((n for n, ok in tries if ok), default=0)
+            rows.append({"shape": name, "method": method, "tries": tries, "longest": most})
+            print(f"{name}, {method}: {most:,} tokens", flush=True)
+            text = render(rows, vars(args))
+            common.write_report(args.name, "A real limit", env, text, {"shape": str(vars(args)), "rows": rows})
     print(text)
-    common.write_report(args.name, "A real limit", env, text, {"shape": shape, "rows": rows})
     if args.png:
-        draw(rows, shape, args.png)
+        draw(rows, vars(args), args.png)
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,22 +64,21 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--start", type=int, default=2048, help="tokens of the first try")
-    parser.add_argument("--within", type=float, default=0.06, help="how closely the limit is found")
+    parser.add_argument("--within", type=float, default=0.08, help="how closely the limit is found")
     parser.add_argument("--ranks", type=int, default=2, help="sequence-parallel ranks (Ulysses)")
     parser.add_argument("--dtype", choices=list(common.DTYPES), default="fp32")
-    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ffn", type=int, default=512)
     parser.add_argument("--q-heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--tile-mib", type=int, default=4, help="logits per tile in ALST's TiledFusedLogitsLoss")
-    parser.add_argument("--quick", action="store_true", help="two layers and 32 MiB, for a first look")
+    parser.add_argument("--quick", action="store_true", help="the shallow one and 32 MiB, for a first look")
     parser.add_argument("--png", type=Path, default=None, help="draw the limits")
     parser.add_argument("--name", default="real-limit", help="name of the report")
     args = parser.parse_args()
     if args.quick:
-        args.layers, args.mib, args.name = 2, 32, args.name + "-quick"
+        args.shapes, args.mib, args.name = ["shallow"], 32, args.name + "-quick"
     return args
 
 
@@ -106,9 +116,14 @@ def attempt(args: argparse.Namespace, shape: dict[str, Any], tokens: int, method
         loss = common.run_ranks(one_step, args.ranks, shape, tokens, args.dtype, method, args.mib, env=steps.MALLOC)
     except Exception as error:
         said = str(error)
-        if "allocate memory" not in said and "MemoryError" not in said and "Cannot allocate" not in said:
+        if not any(limit in said for limit in ("SIGKILL", "allocate memory", "MemoryError")):
             raise  # not the limit
         loss = math.nan
+    finally:
+        for root, _ in GROUPS:
+            for group in root.glob("longspan-limit-*"):
+                with contextlib.suppress(OSError):  # a rank that is just being killed
+                    group.rmdir()
     ok = math.isfinite(loss)
     print(
         f"{method}: {tokens:,} tokens {'completes' if ok else 'fails'}, {time.perf_counter() - start:.0f} s", flush=True
@@ -125,45 +140,66 @@ def one_step(shape: dict[str, Any], tokens: int, dtype: str, name: str, mib: int
     for p in method.model.parameters():
         p.grad = torch.zeros_like(p)
     method.optimizer.step()  # its states now exist
-    held = steps.status_kib("VmData") * 1024
     method.optimizer.zero_grad(set_to_none=True)  # a step makes them again
-    resource.setrlimit(resource.RLIMIT_DATA, (held + mib * MIB, resource.RLIM_INFINITY))
+    limit(mib * MIB + sum(p.nbytes for p in method.model.parameters()))
     return method.step()
 
 
-def render(rows: list[dict[str, Any]], shape: dict[str, Any]) -> str:
-    theirs = next((row["longest"] for row in rows if row["method"].startswith("alst")), 0)
+def limit(nbytes: int) -> None:
+    """From here on this process may take so many bytes."""
+    for root, name in GROUPS:
+        if (root / name).exists() or "memory" in _controllers(root):
+            group = root / f"longspan-limit-{os.getpid()}"
+            group.mkdir()
+            (group / name).write_text(str(nbytes))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            return
+    held = steps.status_kib("VmData") * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, resource.RLIM_INFINITY))
+
+
+def _controllers(root: Path) -> list[str]:
+    file = root / "cgroup.subtree_control"
+    return file.read_text().split() if file.exists() else []
+
+
+def render(rows: list[dict[str, Any]], args: dict[str, Any]) -> str:
+    theirs = {row["shape"]: row["longest"] for row in rows if row["method"].startswith("alst")}
     cells = [
-        [row["method"], f"{row['longest']:,}", f"{row['longest'] / theirs:.2f}" if theirs else "",
+        [f"{row['shape']}, {SHAPES[row['shape']]} layers", row["method"], f"{row['longest']:,}",
+         f"{row['longest'] / theirs[row['shape']]:.2f}" if theirs.get(row["shape"]) else "",
          ", ".join(f"{n:,}{'' if ok else ' fails'}" for n, ok in sorted(row["tries"]))]
         for row in rows
     ]  # fmt: skip
     return (
-        common.table(["method", "longest context, tokens", "of ALST's", "tried"], cells)
-        + f"\n\n{shape['mib']} MiB a rank for a step, beside its weights, gradients and optimizer states;"
-        f" {shape['ranks']} ranks, weights whole on each. Llama: {shape['layers']} layers, hidden {shape['hidden']},"
-        f" {shape['q_heads']} query and {shape['kv_heads']} KV heads, FFN {shape['ffn']}, vocabulary"
-        f" {shape['vocab']:,}; {shape['dtype']}, batch 1, AdamW."
+        common.table(["model", "method", "longest context, tokens", "of ALST's", "tried"], cells)
+        + f"\n\n{args['mib']} MiB a rank for a step, beside its weights, gradients and optimizer states;"
+        f" {args['ranks']} ranks, weights whole on each. Llama: hidden {args['hidden']}, {args['q_heads']} query and"
+        f" {args['kv_heads']} KV heads, FFN {args['ffn']}, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1,"
+        " AdamW."
     )
 
 
-def draw(rows: list[dict[str, Any]], shape: dict[str, Any], path: Path) -> None:
+def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7, 2.6))
-    names = [row["method"] for row in rows]
-    values = [row["longest"] for row in rows]
-    bars = ax.barh(names, values, color=["#b5b5b5" if n.startswith("alst") else "#2b6cb0" for n in names])
-    ax.bar_label(bars, labels=[f"{v:,}" for v in values], padding=4)
-    ax.set_xlim(0, 1.15 * max(values))
-    ax.set_xlabel("longest context that completes a training step, tokens")
-    ax.set_title(f"{shape['mib']} MiB a rank for a step, {shape['ranks']} ranks, {shape['layers']} layers")
-    ax.invert_yaxis()
-    ax.spines[["top", "right"]].set_visible(False)
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    fig, axes = plt.subplots(1, len(shapes), figsize=(5.2 * len(shapes), 2.4), squeeze=False)
+    for ax, shape in zip(axes[0], shapes, strict=True):
+        mine = [row for row in rows if row["shape"] == shape]
+        names, values = [row["method"] for row in mine], [row["longest"] for row in mine]
+        bars = ax.barh(names, values, color=["#b5b5b5" if n.startswith("alst") else "#2b6cb0" for n in names])
+        ax.bar_label(bars, labels=[f"{v:,}" for v in values], padding=4)
+        ax.set_xlim(0, 1.25 * max(values))
+        ax.set_title(f"{SHAPES[shape]} layers", fontsize=10)
+        ax.invert_yaxis()
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.supxlabel(f"longest context of a training step, tokens ({args['mib']} MiB a rank)", fontsize=9)
     fig.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=130)
 
 
