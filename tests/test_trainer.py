@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState
 
 import longspan
+from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
 from tests.models import build
@@ -259,3 +261,52 @@ def test_what_is_no_trainer_is_refused() -> None:
 def test_on_one_device_nothing_changes(tmp_path: Path) -> None:
     log = sharded_alone(tmp_path)
     compare(log, _plain("plain"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# accelerate, in a loop of one's own.
+
+
+def _loop(mesh: dict[str, int] | None) -> list[float]:
+    """Losses of six steps; the loader, the optimizer and the scheduler are prepared, the model is not."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = build("Llama").train()
+    rows, replicas = 4, 1
+    if mesh is not None:
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        accelerator = ReplicaAccelerator.of(accelerator, sp)
+        model = longspan.parallelize(model, sp)
+        replicas = sp.data_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(
+        optimizer, total_iters=6 * replicas
+    )  # accelerate steps for each process
+    loader = torch.utils.data.DataLoader(Samples(24, 5), rows // replicas, shuffle=True, collate_fn=collate,
+                                         generator=torch.Generator().manual_seed(3))  # fmt: skip
+    loader, optimizer, schedule = accelerator.prepare(loader, optimizer, schedule)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        loss.backward()
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _loop_on(mesh: dict[str, int]) -> list[float]:
+    with as_launched():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return _loop(mesh)
+
+
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data": 2, "ring": 2}], ids=str)
+def test_a_loop_on_accelerate(get_pool: Callable[[int], RankPool], mesh: dict[str, int]) -> None:
+    expected = _loop(None)
+    assert len(expected) == 6
+    for losses in get_pool(functools.reduce(lambda a, b: a * b, mesh.values())).run(_loop_on, mesh):
+        assert losses == pytest.approx(expected, rel=1e-5)

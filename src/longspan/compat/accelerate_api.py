@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor
 
@@ -65,6 +66,12 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         self._dataloaders.append(prepared)
         return prepared
 
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's, which steps once for each process: here once for each replica."""
+        made = super().prepare_scheduler(scheduler)
+        made.__class__, made.split_batches, made.replicas = _ReplicaScheduler, True, self.longspan_sp.data_size
+        return made
+
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As accelerate's. Its callers count on gradients that are averaged over the processes; here they are summed
         over the ranks, and averaged over the replicas.
@@ -97,6 +104,14 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         """
         state = self.gradient_state
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+
+class _ReplicaScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    replicas = 1
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for _ in range(self.replicas):
+            super().step(*args, **kwargs)
 
 
 def _seed_workers_by_replica(loader: DataLoader[Any], replica: int) -> None:
