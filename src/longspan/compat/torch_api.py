@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,18 @@ def graph_is_kept() -> bool:
     """
     found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
     return bool(found())
+
+
+ELEMENTWISE: dict[str, Callable[[Any], Tensor]] = {
+    "MulBackward0": lambda node: node._saved_self * node._saved_other,
+    "SiluBackward0": lambda node: F.silu(node._saved_self),
+    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
+}
+"""By the name of an operation's node in a graph, which holds what went in: its result, computed again.
+
+Versions: torch 2.11 to 2.13. Public way: none (the names are in torch's notes on autograd). When gone: under another
+name of the node such a result is saved, as by torch itself; under another name of what it holds, an AttributeError.
+"""
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -13,21 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longspan.compat.torch_api import saved_tensors_are_hooked
+from longspan.compat.torch_api import ELEMENTWISE, saved_tensors_are_hooked, version_of
 from longspan.core.errors import LongspanError
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
 _FEWEST = 1 << 10  # elements of a tensor that is worth it
-
-# From the node of an operation, which holds what went in: its result.
-_AGAIN: dict[str, Callable[[Any], Tensor]] = {
-    "MulBackward0": lambda node: node._saved_self * node._saved_other,
-    "SiluBackward0": lambda node: F.silu(node._saved_self),
-    "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
-}
 
 
 class RecomputedActivations:
@@ -59,7 +51,7 @@ class Kept:
     """A saved tensor as it is, and how often it had been written to."""
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.version = x, x._version
+        self.x, self.version = x, version_of(x)
 
     def get(self) -> Tensor:
         """The tensor.
@@ -67,10 +59,10 @@ class Kept:
         Raises:
             LongspanError: it has been written to since: autograd's own check, which hooks replace.
         """
-        if self.x._version != self.version:
+        if version_of(self.x) != self.version:
             raise LongspanError(
                 f"a tensor of shape {tuple(self.x.shape)} that the backward needs was changed in place after it "
-                f"was saved (version {self.x._version}, saved at {self.version})"
+                f"was saved (version {version_of(self.x)}, saved at {self.version})"
             )
         return self.x
 
@@ -86,7 +78,7 @@ def _pack(x: Tensor) -> Kept | _Again:
     node: Any = x.grad_fn
     while node is not None and node.name() in _VIEWS and x.is_contiguous():
         node = node.next_functions[0][0]
-    if node is None or x.numel() < _FEWEST or node.name() not in _AGAIN:
+    if node is None or x.numel() < _FEWEST or node.name() not in ELEMENTWISE:
         return Kept(x)
     if any(before is None for before, _ in node.next_functions):
         return Kept(x)  # a product saves each factor for the other's gradient alone
@@ -96,5 +88,5 @@ def _pack(x: Tensor) -> Kept | _Again:
 def _unpack(packed: Kept | _Again) -> Tensor:
     if isinstance(packed, _Again):
         with torch.no_grad():
-            return _AGAIN[packed.node.name()](packed.node).reshape(packed.shape)
+            return ELEMENTWISE[packed.node.name()](packed.node).reshape(packed.shape)
     return packed.get()

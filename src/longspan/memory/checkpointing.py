@@ -194,6 +194,7 @@ class _Inputs:
         values = [*args, *named.values()]
         self.anchor = next(x for x in values if isinstance(x, Tensor)).new_empty(0)
         self.names, self.count = tuple(named), len(args)
+        self.kept: list[Any] = []  # a store may refuse
         self.asked = [isinstance(x, Tensor) and x.requires_grad for x in values]
         self.kept = [put(store, x) if asked else x for x, asked in zip(values, self.asked, strict=True)]
 
@@ -209,7 +210,7 @@ class _Inputs:
         return values[: self.count], dict(zip(self.names, values[self.count :], strict=True))
 
     def __del__(self) -> None:
-        for x, asked in zip(self.kept, self.asked, strict=True):
+        for x, asked in zip(self.kept, self.asked, strict=False):
             if asked:
                 x.drop()
 
