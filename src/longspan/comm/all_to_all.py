@@ -3,7 +3,7 @@
 The method is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3.1). Two operators do all of it:
 
     longspan::scatter_heads   [B, S/P, H, D] x several tensors  ->  [S, B, w]          w: my heads, all tensors, packed
-    longspan::gather_heads    [S, B, w]                         ->  [B, S/P, H, D] x several tensors
+    longspan::gather_heads    [S, B, w] or [S, B, h, D]         ->  [B, S/P, H, D] x several tensors
 
 They are adjoint to each other, so each is registered as the other's gradient; where no head goes to two ranks that
 adjoint is also the inverse. They are custom operators and not autograd Functions because `torch.compile` may inline

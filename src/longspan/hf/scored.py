@@ -80,16 +80,15 @@ def scored_output(
     logits = output["logits"]
     if not isinstance(logits, DeferredLogits):
         raise LongspanError(f"{type(model).__name__} does not call its head as transformers' models do")
-    names = ("log_probs", "entropy", *EXTRAS, "label_mask")
+    names = ("log_probs", *EXTRAS, "label_mask")
     mine = (
-        *logprobs_of(logits, labels, entropy=True, extras=tuple(EXTRAS)),
+        *logprobs_of(logits, labels, extras=tuple(EXTRAS)),
         (labels != IGNORE).to(logits.hidden.dtype),
     )
     found: dict[str, Any] = {
         name: Gathered.apply(x, sp, info.layout, info.length)[:, :-1]  # type: ignore[no-untyped-call]
         for name, x in zip(names, mine, strict=True)
     }
-    found["entropy"] = found["entropy"].detach()
     found |= {name: found[name].bool() for name in ("is_top1", "label_mask")}
     loss = -found["log_probs"].sum() / found["label_mask"].sum().clamp(min=1)
     return ScoredOutput(loss=loss, **found, aux_loss=aux_loss)

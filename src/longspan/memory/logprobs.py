@@ -95,12 +95,14 @@ def _autocast_of(device: torch.device) -> dict[str, Any]:
 
 
 EXTRAS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "entropy": lambda logits, log_p, labels: -(log_p.exp() * log_p).sum(-1),
     "is_top1": lambda logits, log_p, labels: logits.argmax(-1) == labels,
     "mean_logits": lambda logits, log_p, labels: logits.to(log_p.dtype).mean(-1),
     "log_sum_sq_probs": lambda logits, log_p, labels: torch.logsumexp(2 * log_p, -1),
 }
-"""Of a token's logits `[T, V]`, their log-probabilities, and labels `[T]`: whether the label is the likeliest token, as
-1 or 0; the mean of the logits; the logarithm of the sum of squared probabilities.
+"""Of a token's logits `[T, V]`, their log-probabilities, and labels `[T]`: the entropy, in nats; whether the label is
+the likeliest token, as 1 or 0; the mean of the logits; the logarithm of the sum of squared probabilities. None has a
+gradient, so that a backward does not compute it again.
 """
 
 
@@ -108,7 +110,7 @@ def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool, extras: tuple[s
     counts = labels_T != IGNORE
     all_log_p = torch.log_softmax(logits_TV, -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
     log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
-    found = [log_p, *([-(all_log_p.exp() * all_log_p).sum(-1)] if entropy else [])]
+    found = [log_p, *([EXTRAS["entropy"](logits_TV, all_log_p, labels_T)] if entropy else [])]
     found += [EXTRAS[name](logits_TV, all_log_p, labels_T).to(log_p.dtype) for name in extras]
     return tuple(torch.where(counts, x, 0) for x in found)
 

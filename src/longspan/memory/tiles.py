@@ -145,9 +145,8 @@ class Source:
         return tile if self.norm is None else self.norm.compute_with(tile, {})[0]
 
     def whole(self) -> Tensor:
-        """The input of all tokens, tile by tile; no gradients."""
-        if self.norm is None:
-            return self.held.get()
+        """What the norm gives of all tokens, tile by tile; no gradients."""
+        assert self.norm is not None
         if self.held.normed is None:
             with torch.no_grad():
                 (self.held.normed,) = _by_tiles(self.norm, self.held.get())

@@ -29,7 +29,7 @@ from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
 from longspan.trainers.stopping import stop_together
-from longspan.trainers.trl import reference_of, take_back_fused_head
+from longspan.trainers.trl import take_back_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.hooks import ForwardHooks
@@ -98,7 +98,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 f"give them to longspan.parallelize"
             )
         self.longspan_config = copy.deepcopy(inner.config)
-        for each in (self.model, reference_of(self)):
+        for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None and not hasattr(transformers_model(each), "longspan_hooks"):
                 take_back_fused_head(each)
                 parallelize(each, sp, **self.longspan_options)

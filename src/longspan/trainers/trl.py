@@ -22,8 +22,3 @@ def take_back_fused_head(model: Any) -> None:
     code = getattr(getattr(patched, "__func__", patched), "__code__", None)
     if code is not None and code.co_name == _PATCHED:
         del inner.forward
-
-
-def reference_of(trainer: Any) -> Any:
-    """The second model of a trainer, that it compares with; None where there is none."""
-    return getattr(trainer, "ref_model", None)
