@@ -62,7 +62,8 @@ def parse_args() -> argparse.Namespace:
         default=96,
         help="what a rank may take for a step beside weights, gradients and optimizer states",
     )
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--start", type=int, default=2048, help="tokens of the first try")
     parser.add_argument("--within", type=float, default=0.08, help="how closely the limit is found")
     parser.add_argument("--ranks", type=int, default=2, help="sequence-parallel ranks (Ulysses)")
