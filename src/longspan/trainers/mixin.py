@@ -25,6 +25,7 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
+from longspan.hf.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
@@ -194,7 +195,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             loss = loss / replicas  # the Trainer's own scale, for gradients that are averaged over replicas
         # And the accelerator averages; but this loss is that of all replicas.
-        loss = _ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
+        loss = ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
         return (loss, outputs) if return_outputs else loss
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if loss is not None and count is not None:
             mean = self.accelerator.gather_over_replicas(loss).mean() if self._sharded else loss
             self.longspan_eval.add(float(mean), count)
-        if logits is not None and self._sharded:
+        self._hooks.rows = None
+        if logits is not None and self._sharded and self._hooks.pooled is None:
             length = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
             logits = _gathered(logits, self.longspan_sp, length)
         return loss, logits, labels
@@ -233,15 +235,22 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         real = self.accelerator.real_samples()
         if real is not None:
             mine = max(0, min(len(labels), real - self.longspan_sp.data_rank * len(labels)))
+            if self._hooks.pooled is not None:
+                self._hooks.rows = mine
+                return inputs
             inputs["labels"] = torch.cat([labels[:mine], torch.full_like(labels[mine:], IGNORE)])
         return inputs
 
     def _labelled(self, inputs: Mapping[str, Any]) -> int | None:
-        """Labelled tokens of all replicas; None where there are no labels. Collective."""
+        """Labelled tokens of all replicas, or rows; None where there are no labels. Collective."""
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs.get("labels")
-            if labels is not None and not self._hooks.masked:
+            if labels is not None and self._hooks.pooled is not None:
+                labels = labels[: self._hooks.rows]
+                if problem_of(self._hooks.config, labels) != "single_label_classification":
+                    labels = torch.zeros(labels.shape)  # every entry counts
+            elif labels is not None and not self._hooks.masked:
                 labels = labels[..., 1:]
         if labels is None:
             return None
@@ -291,19 +300,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             super()._load_best_model()
             return
         checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """A number as it is, its gradient times another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
-        ctx.times = times
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.times, None
 
 
 class _Tally:
