@@ -20,7 +20,7 @@ import longspan
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
-from tests.models import build
+from tests.models import BASE, build
 from tests.pool import RankError, RankPool
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -213,6 +213,57 @@ def test_metrics_see_all_tokens_and_each_sample_once(
     for found in get_pool(ranks).run(_evaluated, mesh, tmp_path):
         for key in ("eval_loss", "eval_accuracy", "eval_rows"):
             assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+class _Marked(Samples):
+    """Sequences with a number for each, what a reward model would give."""
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        sample = dict(super().__getitem__(at))
+        return {**sample, "labels": sample["input_ids"].float().mean() / 30 - 1}
+
+
+def _collate_marked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = collate([{**sample, "labels": sample["input_ids"]} for sample in samples])
+    return {**batch, "labels": torch.stack([sample["labels"] for sample in samples])}
+
+
+def _errors(prediction: Any) -> dict[str, float]:
+    off = prediction.predictions[:, 0] - prediction.label_ids
+    return {"worst": float(abs(off).max()), "rows": float(len(off))}
+
+
+def _regressed(mesh: dict[str, int] | None, out: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The log of ten steps, an evaluation of ten samples at the end; saved."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**BASE, num_labels=1)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    given = {"data_collator": _collate_marked, "train_dataset": _Marked(64, 1), "eval_dataset": _Marked(10, 2),
+             "compute_metrics": _errors}  # fmt: skip
+    rows = {"max_steps": 10, "per_device_eval_batch_size": 10}
+    if mesh is None:
+        trainer = transformers.Trainer(model, arguments(out, **rows), **given)
+        trainer.train()
+        return trainer.state.log_history, dict(trainer.evaluate())
+    with as_launched():
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        rows |= {"per_device_train_batch_size": 4 // sp.data_size, "per_device_eval_batch_size": 4 // sp.data_size}
+        sharded_trainer: Any = longspan.trainer(transformers.Trainer)(model, arguments(out, **rows), **given, sp=sp)  # type: ignore[call-arg]
+        sharded_trainer.train()
+        sharded_trainer.save_model()
+        return sharded_trainer.state.log_history, dict(sharded_trainer.evaluate())
+
+
+def test_a_classifier_is_trained_evaluated_and_saved(pool4: RankPool, tmp_path: Path) -> None:
+    """Ten samples in batches of four, of two replicas: those that fill the last batch count nowhere."""
+    log, evaluated = _regressed(None, tmp_path / "plain")
+    for mine, found in pool4.run(_regressed, {"data": 2, "ring": 2}, tmp_path):
+        compare(mine, log)
+        for key in ("eval_loss", "eval_worst", "eval_rows"):
+            assert found[key] == pytest.approx(evaluated[key], rel=1e-4), key
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    batch = _collate_marked([_Marked(10, 2)[at] for at in range(10)])
+    assert float(loaded.eval()(**batch).loss.detach()) == pytest.approx(evaluated["eval_loss"], rel=1e-4)
 
 
 def test_no_logits_are_made_where_only_the_loss_is_asked_for(pool2: RankPool, tmp_path: Path) -> None:

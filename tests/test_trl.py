@@ -13,7 +13,7 @@ import torch
 
 import longspan
 from tests.fitting import as_launched, quiet
-from tests.models import build
+from tests.models import BASE, build
 from tests.pool import RankPool
 
 pytest.importorskip("trl")
@@ -78,7 +78,17 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("SFT", "text", {"peft": True}),
     "dpo": ("DPO", "preference", {}),
     "dpo lora": ("DPO", "preference", {"peft": True}),
+    "reward": ("Reward", "preference", {"center_rewards_coefficient": 0.01}),
+    "reward lora": ("Reward", "preference", {"peft": True}),
 }
+
+
+def rewarding() -> Any:
+    """A reward model."""
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(LlamaConfig(**BASE, num_labels=1))
 
 
 def log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
@@ -100,7 +110,8 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
     options: dict[str, Any] = {}
     if changes.pop("peft", False):
         torch.manual_seed(3)
-        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        kind = {"task_type": "SEQ_CLS"} if trainer_name == "Reward" else {"task_type": "CAUSAL_LM"}
+        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **kind)
     cls, config = getattr(trl, f"{trainer_name}Trainer"), getattr(trl, f"{trainer_name}Config")
     rows_at_once = 4
     if mesh is not None:
@@ -109,12 +120,13 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         cls = longspan.trainer(cls)
     if trainer_name == "DPO" and "peft_config" not in options:
         options["ref_model"] = build("Llama", seed=1)
+    model = rewarding() if trainer_name == "Reward" else build("Llama")
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
         eval_strategy="steps", eval_steps=3, **{**COMMON, **changes},
     )  # fmt: skip
     trainer = cls(
-        model=build("Llama"), args=args, train_dataset=Dataset.from_list(rows(data, 120)),
+        model=model, args=args, train_dataset=Dataset.from_list(rows(data, 120)),
         eval_dataset=Dataset.from_list(rows(data, 8, 100)), processing_class=tokenizer(), **options,
     )  # fmt: skip
     trainer.train()
@@ -129,7 +141,7 @@ def plain(kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    mesh = {"ulysses": 2} if kind in ("packed", "accumulated", "dpo lora") else {"data": 2, "ring": 2}
+    mesh = {"ulysses": 2} if kind in ("packed", "accumulated", "dpo lora", "reward lora") else {"data": 2, "ring": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
         expected = plain(kind)

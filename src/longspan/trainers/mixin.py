@@ -260,6 +260,15 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints.
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Hugging Face folder, by all ranks; older versions of transformers ask the first one's `_save` alone."""
+        if not self._sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The Hugging Face folder: of the whole model, by the first rank."""
         if not self._sharded:
