@@ -14,7 +14,7 @@ import torch
 import longspan
 from tests.fitting import as_launched, quiet
 from tests.models import BASE, build
-from tests.pool import RankPool
+from tests.pool import RankError, RankPool
 
 pytest.importorskip("trl")
 
@@ -150,3 +150,103 @@ def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kin
             for key, value in theirs.items():
                 if "per_second" not in key and "runtime" not in key:
                     assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-6), (key, mine["step"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GRPO, whose completions come from elsewhere.
+
+
+def _rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on a prompt, and on how often it came before in this batch."""
+    seen: dict[str, int] = {}
+    prompt_ids, completion_ids = [], []
+    for prompt in prompts:
+        turn = seen[prompt] = seen.get(prompt, -1) + 1
+        prompt_ids.append(tokenizer()(prompt)["input_ids"])
+        completion_ids.append(tokenizer()(sentence(1000 * len(prompt) + turn))["input_ids"])
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids,
+            "logprobs": [[0.0] * len(ids) for ids in completion_ids]}  # fmt: skip
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("sea") - 0.1 * len(text.split()) for text in completions]
+
+
+def grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run logs."""
+    if mesh is None:
+        return _grpo(None, out, folder, changes)
+    with as_launched():
+        return _grpo(mesh, out, folder, changes)
+
+
+def _grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    quiet()
+    options: dict[str, Any] = {"rollout_func": _rollout}
+    cls: Any = trl.GRPOTrainer
+    rows_at_once = 4
+    if mesh is not None:
+        options["sp"] = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        rows_at_once //= options["sp"].data_size
+        cls = longspan.trainer(cls)
+    changes = dict(changes)
+    options |= {name: changes.pop(name) for name in ("rollout_func",) if name in changes}
+    common = {name: value for name, value in COMMON.items() if name != "max_length"}
+    args = trl.GRPOConfig(
+        output_dir=str(out), per_device_train_batch_size=rows_at_once,
+        **(common | {"num_generations": 2, "max_completion_length": 32, "temperature": 0.7, "beta": 0.1} | changes),
+    )  # fmt: skip
+    trainer = cls(
+        model=AutoModelForCausalLM.from_pretrained(folder), args=args, reward_funcs=_reward,
+        train_dataset=Dataset.from_list([{"prompt": sentence(at)} for at in range(48)]),
+        processing_class=tokenizer(), **options,
+    )  # fmt: skip
+    trainer.train()
+    return list(trainer.state.log_history)
+
+
+REUSED = {"steps_per_generation": 2, "num_iterations": 2, "entropy_coef": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, {"steps_per_generation": 1})], ids=str
+)
+def test_grpo_logs_what_it_logs_on_one_process(
+    get_pool: Callable[[int], RankPool], mesh: dict[str, int], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ratio, KL and entropy of a policy whose completions are made by a function."""
+    build("Llama").save_pretrained(tmp_path / "model")
+    expected = grpo(None, tmp_path / "plain", tmp_path / "model", changes)
+    assert any(record.get("kl", 0) > 1e-4 for record in expected)
+    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
+    for log in get_pool(ranks).run(grpo, mesh, tmp_path, tmp_path / "model", changes):
+        assert len(log) == len(expected)
+        for mine, theirs in zip(log[:-1], expected[:-1], strict=True):
+            for key, value in theirs.items():
+                if not any(part in key for part in ("per_second", "runtime", "step_time", "/std", "reward_std")):
+                    assert mine[key] == pytest.approx(value, rel=5e-4, abs=1e-6), (key, mine["step"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_func": None}, "GRPOTrainer generates by its model.*give GRPOTrainer a rollout_func="),
+        ({"num_generations": 4, "steps_per_generation": 1}, "num_generations=4 completions .* gives it 2"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+        (
+            {"scale_rewards": "batch"},
+            "scale_rewards='batch' takes a deviation or a quantile .* each completion 2 times",
+        ),
+    ],
+)
+def test_what_grpo_cannot_do_sharded_is_refused(
+    pool2: RankPool, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    build("Llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(RankError, match=message):
+        mesh = {"data": 2} if "num_generations" in changes else {"ulysses": 2}
+        pool2.run(grpo, mesh, tmp_path, tmp_path / "model", changes)

@@ -24,7 +24,7 @@ from longspan.hf.loss import load_balancing_loss, mean_loss, mean_row_loss, prob
 from longspan.hf.outputs import head_of, without_deferred
 from longspan.hf.pooled import PooledHead
 from longspan.hf.registry import ModelBinding, check_positions
-from longspan.hf.scored import labels_to_score, scored_output
+from longspan.hf.scored import Scoring, labels_to_score, scored_output
 from longspan.hf.support import (
     HELP,
     attention_dropout,
@@ -111,6 +111,7 @@ class ForwardHooks:
         self.pooled = PooledHead(model, sp) if labels_each_row(model) else None
         self.rows: int | None = None  # so many first rows of a batch count in the loss of a classifier
         self.config: Any = model.config
+        self.scoring = Scoring()
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
@@ -172,7 +173,7 @@ class ForwardHooks:
         if owed.scored is not None:
             assert owed.info is not None
             aux = self._losses(model, output, owed).get("aux_loss")
-            return scored_output(model, output, owed.scored, self.sp, owed.info, aux)
+            return scored_output(model, output, owed.scored, self.sp, owed.info, aux, self.scoring)
         if owed.labels is not None or owed.real is not None:
             losses = self._losses(model, output, owed)
             output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts

@@ -30,7 +30,7 @@ from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
 from longspan.trainers.stopping import stop_together
-from longspan.trainers.trl import take_back_fused_head
+from longspan.trainers.trl import generate_elsewhere, take_back_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.hooks import ForwardHooks
@@ -90,6 +90,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_eval = _Tally()
         super().__init__(*args, **kwargs)
         self._refuse()
+        if self._sharded:
+            generate_elsewhere(self, sp)
         if self._sharded and self.args.enable_jit_checkpoint:
             stop_together(self)
         inner = transformers_model(self.model)
@@ -101,8 +103,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_config = copy.deepcopy(inner.config)
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None and not hasattr(transformers_model(each), "longspan_hooks"):
-                take_back_fused_head(each)
+                scoring = take_back_fused_head(each, self)
                 parallelize(each, sp, **self.longspan_options)
+                hooks: Any = transformers_model(each).longspan_hooks
+                hooks.scoring = scoring
 
     @property
     def _hooks(self) -> ForwardHooks:
@@ -185,8 +189,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
         if not self._sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_items_in_batch is None and not self.model.training:
-            num_items_in_batch = self.longspan_eval.items
+        if not self.model.training and self._hooks.pooled is None:
+            if num_items_in_batch is None:
+                num_items_in_batch = self.longspan_eval.items
+            else:  # versions of transformers differ in which labels count
+                self.longspan_eval.items = int(num_items_in_batch)
         before, replicas = self._hooks.losses, self.longspan_sp.data_size
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._hooks.losses == before:  # a loss that the trainer made by itself, of its replica
@@ -215,9 +222,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     ) -> tuple[Any, Any, Any]:
         """As the Trainer's; where only the loss is asked for, no logits are made, else those of all tokens gathered."""
         inputs = self._without_repeated(dict(inputs))
-        self.longspan_eval.items = count = self._labelled(inputs)
+        self.longspan_eval.items = self._labelled(inputs)
         with self._hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        count = self.longspan_eval.items
         if loss is not None and count is not None:
             mean = self.accelerator.gather_over_replicas(loss).mean() if self._sharded else loss
             self.longspan_eval.add(float(mean), count)
