@@ -168,6 +168,18 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Ranks that see the same batch, which the Trainer knows under this name."""
         return self.longspan_sp.size
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """As the Trainer's, which adds up what all processes read; those of a sequence group read the same."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.size
+
+    def store_flos(self) -> None:
+        """As the Trainer's, likewise."""
+        before = self.state.total_flos
+        super().store_flos()
+        self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.size
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not (self._sharded and self.longspan_options.get("fsdp", True)):  # FSDP moves it layer by layer
             super()._move_model_to_device(model, device)
@@ -189,7 +201,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
         if not self._sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not self.model.training and self._hooks.pooled is None:
+        if self._hooks.pooled is not None:  # its loss is a mean already, which the Trainer's scale would make another
+            num_items_in_batch = None
+        elif not self.model.training:
             if num_items_in_batch is None:
                 num_items_in_batch = self.longspan_eval.items
             else:  # versions of transformers differ in which labels count
