@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 import longspan
 from longspan.core.errors import LongspanError
+from longspan.verify.config import VerifyConfig
+from longspan.verify.inputs import model_origin
 from tests.models import BASE, FAMILIES, gradients, rows_of, sharding
 from tests.pool import RankError, RankPool
 
@@ -90,6 +93,22 @@ def test_a_row_is_scored_by_its_last_token_on_whatever_rank(
     expected = _plain_rows(family, problem, side)
     pool2.run(_rows, family, problem, side, [(1, 1, True), (1, 2, False)], expected)
     pool4.run(_rows, family, problem, side, [(1, 2, True), (2, 2, True), (2, 1, False)], expected)
+
+
+def _loads(folder: Path, expected: tuple[Any, ...]) -> None:
+    sp = sharding(1, 2)
+    model = longspan.from_pretrained(str(folder), sp, dtype=torch.float64).train()
+    out = model(**padded("left"), labels=PROBLEMS["reward"][1])
+    out.loss.backward()
+    torch.testing.assert_close((out.logits, out.loss, gradients(model)), expected[:3], **CLOSE)
+
+
+def test_a_folder_of_a_reward_model_is_loaded_sharded(pool2: RankPool, tmp_path: Path) -> None:
+    build("Llama", "Sequence", 1).save_pretrained(tmp_path)
+    pool2.run(_loads, tmp_path, _plain_rows("Llama", "reward", "left"))
+    config = VerifyConfig(model=str(tmp_path))
+    with pytest.raises(LongspanError, match="is a LlamaForSequenceClassification; longspan verify compares language"):
+        model_origin(config, transformers.AutoConfig.from_pretrained(tmp_path))
 
 
 def _tokens(family: str, expected: tuple[Any, ...]) -> None:
