@@ -182,7 +182,10 @@ Meshes: {meshes}.
 
 Refused, with the layer and the reason: encoder-decoders (T5, Whisper: cross attention), ALiBi models that build their
 own bias (BLOOM, MPT), linear attention, Mamba and other layers that mix tokens without attention, models that count
-positions themselves. What is not in the table and not refused: run `longspan verify` on it.
+positions themselves, question answering, classifiers that pool hidden states (BERT's first token). Classifiers of
+sequences by the last token's scores (reward models: `AutoModelForSequenceClassification` of the causal families above)
+and of tokens are compared with one process in `tests/test_classify.py`. What is not in the table and not refused: run
+`longspan verify` on it.
 """
 
 

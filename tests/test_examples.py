@@ -7,29 +7,35 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.pool import THREADS
+import longspan
+from examples.grpo import grpo_loss
+from tests.models import build, gradients, rows_of, sharding
+from tests.pool import THREADS, RankPool
 from tests.tolerance import last_place
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.launcher
-def test_the_loop_of_ones_own_runs_and_does_not_depend_on_the_ranks() -> None:
+@pytest.mark.parametrize("example", ["finetune", "grpo"])
+def test_a_loop_of_ones_own_runs_and_does_not_depend_on_the_ranks(example: str) -> None:
     runs, losses = [], []
     for ranks in (1, 2):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         flags = ["--context", "201", "--steps", "2", "--ulysses", str(ranks)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-        command = [*torchrun, str(ROOT / "examples" / "finetune.py"), *flags]
+        command = [*torchrun, str(ROOT / "examples" / f"{example}.py"), *flags]
         pipe = subprocess.PIPE
         runs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
     for run in runs:
         stdout, stderr = run.communicate(timeout=240)
         assert run.returncode == 0, stderr
-        losses.append(re.findall(r"loss ([\d.]+)", stdout))
+        losses.append(re.findall(r"loss (-?[\d.]+)", stdout))
     assert len(losses[0]) == len(losses[1]) == 2
     for one, two in zip(*losses, strict=True):
         assert abs(float(one) - float(two)) < 1.5 * last_place(one), losses  # the same, or the next decimal
@@ -48,3 +54,66 @@ def test_the_trainers_run_as_they_say(example: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 2, done.stdout
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def _rollouts() -> dict[str, Any]:
+    """Completions of unequal lengths, and what a policy that has moved on since said of them."""
+    draw = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, 61, (4, 21), generator=draw)
+    mask = torch.ones_like(ids)
+    for row, (before, behind) in enumerate([(0, 0), (3, 2), (0, 9), (5, 1)]):
+        mask[row, :before] = mask[row, 21 - behind :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :8] = -100
+    old = -4 + torch.randn(4, 21, dtype=torch.float64, generator=draw)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
+    advantages = torch.tensor([1.0, -0.5, 0.3, -1.2], dtype=torch.float64)
+    return {"batch": batch, "old": old, "advantages": advantages, "items": (labels[:, 1:] != -100).sum()}
+
+
+SHAPE = {"clip": 0.3, "beta": 0.1, "entropy_bonus": 0.05}
+
+
+def _grpo_on_logits() -> tuple[float, dict[str, torch.Tensor]]:
+    """The same loss by logits, on one process."""
+    model, reference, given = build("Llama").double(), build("Llama", seed=1).double(), _rollouts()
+    labels = given["batch"].pop("labels")
+    chosen = labels[:, 1:].clamp_min(0)[..., None]
+    everything = model(**given["batch"]).logits[:, :-1].log_softmax(-1)
+    near = reference(**given["batch"]).logits[:, :-1].log_softmax(-1).gather(-1, chosen)[..., 0].detach()
+    logps = everything.gather(-1, chosen)[..., 0]
+    ratio, by_row = (logps - given["old"][:, :-1]).exp(), given["advantages"][:, None]
+    gain = torch.min(ratio * by_row, ratio.clamp(1 - SHAPE["clip"], 1 + SHAPE["clip"]) * by_row)
+    kl = (near - logps).exp() - (near - logps) - 1
+    entropy = -(everything.exp() * everything).sum(-1)
+    each = SHAPE["beta"] * kl - gain - SHAPE["entropy_bonus"] * entropy
+    loss = each[labels[:, 1:] != -100].sum() / given["items"]
+    loss.backward()
+    return float(loss.detach()), gradients(model)
+
+
+def _grpo_sharded(meshes: list[tuple[int, int, bool]]) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    found = []
+    for data, ring, fsdp in meshes:
+        sp, given = sharding(data, ring), _rollouts()
+        policy, reference = (longspan.parallelize(build("Llama", seed=seed).double(), sp, fsdp=fsdp) for seed in (0, 1))
+        mine = {name: rows_of({name: value}, sp.data_rank, data)[name] for name, value in given["batch"].items()}
+        old, advantages = (given[name].chunk(data)[sp.data_rank] for name in ("old", "advantages"))
+        loss = grpo_loss(policy, reference, mine, old, advantages, given["items"], **SHAPE)
+        loss.backward()
+        of_replicas = loss.detach().clone() / sp.size
+        torch.distributed.all_reduce(of_replicas)
+        found.append((float(of_replicas), gradients(policy)))
+    return found
+
+
+def test_a_grpo_loss_is_that_of_one_process(pool2: RankPool, pool4: RankPool) -> None:
+    """Ratio, clip, KL to a reference and entropy, in fp64."""
+    loss, expected = _grpo_on_logits()
+    on_2, on_4 = [(1, 2, True), (1, 1, False)], [(2, 2, True), (1, 2, False)]
+    for pool, meshes in ((pool2, on_2), (pool4, on_4)):
+        for of_rank in pool.run(_grpo_sharded, meshes):
+            for found, grads in of_rank:
+                assert found == pytest.approx(loss, rel=1e-9)
+                torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-12)

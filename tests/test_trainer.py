@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker, on_main_process
 
 import longspan
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
-from tests.models import build
+from tests.models import BASE, build
 from tests.pool import RankError, RankPool
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -215,6 +217,57 @@ def test_metrics_see_all_tokens_and_each_sample_once(
             assert found[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
+class _Marked(Samples):
+    """Sequences with a number for each, what a reward model would give."""
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        sample = dict(super().__getitem__(at))
+        return {**sample, "labels": sample["input_ids"].float().mean() / 30 - 1}
+
+
+def _collate_marked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch = collate([{**sample, "labels": sample["input_ids"]} for sample in samples])
+    return {**batch, "labels": torch.stack([sample["labels"] for sample in samples])}
+
+
+def _errors(prediction: Any) -> dict[str, float]:
+    off = prediction.predictions[:, 0] - prediction.label_ids
+    return {"worst": float(abs(off).max()), "rows": float(len(off))}
+
+
+def _regressed(mesh: dict[str, int] | None, out: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The log of ten steps, an evaluation of ten samples at the end; saved."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**BASE, num_labels=1)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    given = {"data_collator": _collate_marked, "train_dataset": _Marked(64, 1), "eval_dataset": _Marked(10, 2),
+             "compute_metrics": _errors}  # fmt: skip
+    rows = {"max_steps": 10, "per_device_eval_batch_size": 10}
+    if mesh is None:
+        trainer = transformers.Trainer(model, arguments(out, **rows), **given)
+        trainer.train()
+        return trainer.state.log_history, dict(trainer.evaluate())
+    with as_launched():
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        rows |= {"per_device_train_batch_size": 4 // sp.data_size, "per_device_eval_batch_size": 4 // sp.data_size}
+        sharded_trainer: Any = longspan.trainer(transformers.Trainer)(model, arguments(out, **rows), **given, sp=sp)  # type: ignore[call-arg]
+        sharded_trainer.train()
+        sharded_trainer.save_model()
+        return sharded_trainer.state.log_history, dict(sharded_trainer.evaluate())
+
+
+def test_a_classifier_is_trained_evaluated_and_saved(pool4: RankPool, tmp_path: Path) -> None:
+    """Ten samples in batches of four, of two replicas: those that fill the last batch count nowhere."""
+    log, evaluated = _regressed(None, tmp_path / "plain")
+    for mine, found in pool4.run(_regressed, {"data": 2, "ring": 2}, tmp_path):
+        compare(mine, log)
+        for key in ("eval_loss", "eval_worst", "eval_rows"):
+            assert found[key] == pytest.approx(evaluated[key], rel=1e-4), key
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    batch = _collate_marked([_Marked(10, 2)[at] for at in range(10)])
+    assert float(loaded.eval()(**batch).loss.detach()) == pytest.approx(evaluated["eval_loss"], rel=1e-4)
+
+
 def test_no_logits_are_made_where_only_the_loss_is_asked_for(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(_seen_logits, {"ulysses": 2}, tmp_path) == [[], []]
 
@@ -264,14 +317,62 @@ def test_on_one_device_nothing_changes(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Trackers.
+
+
+def _tracked(mesh: dict[str, int], out: Path) -> list[dict[str, Any]]:
+    with as_launched():
+        trainer = made(mesh, out, max_steps=6, report_to="tensorboard", include_num_input_tokens_seen="non_padding")
+        trainer.train()
+        return list(trainer.state.log_history)
+
+
+def test_a_tracker_is_told_once_and_what_one_process_would_tell_it(pool4: RankPool, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    expected = plain(tmp_path / "plain", max_steps=6, include_num_input_tokens_seen="non_padding")
+    pool4.run(_tracked, {"data": 2, "ring": 2}, tmp_path / "sharded")
+    (events,) = (tmp_path / "sharded").rglob("events.out.tfevents.*")
+    told = EventAccumulator(str(events)).Reload()
+    flops, at_most = told.Scalars("train/total_flos")[-1].value, expected[-1]["total_flos"]
+    assert 0.8 * at_most < flops <= at_most  # two replicas pad their halves of a batch less
+    for name in ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen"):
+        scalars = told.Scalars(f"train/{name}")[:6]  # at the end tokens are told once more
+        assert [scalar.step for scalar in scalars] == [1, 2, 3, 4, 5, 6], name
+        assert [scalar.value for scalar in scalars] == pytest.approx([log[name] for log in expected[:6]], rel=2e-4), (
+            name
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # accelerate, in a loop of one's own.
 
 
-def _loop(mesh: dict[str, int] | None) -> list[float]:
-    """Losses of six steps; the loader, the optimizer and the scheduler are prepared, the model is not."""
-    from accelerate import Accelerator
+class _Told(GeneralTracker):  # type: ignore[misc]
+    """A tracker that keeps what it is told."""
 
-    accelerator = Accelerator(cpu=True)
+    name, requires_logging_directory = "told", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[float] = []
+
+    @property
+    def tracker(self) -> list[float]:
+        return self.told
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.told.append(values["loss"])
+
+
+def _loop(mesh: dict[str, int] | None, precision: str) -> tuple[list[float], list[float]]:
+    """Losses of six steps, and what a tracker was told of them; the loader, the optimizer and the scheduler are
+    prepared, the model is not.
+    """
+    tracker = _Told()
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, log_with=tracker)
+    accelerator.init_trackers("loop")
     model = build("Llama").train()
     rows, replicas = 4, 1
     if mesh is not None:
@@ -288,25 +389,32 @@ def _loop(mesh: dict[str, int] | None) -> list[float]:
     loader, optimizer, schedule = accelerator.prepare(loader, optimizer, schedule)
     losses = []
     for batch in loader:
-        loss = model(**batch).loss
+        with accelerator.autocast():
+            loss = model(**batch).loss
         loss.backward()
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return losses
+        accelerator.log({"loss": losses[-1]}, step=len(losses))
+    return losses, tracker.told
 
 
-def _loop_on(mesh: dict[str, int]) -> list[float]:
+def _loop_on(mesh: dict[str, int], precision: str) -> tuple[list[float], list[float]]:
     with as_launched():
         AcceleratorState._reset_state(reset_partial_state=True)
-        return _loop(mesh)
+        return _loop(mesh, precision)
 
 
-@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data": 2, "ring": 2}], ids=str)
-def test_a_loop_on_accelerate(get_pool: Callable[[int], RankPool], mesh: dict[str, int]) -> None:
-    expected = _loop(None)
+@pytest.mark.parametrize(
+    ("mesh", "precision"), [({"ulysses": 2}, "no"), ({"data": 2, "ring": 2}, "no"), ({"ulysses": 2}, "bf16")], ids=str
+)
+def test_a_loop_on_accelerate(get_pool: Callable[[int], RankPool], mesh: dict[str, int], precision: str) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    expected, _ = _loop(None, precision)
     assert len(expected) == 6
-    for losses in get_pool(functools.reduce(lambda a, b: a * b, mesh.values())).run(_loop_on, mesh):
-        assert losses == pytest.approx(expected, rel=1e-5)
+    found = get_pool(functools.reduce(lambda a, b: a * b, mesh.values())).run(_loop_on, mesh, precision)
+    for rank, (losses, told) in enumerate(found):
+        assert losses == pytest.approx(expected, rel=1e-5 if precision == "no" else 2e-2)
+        assert told == (losses if rank == 0 else [])

@@ -13,8 +13,8 @@ import torch
 
 import longspan
 from tests.fitting import as_launched, quiet
-from tests.models import build
-from tests.pool import RankPool
+from tests.models import BASE, build
+from tests.pool import RankError, RankPool
 
 pytest.importorskip("trl")
 
@@ -78,7 +78,17 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("SFT", "text", {"peft": True}),
     "dpo": ("DPO", "preference", {}),
     "dpo lora": ("DPO", "preference", {"peft": True}),
+    "reward": ("Reward", "preference", {"center_rewards_coefficient": 0.01}),
+    "reward lora": ("Reward", "preference", {"peft": True}),
 }
+
+
+def rewarding() -> Any:
+    """A reward model."""
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(LlamaConfig(**BASE, num_labels=1))
 
 
 def log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
@@ -100,7 +110,8 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
     options: dict[str, Any] = {}
     if changes.pop("peft", False):
         torch.manual_seed(3)
-        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        kind = {"task_type": "SEQ_CLS"} if trainer_name == "Reward" else {"task_type": "CAUSAL_LM"}
+        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **kind)
     cls, config = getattr(trl, f"{trainer_name}Trainer"), getattr(trl, f"{trainer_name}Config")
     rows_at_once = 4
     if mesh is not None:
@@ -109,12 +120,13 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         cls = longspan.trainer(cls)
     if trainer_name == "DPO" and "peft_config" not in options:
         options["ref_model"] = build("Llama", seed=1)
+    model = rewarding() if trainer_name == "Reward" else build("Llama")
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
         eval_strategy="steps", eval_steps=3, **{**COMMON, **changes},
     )  # fmt: skip
     trainer = cls(
-        model=build("Llama"), args=args, train_dataset=Dataset.from_list(rows(data, 120)),
+        model=model, args=args, train_dataset=Dataset.from_list(rows(data, 120)),
         eval_dataset=Dataset.from_list(rows(data, 8, 100)), processing_class=tokenizer(), **options,
     )  # fmt: skip
     trainer.train()
@@ -129,7 +141,7 @@ def plain(kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    mesh = {"ulysses": 2} if kind in ("packed", "accumulated", "dpo lora") else {"data": 2, "ring": 2}
+    mesh = {"ulysses": 2} if kind in ("packed", "accumulated", "dpo lora", "reward lora") else {"data": 2, "ring": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
         expected = plain(kind)
@@ -138,3 +150,103 @@ def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kin
             for key, value in theirs.items():
                 if "per_second" not in key and "runtime" not in key:
                     assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-6), (key, mine["step"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GRPO, whose completions come from elsewhere.
+
+
+def _rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on a prompt, and on how often it came before in this batch."""
+    seen: dict[str, int] = {}
+    prompt_ids, completion_ids = [], []
+    for prompt in prompts:
+        turn = seen[prompt] = seen.get(prompt, -1) + 1
+        prompt_ids.append(tokenizer()(prompt)["input_ids"])
+        completion_ids.append(tokenizer()(sentence(1000 * len(prompt) + turn))["input_ids"])
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids,
+            "logprobs": [[0.0] * len(ids) for ids in completion_ids]}  # fmt: skip
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("sea") - 0.1 * len(text.split()) for text in completions]
+
+
+def grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run logs."""
+    if mesh is None:
+        return _grpo(None, out, folder, changes)
+    with as_launched():
+        return _grpo(mesh, out, folder, changes)
+
+
+def _grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    quiet()
+    options: dict[str, Any] = {"rollout_func": _rollout}
+    cls: Any = trl.GRPOTrainer
+    rows_at_once = 4
+    if mesh is not None:
+        options["sp"] = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        rows_at_once //= options["sp"].data_size
+        cls = longspan.trainer(cls)
+    changes = dict(changes)
+    options |= {name: changes.pop(name) for name in ("rollout_func",) if name in changes}
+    common = {name: value for name, value in COMMON.items() if name != "max_length"}
+    args = trl.GRPOConfig(
+        output_dir=str(out), per_device_train_batch_size=rows_at_once,
+        **(common | {"num_generations": 2, "max_completion_length": 32, "temperature": 0.7, "beta": 0.1} | changes),
+    )  # fmt: skip
+    trainer = cls(
+        model=AutoModelForCausalLM.from_pretrained(folder), args=args, reward_funcs=_reward,
+        train_dataset=Dataset.from_list([{"prompt": sentence(at)} for at in range(48)]),
+        processing_class=tokenizer(), **options,
+    )  # fmt: skip
+    trainer.train()
+    return list(trainer.state.log_history)
+
+
+REUSED = {"steps_per_generation": 2, "num_iterations": 2, "entropy_coef": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"), [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, {"steps_per_generation": 1})], ids=str
+)
+def test_grpo_logs_what_it_logs_on_one_process(
+    get_pool: Callable[[int], RankPool], mesh: dict[str, int], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Ratio, KL and entropy of a policy whose completions are made by a function."""
+    build("Llama").save_pretrained(tmp_path / "model")
+    expected = grpo(None, tmp_path / "plain", tmp_path / "model", changes)
+    assert any(record.get("kl", 0) > 1e-4 for record in expected)
+    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
+    for log in get_pool(ranks).run(grpo, mesh, tmp_path, tmp_path / "model", changes):
+        assert len(log) == len(expected)
+        for mine, theirs in zip(log[:-1], expected[:-1], strict=True):
+            for key, value in theirs.items():
+                if not any(part in key for part in ("per_second", "runtime", "step_time", "/std", "reward_std")):
+                    assert mine[key] == pytest.approx(value, rel=5e-4, abs=1e-6), (key, mine["step"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_func": None}, "GRPOTrainer generates by its model.*give GRPOTrainer a rollout_func="),
+        ({"num_generations": 4, "steps_per_generation": 1}, "num_generations=4 completions .* gives it 2"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+        (
+            {"scale_rewards": "batch"},
+            "scale_rewards='batch' takes a deviation or a quantile .* each completion 2 times",
+        ),
+    ],
+)
+def test_what_grpo_cannot_do_sharded_is_refused(
+    pool2: RankPool, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    build("Llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(RankError, match=message):
+        mesh = {"data": 2} if "num_generations" in changes else {"ulysses": 2}
+        pool2.run(grpo, mesh, tmp_path, tmp_path / "model", changes)

@@ -216,6 +216,8 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
         elif key in _CUT or key in _IDS:
             if shape != (batch_size, n):
                 hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
+                if key == "labels" and value.shape[:1] == (batch_size,) and value.dim() < 3:
+                    hint = "; labels of rows are not cut, give them to the model beside the cut batch"
                 raise LongspanError(
                     f"`{key}` has the shape {shape}, the batch has {batch_size} rows of {n} tokens{hint}"
                 )

@@ -20,11 +20,19 @@ from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
 from longspan.hf.fsdp import reshard
 from longspan.hf.gradients import GradientSum
-from longspan.hf.loss import load_balancing_loss, mean_loss
+from longspan.hf.loss import load_balancing_loss, mean_loss, mean_row_loss, problem_of
 from longspan.hf.outputs import head_of, without_deferred
+from longspan.hf.pooled import PooledHead
 from longspan.hf.registry import ModelBinding, check_positions
-from longspan.hf.scored import labels_to_score, scored_output
-from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
+from longspan.hf.scored import Scoring, labels_to_score, scored_output
+from longspan.hf.support import (
+    HELP,
+    attention_dropout,
+    labels_each_row,
+    labels_each_token,
+    no_router_loss,
+    router_top_k,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,8 +70,9 @@ class ForwardHooks:
     """The hooks around a model's forward.
 
     A causal LM calls its loss function, whose place `loss` takes. Where that is not so (a masked LM computes its own
-    cross entropy) or not enough (a mixture of experts adds the loss of its routers), the labels are kept back, and the
-    loss is computed from the logits when the forward has ended.
+    cross entropy, a classifier's logits are those of some tokens or of rows) or not enough (a mixture of experts adds
+    the loss of its routers), the labels are kept back, and the loss is computed from the logits when the forward has
+    ended.
 
     Args:
         model: the transformers model with a language-model head.
@@ -98,7 +107,11 @@ class ForwardHooks:
         self.signature = inspect.signature(model.forward)
         self.gradients: GradientSum | None = None
         self.in_backward: InBackward | None = None
-        self.masked = is_masked_lm(model)
+        self.masked = labels_each_token(model)
+        self.pooled = PooledHead(model, sp) if labels_each_row(model) else None
+        self.rows: int | None = None  # so many first rows of a batch count in the loss of a classifier
+        self.config: Any = model.config
+        self.scoring = Scoring()
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
@@ -122,7 +135,7 @@ class ForwardHooks:
             self.levers.choose(info.length, len(tokens), self._wants_router_loss(model, batch))
         if self._wants_router_loss(model, batch):
             self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
-        if self.masked or self.owed.real is not None:
+        if self.masked or self.pooled is not None or self.owed.real is not None:
             self.owed.labels, self.owed.items = cut.pop("labels", None), cut.pop("num_items_in_batch", None)
             self.owed.as_tuple = not _or_default(
                 cut.pop("return_dict", None), getattr(model.config, "return_dict", True)
@@ -138,6 +151,8 @@ class ForwardHooks:
         # the whole sequence. Padding and documents are in `info` too.
         cut["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         cut["use_cache"] = False
+        if self.pooled is not None:
+            self.pooled.begin(batch, cut)
         return (), cut
 
     def leave(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
@@ -158,7 +173,7 @@ class ForwardHooks:
         if owed.scored is not None:
             assert owed.info is not None
             aux = self._losses(model, output, owed).get("aux_loss")
-            return scored_output(model, output, owed.scored, self.sp, owed.info, aux)
+            return scored_output(model, output, owed.scored, self.sp, owed.info, aux, self.scoring)
         if owed.labels is not None or owed.real is not None:
             losses = self._losses(model, output, owed)
             output = type(output)(**{**output, **losses})  # made anew, since the order of its entries counts
@@ -212,6 +227,15 @@ class ForwardHooks:
         self.batches.carried(carried)
         return loss
 
+    def _mean_of_rows(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self.losses += 1
+        carry = None if self.batches is None else self.batches.to_carry()
+        problem = problem_of(self.config, labels)
+        loss, carried = mean_row_loss(logits, labels, problem, self.sp, self.rows, carry)
+        if self.batches is not None:
+            self.batches.carried(carried)
+        return loss
+
     def _check_nothing_was_added(self, output: Any) -> None:
         """Another term of the loss would be that of one rank's tokens, and its gradient summed over the ranks."""
         if torch.compiler.is_compiling() or self.computed is None:  # compiled, tensors have no identity
@@ -232,7 +256,11 @@ class ForwardHooks:
         """`loss` and `aux_loss` of the global batch, as far as they are owed."""
         losses = {}
         if owed.labels is not None:
-            losses["loss"] = self._mean(output["logits"], owed.labels, owed.items)
+            logits = output["logits"]
+            if self.pooled is None:
+                losses["loss"] = self._mean(logits, owed.labels, owed.items)
+            else:  # of num_items_in_batch a classifier of transformers makes nothing either
+                losses["loss"] = self._mean_of_rows(logits, owed.labels)
         if owed.real is not None:
             assert self.top_k is not None
             logits = output["router_logits"]
@@ -275,6 +303,8 @@ class ForwardHooks:
             )
         if batch.get("labels") is not None and "labels" not in self.signature.parameters:
             raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
+        if self.pooled is not None:
+            self.pooled.check(batch)
         if model.training and self.levers is not None:
             self.levers.check(self._wants_router_loss(model, batch))
         if model.training and self.dropout is not None:
@@ -301,6 +331,7 @@ class ForwardHooks:
             self._refuse(model, batch)
             if is_on_cpu(batch) or (self.batches is not None and self.batches.thorough):
                 _check_ids(model, batch, self.rotary)
+                self._check_labels(model, batch)
             cut = self._part_of(model, batch)
             check_positions(model, cut["longspan"])
             if self.levers is not None and model.training:
@@ -313,7 +344,28 @@ class ForwardHooks:
             raise problem
         return batch, cut
 
+    def _check_labels(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+        """Refuse labels that the model's head does not have."""
+        size, kind = model.config.get_text_config().vocab_size, "vocabulary has {} ids"
+        if self.pooled is not None or model.loss_type == "ForTokenClassification":
+            size, kind = model.config.num_labels, "model has {} labels"
+        for key in ("labels", "shift_labels"):
+            labels = batch.get(key)
+            if not isinstance(labels, Tensor) or labels.numel() == 0:
+                continue
+            if self.pooled is not None and problem_of(model.config, labels) != "single_label_classification":
+                continue
+            wrong = ((labels < 0) | (labels >= size)) & (labels != IGNORE)
+            if bool(wrong.any()):
+                raise LongspanError(
+                    f"`{key}` holds {int(labels[wrong][0])}, the {kind.format(size)}: 0 to {size - 1}, or {IGNORE} "
+                    f"where no loss is computed"
+                )
+
     def _part_of(self, model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
+        if self.pooled is not None and "longspan" not in batch:
+            labels = {key: batch[key] for key in ("labels",) if batch.get(key) is not None}
+            return cut_batch({key: value for key, value in batch.items() if key != "labels"}, self.sp) | labels
         if "longspan" not in batch:
             return cut_batch(batch, self.sp, shift=False) if self.masked else cut_batch(batch, self.sp)
         info = batch["longspan"]
@@ -321,8 +373,8 @@ class ForwardHooks:
             raise LongspanError(
                 f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
             )
-        if batch.get("labels") is not None and info.shifted == self.masked:
-            kind = "masked LM, whose labels are not" if self.masked else "causal LM, whose labels are"
+        if batch.get("labels") is not None and info.shifted == self.masked and self.pooled is None:
+            kind = "model of each token, whose labels are not" if self.masked else "causal LM, whose labels are"
             raise LongspanError(
                 f"{self.name} is a {kind} shifted; cut its batches with longspan.shard_batch(batch, sp, "
                 f"shift={not self.masked})"
@@ -343,18 +395,12 @@ def _or_default(value: Any, default: Any) -> Any:
 def _check_ids(model: PreTrainedModel, batch: Mapping[str, Any], rotary: bool) -> None:
     """Refuse ids that the model's tables do not have: cut, they would fail on the one rank that holds them."""
     config = model.config.get_text_config()
-    size = config.vocab_size
-    for key in ("input_ids", "labels", "shift_labels"):
-        ids = batch.get(key)
-        if not isinstance(ids, Tensor) or ids.numel() == 0:
-            continue
+    size, ids = config.vocab_size, batch.get("input_ids")
+    if isinstance(ids, Tensor) and ids.numel():
         wrong = (ids < 0) | (ids >= size)
-        if key != "input_ids":
-            wrong &= ids != IGNORE
         if bool(wrong.any()):
-            but = "" if key == "input_ids" else f", or {IGNORE} where no loss is computed"
             raise LongspanError(
-                f"`{key}` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}{but}"
+                f"`input_ids` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}"
             )
     types, positions = batch.get("token_type_ids"), batch.get("position_ids")
     if isinstance(types, Tensor) and types.numel():

@@ -45,8 +45,8 @@ def from_pretrained(
     rank loads the whole model. Collective: call it on every rank.
 
     Args:
-        name: a folder or the name of a model on the Hugging Face hub. A masked LM, if its config's `architectures` name
-            one, else a causal LM.
+        name: a folder or the name of a model on the Hugging Face hub. A masked LM or a classifier of sequences or
+            tokens, if its config's `architectures` name one, else a causal LM.
         sp: how the sequence lies over the ranks.
         dtype: of the weights; "auto": as the config says, or else the files.
         prepare: called with the model before it is sharded, while its weights have no values yet (they are NaN), to
@@ -66,19 +66,21 @@ def from_pretrained(
 
 
 def _pretrained(name: str, dtype: torch.dtype | Literal["auto"]) -> Origin:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    import transformers
+    from transformers import AutoConfig
 
     check_source("name", name)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
         raise LongspanError(f"{name}: no model config can be read there: {first_line(error)}") from error
-    masked = any(kind.endswith("ForMaskedLM") for kind in config.architectures or ())
+    kinds = ("MaskedLM", "SequenceClassification", "TokenClassification")
+    kind = next((k for k in kinds for name in config.architectures or () if name.endswith(f"For{k}")), "CausalLM")
     if dtype == "auto":
         dtype = config.dtype
     if not isinstance(dtype, torch.dtype):
         raise LongspanError(f"the config of {name} names no dtype; give from_pretrained(..., dtype=torch.bfloat16)")
-    return Origin(AutoModelForMaskedLM if masked else AutoModelForCausalLM, config, dtype, name, said=name)
+    return Origin(getattr(transformers, f"AutoModelFor{kind}"), config, dtype, name, said=name)
 
 
 def _as_it_is(model: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
@@ -92,6 +93,72 @@ def mean_loss(
         count = count.to(sums.device)
     loss: Tensor = sums[0] / count
     return loss.to(torch.promote_types(logits.dtype, torch.float32)), sums[2].detach()
+
+
+def mean_row_loss(
+    logits: Tensor,
+    labels: Tensor,
+    problem: str,
+    sp: SequenceSharding,
+    rows: int | None = None,
+    carry: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of a sequence classifier over all rows of the global batch, the same number on every rank.
+
+    Its gradient on each rank is that of the whole in `logits`: the ranks of a sequence group hold the same logits, and
+    each takes from it what belongs to its own tokens (`longspan.hf.pooled`).
+
+    Args:
+        logits: of this replica's rows, `[B, labels]`, alike on the ranks of its sequence group.
+        labels: `[B]` or `[B, labels]`.
+        problem: as `problem_of` says it.
+        sp: the sharding.
+        rows: so many first rows count; by default all.
+        carry: as for `mean_loss`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64): the mean over labels that are not -100 (one label of several), or over all
+        entries (regression, several labels). And the sum of all ranks' `carry`, fp64 [].
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
+    if problem == "single_label_classification":
+        total = F.cross_entropy(logits_BC, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
+        count = (labels != IGNORE).sum()
+    else:
+        of_entry = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
+        count = torch.tensor(logits_BC.numel(), device=logits.device)
+    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
+    # The ranks of a sequence group put the same number into the sum, and each needs the whole of its gradient.
+    parts = torch.stack([ScaledGradient.apply(total.double(), sp.size), count.double(), carried])  # type: ignore[no-untyped-call]
+    sums = sum_over_ranks(parts, sp)
+    loss: Tensor = sums[0] / sums[1].detach().clamp_min(1)
+    return loss.to(dtype), sums[2].detach()
+
+
+def problem_of(config: Any, labels: Tensor) -> str:
+    """What a sequence classifier's labels are, as transformers reads config and labels: "regression",
+    "single_label_classification" or "multi_label_classification".
+    """
+    if config.problem_type is not None:
+        return str(config.problem_type)
+    if config.num_labels == 1:
+        return "regression"
+    return f"{'multi' if labels.is_floating_point() else 'single'}_label_classification"
+
+
+class ScaledGradient(torch.autograd.Function):
+    """A tensor as it is, its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.times = times
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.times, None
 
 
 def _check_items(items: Any) -> None:

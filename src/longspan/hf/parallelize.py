@@ -67,7 +67,8 @@ def parallelize(
     is compared first.
 
     Args:
-        model: a transformers causal or masked LM, or a PEFT model around one, on its device. With `fsdp` it may still
+        model: a transformers causal or masked LM, a classifier of tokens, one of sequences that scores every token and
+            takes the last one's (a reward model), or a PEFT model around one, on its device. With `fsdp` it may still
             be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
         sp: how the sequence lies over the ranks.
         fsdp: shard weights, gradients and optimizer state by FSDP2: one group per decoder layer, gathered one layer
@@ -97,10 +98,12 @@ def parallelize(
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
-        LM); `loss` is the mean over every unmasked token of the global batch, equal on every rank; `logits` are those
-        of this rank's tokens, where they are made. With `output_router_logits=True` a mixture of experts
-        adds its load-balancing loss over all tokens of the global batch, `aux_loss`. There is no KV cache: `use_cache`
-        is off.
+        LM or a classifier of tokens); `loss` is the mean over every unmasked token of the global batch, equal on every
+        rank; `logits` are those of this rank's tokens, where they are made. Of a classifier of sequences `loss` is the
+        mean over the rows of the global batch, and `logits` are those of this replica's rows, equal on every rank of
+        its sequence group; a loss of one's own that each of these ranks makes of them has the gradients of one. With
+        `output_router_logits=True` a mixture of experts adds its load-balancing loss over all tokens of the global
+        batch, `aux_loss`. There is no KV cache: `use_cache` is off.
 
     Raises:
         LongspanError: on every rank alike: for a model that would not compute the same when sharded (naming the layer

@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from longspan.hf.batch import SequenceInfo
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What a trainer wants of log-probabilities beside the call's own arguments.
+
+    Attributes:
+        temperature: logits are divided by it.
+        entropy: whether entropies are trained on, and so have a gradient.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+
 @dataclass
 class ScoredOutput(ModelOutput):  # type: ignore[misc]
     """What TRL's fused head gives, under its names; tensors `[B, n - 1]`, 0 where the next token is not labelled.
@@ -31,7 +44,7 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
     Attributes:
         loss: minus the mean of `log_probs` over this replica's labelled tokens.
         log_probs: log p(next token).
-        entropy: of what the model predicts there, in nats; no gradient.
+        entropy: of what the model predicts there, in nats; a gradient where `Scoring.entropy` asks for it.
         is_top1, mean_logits, log_sum_sq_probs: see `longspan.memory.logprobs.EXTRAS`; no gradient.
         label_mask: where the next token is labelled.
         aux_loss: a mixture of experts' load-balancing loss, where it was asked for.
@@ -62,7 +75,13 @@ def labels_to_score(cut: dict[str, Any]) -> Tensor:
 
 
 def scored_output(
-    model: Any, output: Any, labels: Tensor, sp: SequenceSharding, info: SequenceInfo, aux_loss: Tensor | None
+    model: Any,
+    output: Any,
+    labels: Tensor,
+    sp: SequenceSharding,
+    info: SequenceInfo,
+    aux_loss: Tensor | None,
+    wanted: Scoring,
 ) -> ScoredOutput:
     """A forward's output with the numbers of all tokens of the replica.
 
@@ -73,6 +92,7 @@ def scored_output(
         sp: the sharding.
         info: of the batch.
         aux_loss: of its routers.
+        wanted: beside them.
 
     Raises:
         LongspanError: for a model whose head is not where transformers has it.
@@ -80,9 +100,12 @@ def scored_output(
     logits = output["logits"]
     if not isinstance(logits, DeferredLogits):
         raise LongspanError(f"{type(model).__name__} does not call its head as transformers' models do")
-    names = ("log_probs", *EXTRAS, "label_mask")
+    if wanted.temperature != 1:
+        logits = logits / wanted.temperature
+    extras = tuple(name for name in EXTRAS if not (wanted.entropy and name == "entropy"))
+    names = ("log_probs", *(["entropy"] if wanted.entropy else []), *extras, "label_mask")
     mine = (
-        *logprobs_of(logits, labels, extras=tuple(EXTRAS)),
+        *logprobs_of(logits, labels, wanted.entropy, extras),
         (labels != IGNORE).to(logits.hidden.dtype),
     )
     found: dict[str, Any] = {

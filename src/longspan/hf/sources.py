@@ -85,8 +85,9 @@ class Origin:
         except LongspanError:
             raise
         except Exception as error:
-            kind = "masked" if "Masked" in self.auto.__name__ else "causal"
-            raise LongspanError(f"{self.said} cannot be made into a {kind} LM: {first_line(error)}") from error
+            kinds = {"AutoModelForMaskedLM": "masked LM", "AutoModelForCausalLM": "causal LM"}
+            kind = kinds.get(self.auto.__name__, "classifier")
+            raise LongspanError(f"{self.said} cannot be made into a {kind}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)

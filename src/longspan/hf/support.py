@@ -39,6 +39,8 @@ _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAtt
 # Embeddings that count positions themselves.
 _OWN_POSITIONS = re.compile(r"(Learned|Sinusoidal)Positional")
 
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+
 # How configs call the probability of attention dropout.
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -80,6 +82,16 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def is_masked_lm(model: PreTrainedModel) -> bool:
     """Whether the logits at a token predict that token (BERT), and not the next one: its labels are not shifted."""
     return bool(model.loss_type == "ForMaskedLM")
+
+
+def labels_each_token(model: PreTrainedModel) -> bool:
+    """Whether the logits at a token say what that token is: a masked LM, and token classification."""
+    return is_masked_lm(model) or bool(model.loss_type == "ForTokenClassification")
+
+
+def labels_each_row(model: PreTrainedModel) -> bool:
+    """Whether a row has one vector of logits: sequence classification, reward models."""
+    return bool(model.loss_type == "ForSequenceClassification")
 
 
 def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
@@ -140,9 +152,15 @@ def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel,
     if not layers or not uses_registry(model):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
-    if model.loss_type not in (None, "ForCausalLM", "ForMaskedLM"):
+    if model.loss_type not in (None, "ForCausalLM", "ForMaskedLM", *_CLASSIFIERS):
         raise LongspanError(
-            f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal and masked language models"
+            f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal and masked language models, and "
+            f"classifiers of sequences and tokens"
+        )
+    if labels_each_row(model) and not isinstance(getattr(model, "score", None), nn.Module):
+        raise LongspanError(
+            f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
+            f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters:

@@ -25,11 +25,12 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
+from longspan.hf.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
 from longspan.trainers.stopping import stop_together
-from longspan.trainers.trl import take_back_fused_head
+from longspan.trainers.trl import generate_elsewhere, take_back_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.hooks import ForwardHooks
@@ -89,6 +90,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_eval = _Tally()
         super().__init__(*args, **kwargs)
         self._refuse()
+        if self._sharded:
+            generate_elsewhere(self, sp)
         if self._sharded and self.args.enable_jit_checkpoint:
             stop_together(self)
         inner = transformers_model(self.model)
@@ -100,8 +103,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_config = copy.deepcopy(inner.config)
         for each in (self.model, getattr(self, "ref_model", None)):
             if each is not None and not hasattr(transformers_model(each), "longspan_hooks"):
-                take_back_fused_head(each)
+                scoring = take_back_fused_head(each, self)
                 parallelize(each, sp, **self.longspan_options)
+                hooks: Any = transformers_model(each).longspan_hooks
+                hooks.scoring = scoring
 
     @property
     def _hooks(self) -> ForwardHooks:
@@ -163,6 +168,18 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Ranks that see the same batch, which the Trainer knows under this name."""
         return self.longspan_sp.size
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """As the Trainer's, which adds up what all processes read; those of a sequence group read the same."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.size
+
+    def store_flos(self) -> None:
+        """As the Trainer's, likewise."""
+        before = self.state.total_flos
+        super().store_flos()
+        self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.size
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not (self._sharded and self.longspan_options.get("fsdp", True)):  # FSDP moves it layer by layer
             super()._move_model_to_device(model, device)
@@ -184,8 +201,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
         if not self._sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_items_in_batch is None and not self.model.training:
-            num_items_in_batch = self.longspan_eval.items
+        if self._hooks.pooled is not None:  # its loss is a mean already, which the Trainer's scale would make another
+            num_items_in_batch = None
+        elif not self.model.training:
+            if num_items_in_batch is None:
+                num_items_in_batch = self.longspan_eval.items
+            else:  # versions of transformers differ in which labels count
+                self.longspan_eval.items = int(num_items_in_batch)
         before, replicas = self._hooks.losses, self.longspan_sp.data_size
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._hooks.losses == before:  # a loss that the trainer made by itself, of its replica
@@ -194,7 +216,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             loss = loss / replicas  # the Trainer's own scale, for gradients that are averaged over replicas
         # And the accelerator averages; but this loss is that of all replicas.
-        loss = _ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
+        loss = ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
         return (loss, outputs) if return_outputs else loss
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -214,13 +236,15 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     ) -> tuple[Any, Any, Any]:
         """As the Trainer's; where only the loss is asked for, no logits are made, else those of all tokens gathered."""
         inputs = self._without_repeated(dict(inputs))
-        self.longspan_eval.items = count = self._labelled(inputs)
+        self.longspan_eval.items = self._labelled(inputs)
         with self._hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        count = self.longspan_eval.items
         if loss is not None and count is not None:
             mean = self.accelerator.gather_over_replicas(loss).mean() if self._sharded else loss
             self.longspan_eval.add(float(mean), count)
-        if logits is not None and self._sharded:
+        self._hooks.rows = None
+        if logits is not None and self._sharded and self._hooks.pooled is None:
             length = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
             logits = _gathered(logits, self.longspan_sp, length)
         return loss, logits, labels
@@ -233,15 +257,22 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         real = self.accelerator.real_samples()
         if real is not None:
             mine = max(0, min(len(labels), real - self.longspan_sp.data_rank * len(labels)))
+            if self._hooks.pooled is not None:
+                self._hooks.rows = mine
+                return inputs
             inputs["labels"] = torch.cat([labels[:mine], torch.full_like(labels[mine:], IGNORE)])
         return inputs
 
     def _labelled(self, inputs: Mapping[str, Any]) -> int | None:
-        """Labelled tokens of all replicas; None where there are no labels. Collective."""
+        """Labelled tokens of all replicas, or rows; None where there are no labels. Collective."""
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs.get("labels")
-            if labels is not None and not self._hooks.masked:
+            if labels is not None and self._hooks.pooled is not None:
+                labels = labels[: self._hooks.rows]
+                if problem_of(self._hooks.config, labels) != "single_label_classification":
+                    labels = torch.zeros(labels.shape)  # every entry counts
+            elif labels is not None and not self._hooks.masked:
                 labels = labels[..., 1:]
         if labels is None:
             return None
@@ -250,6 +281,15 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------------------------
     # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Hugging Face folder, by all ranks; older versions of transformers ask the first one's `_save` alone."""
+        if not self._sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The Hugging Face folder: of the whole model, by the first rank."""
@@ -291,19 +331,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             super()._load_best_model()
             return
         checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """A number as it is, its gradient times another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
-        ctx.times = times
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.times, None
 
 
 class _Tally:

@@ -131,6 +131,12 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
 
     logging.disable_progress_bar()  # every rank loads the model, and more than once
     architectures = getattr(model_config, "architectures", None) or ()
+    classifier = next((name for name in architectures if name.endswith("Classification")), None)
+    if classifier is not None:
+        raise LongspanError(
+            f"{config.model or config.config or config.resume} is a {classifier}; longspan verify compares language "
+            f"models: give it the one that this was made from, whose layers are the same"
+        )
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
     origin = Origin(

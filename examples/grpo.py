@@ -1,0 +1,102 @@
+"""GRPO's loss (arXiv:2402.03300) on completions that were made elsewhere, over a cut sequence, in a loop of your own.
+
+    torchrun --nproc-per-node 4 examples/grpo.py [--model NAME_OR_PATH] [--context 2048] [--steps 8]
+
+`longspan.token_logprobs(gather=True)` gives the log-probabilities of all tokens on every rank, without logits; the loss
+is then written as on one process. Without --model, a small Llama starts from random weights. The completions here are
+passages of the text that comes with Python, and the reward is how few of their letters are capitals.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+import longspan
+
+
+def grpo_loss(model, reference, batch, old, advantages, items, *, clip=0.2, beta=0.04, entropy_bonus=0.0):
+    """The loss of a step; every rank of a sequence group makes the same one of the same batch.
+
+    Args:
+        model: the policy, parallelized.
+        reference: what it shall stay near, parallelized.
+        batch: `input_ids`, `attention_mask`, and `labels` that are -100 outside of completions, [rows, n].
+        old: log-probabilities of the policy that made the completions, [rows, n]; None for this one, before its step.
+        advantages: of the rows, [rows].
+        items: labelled tokens of all replicas' rows, by which the sum is divided.
+    """
+    logps, entropy = longspan.token_logprobs(model, batch, entropy=True, gather=True)
+    with torch.no_grad():
+        near = longspan.token_logprobs(reference, batch, gather=True)
+    scored = torch.zeros_like(logps)
+    scored[:, :-1] = batch["labels"][:, 1:] != -100  # entry i is of token i + 1
+    ratio = (logps - (logps.detach() if old is None else old)).exp()
+    gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip, 1 + clip) * advantages[:, None])
+    kl = (near - logps).exp() - (near - logps) - 1
+    return ((beta * kl - gain - entropy_bonus * entropy) * scored).sum() / items
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--ulysses", type=int, default=4)
+    args = parser.parse_args()
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=args.ulysses))
+
+    torch.manual_seed(0)
+    if args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    else:
+        tokenizer = ByT5Tokenizer()
+        config = AutoConfig.from_pretrained(Path(__file__).with_name("llama-tiny.json"))
+        model = AutoModelForCausalLM.from_config(config)
+    reference = longspan.parallelize(copy.deepcopy(model).to(sp.device).eval(), sp)
+    model = longspan.parallelize(model.to(sp.device).train(), sp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    for step, (batch, rewards) in zip(range(args.steps), groups(tokenizer, args.context), strict=False):
+        batch = {name: x.to(sp.device) for name, x in batch.items()}
+        advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).to(sp.device)
+        with torch.no_grad():
+            old = longspan.token_logprobs(model, batch, gather=True)
+        items = (batch["labels"][:, 1:] != -100).sum()
+        for _ in range(2):  # two updates by the same completions
+            loss = grpo_loss(model, reference, batch, old, advantages, items, entropy_bonus=0.01)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if sp.rank == 0:
+            print(f"step {step + 1}: loss {loss.item():.4f}, reward {rewards.mean().item():.4f}", flush=True)
+
+    if sp.group is not None:
+        torch.distributed.destroy_process_group()
+
+
+def groups(tokenizer, context, completions=4):
+    """For a prompt each, rows of completions and their rewards. Your own come from where you generate."""
+    from pydoc_data.topics import topics
+
+    for name, text in topics.items():
+        prompt = tokenizer(f"What does Python's reference say about {name}?\n", add_special_tokens=False).input_ids
+        passages = [text[len(text) * at // completions :][: context - len(prompt)] for at in range(completions)]
+        rows = [tokenizer(passage, add_special_tokens=False).input_ids for passage in passages]
+        rows = [(prompt + row)[:context] for row in rows]
+        n = max(len(row) for row in rows)
+        ids = torch.tensor([row + [0] * (n - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (n - len(row)) for row in rows])
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, : len(prompt)] = -100
+        rewards = torch.tensor([-sum(c.isupper() for c in passage) / len(passage) for passage in passages])
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}, rewards
+
+
+if __name__ == "__main__":
+    main()
