@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from longspan.hf.explain import explain as explain
     from longspan.hf.gradients import no_sync as no_sync
     from longspan.hf.in_backward import optimizer_in_backward as optimizer_in_backward
+    from longspan.hf.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.loading import from_pretrained as from_pretrained
     from longspan.hf.logprobs import token_logprobs as token_logprobs
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
@@ -39,6 +40,7 @@ _HOME = {
     "Mask": "longspan.attn.mask",
     "Memory": "longspan.core.memory",
     "SequenceSharding": "longspan.comm.mesh",
+    "ShardedCache": "longspan.hf.kv_cache",
     "TrainerMixin": "longspan.trainers.mixin",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.loss",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.compat.torch_api import version_of
 from longspan.core.errors import LongspanError
@@ -20,6 +20,7 @@ from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
 from longspan.hf.fsdp import reshard
 from longspan.hf.gradients import GradientSum
+from longspan.hf.kv_cache import CachedInfo, ShardedCache, last_token
 from longspan.hf.loss import load_balancing_loss, mean_loss, mean_row_loss, problem_of
 from longspan.hf.outputs import head_of, without_deferred
 from longspan.hf.pooled import PooledHead
@@ -104,6 +105,7 @@ class ForwardHooks:
         self.owed = _Owed()
         self.loss_due = False
         self.computed: tuple[Tensor, int] | None = None
+        self.cached: CachedInfo | None = None
         self.signature = inspect.signature(model.forward)
         self.gradients: GradientSum | None = None
         self.in_backward: InBackward | None = None
@@ -122,6 +124,9 @@ class ForwardHooks:
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, ShardedCache):
+            return self._enter_with_cache(model, cache, args, kwargs)
         if self.gradients is not None:
             self.gradients.forget_unfinished()
         scored = bool(kwargs.pop("fused_lm_head", False))
@@ -156,6 +161,9 @@ class ForwardHooks:
         return (), cut
 
     def leave(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
+        cached, self.cached = self.cached, None
+        if cached is not None and cached.cache is not None:
+            cached.cache.end()
         if self.loss_due:
             raise LongspanError(
                 f"{self.name} computed a loss of its own instead of calling its loss_function, so it would "
@@ -180,6 +188,46 @@ class ForwardHooks:
         if not self.wants_deferred:
             output = without_deferred(output)
         return output.to_tuple() if owed.as_tuple else output
+
+    def _enter_with_cache(
+        self, model: PreTrainedModel, cache: ShardedCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """New tokens behind those of a cache: a chunk of a prompt, or what is generated."""
+        problem: Exception | None = None
+        batch, tokens = dict(kwargs), None
+        try:
+            if self.guard is not None:
+                self.guard.check(model)
+            batch = self._by_name(args, kwargs)
+            tokens = cache.read(batch)
+            if is_on_cpu(batch):
+                _check_ids(model, batch, self.rotary)
+            check_positions(model, tokens.max_position)
+        except Exception as error:  # of any kind: the other ranks must hear of it
+            problem = error
+        if self.batches is not None:
+            self.batches.compare(model, {**batch, "past_key_values": cache.spell()}, False, problem)
+        elif problem is not None:
+            raise problem
+        assert tokens is not None
+        self.owed, self.computed, self.loss_due = _Owed(), None, False
+        if self.head is not None:
+            self.head.armed = False
+        cut, self.cached = cache.begin(batch, tokens)
+        self.binding.max_position = tokens.max_position
+        return (), cut
+
+    def keep_last(self, decoder: nn.Module, args: Any, output: Any) -> Any:
+        """After the last layer: the last token's hidden states alone, on every rank, if its logits are all that is
+        wanted. They lie on one rank.
+        """
+        if self.cached is None or not self.cached.last_only:
+            return output
+        hidden = last_token(output[0], self.cached, self.sp)
+        if isinstance(output, tuple):
+            return hidden, *output[1:]
+        output["last_hidden_state"] = hidden
+        return output
 
     def give_back(self, model: PreTrainedModel, args: Any, output: Any) -> None:
         """After FSDP's own hooks: what a forward without gradients has gathered, no backward would release."""
@@ -282,10 +330,12 @@ class ForwardHooks:
         return {**named, **kwargs}
 
     def _refuse(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-        if batch.get("past_key_values") is not None or batch.get("use_cache"):
+        cache = batch.get("past_key_values")
+        if cache is not None or batch.get("use_cache"):
+            kind = f"past_key_values is a {type(cache).__name__}" if cache is not None else "use_cache=True"
             raise LongspanError(
-                "a parallelized model keeps no KV cache in this version (generate() needs one): call it without "
-                "past_key_values and use_cache, or generate with a model that was not parallelized"
+                f"{kind}: a parallelized model keeps its keys and values in a cache over the ranks; pass "
+                f"past_key_values=longspan.ShardedCache(model) (generate makes one by itself), or leave both out"
             )
         if batch.get("output_attentions"):
             raise LongspanError(
@@ -333,7 +383,7 @@ class ForwardHooks:
                 _check_ids(model, batch, self.rotary)
                 self._check_labels(model, batch)
             cut = self._part_of(model, batch)
-            check_positions(model, cut["longspan"])
+            check_positions(model, cut["longspan"].max_position)
             if self.levers is not None and model.training:
                 self.levers.reserve(model, _tokens_of(cut))
         except Exception as error:  # of any kind: the other ranks must hear of it

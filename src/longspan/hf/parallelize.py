@@ -29,13 +29,14 @@ from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_wei
 from longspan.hf.alike import BatchCheck
 from longspan.hf.digests import digests_of, weights_of
 from longspan.hf.fsdp import apply_fsdp, check_cpu_offload, gather_group_of
+from longspan.hf.generate import Generate
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import ForwardHooks
 from longspan.hf.levers import Auto, LeverModules, Levers, draws
 from longspan.hf.registry import ModelBinding, bind_layers
 from longspan.hf.savers import refuse_savers
-from longspan.hf.support import check_model, transformers_model
+from longspan.hf.support import check_model, decoder_of, transformers_model
 from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
@@ -231,6 +232,9 @@ def _set_hooks(
     model.longspan_hooks = hooks
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)
+    if model.can_generate():
+        decoder_of(model).register_forward_hook(hooks.keep_last)
+        model.generate = Generate(model, sp)
     model.loss_function = hooks.loss
     return hooks
 

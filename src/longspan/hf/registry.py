@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,14 @@ from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
+from longspan.cache.attend import attend
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.segments import chunk_segments
 from longspan.hf.batch import SequenceInfo
+from longspan.hf.kv_cache import CachedInfo
 from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, attention_layers
 from longspan.hf.support import check_model as check_model
@@ -207,6 +209,8 @@ def longspan_attention(
     scores = _scores(layer, attention_mask, info, scaling, dropout, more)
     layer.seen = True
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
+    if isinstance(info, CachedInfo):
+        return _with_cache(layer, module.layer_idx, attention_mask, info, (q, k, v), scores), None
     try:
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
@@ -215,6 +219,26 @@ def longspan_attention(
     if layer.keeper is not None and layer.keeper.whole:
         return kept_attention(plan, q, k, v, scores, layer.keeper), None
     return plan(q, k, v, scores, layer.keeper), None
+
+
+def _with_cache(
+    layer: LayerBinding,
+    number: Any,
+    request: MaskRequest,
+    info: CachedInfo,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    scores: Scores,
+) -> Tensor:
+    """Attention of new tokens to all that the cache holds, the new ones included."""
+    assert info.step is not None and info.cache is not None
+    if not request.causal:
+        raise LongspanError(f"layer {layer.name} is not causal, so it has no KV cache; call the model without one")
+    mask = replace(_mask(request, info), q_start=info.step.past)
+    try:
+        out, layer.choice = attend(info.step, info.cache.store(number), *qkv, mask, scores, layer.kernel)
+    except LongspanError as error:
+        raise LongspanError(f"layer {layer.name}: {error}") from error
+    return out
 
 
 def _plan(
@@ -359,11 +383,20 @@ class _TokensBefore:
         return key, value
 
 
+def _counted_from(info: CachedInfo, kwargs: dict[str, Any], sp: SequenceSharding) -> dict[str, Any]:
+    step = info.step
+    if step is None or not step.cut:
+        return kwargs
+    return {**kwargs, "past_key_values": _TokensBefore(step.past + sp.positions(step.new))}
+
+
 def _count_in_the_whole(sp: SequenceSharding) -> Callable[..., Any]:
     """For layers that scale their queries by the token's place in the row (Llama-4's attention temperature)."""
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         info = kwargs.get("longspan")
+        if isinstance(info, CachedInfo):
+            return args, _counted_from(info, kwargs, sp)
         if isinstance(info, SequenceInfo):
             kwargs = {**kwargs, "past_key_values": _TokensBefore(sp.with_layout(info.layout).positions(info.length))}
         return args, kwargs
@@ -371,16 +404,20 @@ def _count_in_the_whole(sp: SequenceSharding) -> Callable[..., Any]:
     return hook
 
 
-def check_positions(model: PreTrainedModel, info: SequenceInfo) -> None:
+def check_positions(model: PreTrainedModel, max_position: int) -> None:
     """Refuse positions beyond the model's range.
+
+    Args:
+        model: the model.
+        max_position: the largest position id of the batch.
 
     Raises:
         LongspanError: with the range and the way out.
     """
     limit = position_range(model.config)
-    if limit is None or info.max_position < limit:
+    if limit is None or max_position < limit:
         return
     raise LongspanError(
-        f"the batch has positions up to {info.max_position}, the model's range is {limit} (max_position_embeddings); "
+        f"the batch has positions up to {max_position}, the model's range is {limit} (max_position_embeddings); "
         f"shorten the context to {limit}, or give the config a RoPE scaling and a larger max_position_embeddings"
     )

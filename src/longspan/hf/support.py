@@ -79,6 +79,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if not any(m in found and m is not layer for m in layer.modules())]
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The child whose output goes into the model's head: the one that holds the layers."""
+    layers = set(decoder_layers(model))
+    found: nn.Module = next(child for child in model.children() if not layers.isdisjoint(child.modules()))
+    return found
+
+
 def is_masked_lm(model: PreTrainedModel) -> bool:
     """Whether the logits at a token predict that token (BERT), and not the next one: its labels are not shifted."""
     return bool(model.loss_type == "ForMaskedLM")

@@ -1,0 +1,1 @@
+"""The KV cache of a sequence that lies over several ranks."""

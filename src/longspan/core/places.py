@@ -1,0 +1,77 @@
+"""Which ring rank holds which tokens of a sequence that grows: the layout of a KV cache.
+
+The layout of a batch (`Layout`) moves every token when the length changes. In a cache no token moves: a chunk of a
+prompt is dealt to the ring by the layout of that chunk (zigzag: as many pairs of a query and a key for each rank,
+within the chunk as before it), and what is generated goes in short runs to whichever rank holds the fewest tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from longspan.core.layout import Span
+
+RUN = 64
+"""Generated tokens that go to one rank in a row: short, so that ranks stay balanced, and not one by one, so that what a
+rank holds stays a few runs."""
+
+
+class Places:
+    """The tokens of each ring rank, in the order in which it holds them, which is the sequence's.
+
+    Args:
+        ring: ranks of the ring.
+
+    Attributes:
+        length: tokens of the whole sequence.
+        runs: for each rank its runs of tokens [start, stop), ascending.
+    """
+
+    def __init__(self, ring: int) -> None:
+        self.length = 0
+        self.runs: list[list[Span]] = [[] for _ in range(ring)]
+        self._owner, self._left = 0, 0
+
+    def count(self, rank: int, start: int = 0) -> int:
+        """Tokens that a rank holds, from token `start` on."""
+        return sum(b - max(a, start) for a, b in self.runs[rank] if b > start)
+
+    def held(self, rank: int, start: int = 0) -> tuple[Span, ...]:
+        """A rank's runs from token `start` on."""
+        return tuple((max(a, start), b) for a, b in self.runs[rank] if b > start)
+
+    def deal(self, blocks: Sequence[Sequence[Span]], tokens: int) -> None:
+        """Append a chunk of so many tokens.
+
+        Args:
+            blocks: for each ring rank its runs, counted from the chunk's start (`Layout.block_spans`).
+            tokens: of the chunk.
+        """
+        for runs, block in zip(self.runs, blocks, strict=True):
+            for a, b in block:
+                _append(runs, (self.length + a, self.length + b))
+        self.length += tokens
+        self._left = 0
+
+    def grow(self, tokens: int) -> None:
+        """Append so many tokens that every rank has computed, in runs."""
+        while tokens:
+            if not self._left:
+                counts = [self.count(rank) for rank in range(len(self.runs))]
+                self._owner, self._left = counts.index(min(counts)), RUN
+            taken = min(tokens, self._left)
+            _append(self.runs[self._owner], (self.length, self.length + taken))
+            self.length, self._left, tokens = self.length + taken, self._left - taken, tokens - taken
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.runs = [[(a, min(b, length)) for a, b in runs if a < length] for runs in self.runs]
+        self.length, self._left = min(self.length, length), 0
+
+
+def _append(runs: list[Span], run: Span) -> None:
+    if run[0] == run[1]:
+        return
+    if runs and runs[-1][1] == run[0]:
+        run = runs.pop()[0], run[1]
+    runs.append(run)

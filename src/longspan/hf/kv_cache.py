@@ -1,0 +1,343 @@
+"""The KV cache that a parallelized model generates with: transformers' interface, sharded keys and values.
+
+Each rank holds the keys and values of its KV heads (the Ulysses axis) and of its tokens (the ring axis), so that a
+cache takes 1 / (ring * ulysses) of what it takes on one process, where there are as many KV heads as Ulysses ranks. To
+transformers it is a `Cache`: it counts all tokens, and can be kept from one call to the next, cropped, and reordered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from longspan.attn.segments import padding_segments
+from longspan.cache.attend import Step, begin
+from longspan.cache.store import Store
+from longspan.comm.shard import shard
+from longspan.core.errors import LongspanError
+from longspan.core.places import Places
+from longspan.hf.batch import SequenceInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.core.segments import Segments
+
+FEW = 4
+"""New tokens per rank, up to which all ranks compute all of them: cutting them would save less than it costs."""
+
+
+@dataclass(frozen=True)
+class CachedInfo(SequenceInfo):
+    """What one rank must know of a forward with a cache. `length` and `segments` are those of the whole sequence.
+
+    Attributes:
+        cache: the cache.
+        step: the forward's new tokens.
+        last_only: whether only the last token's logits are asked for, on every rank.
+    """
+
+    cache: ShardedCache | None = None
+    step: Step | None = None
+    last_only: bool = False
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a model was called with, read and checked.
+
+    Attributes:
+        new: tokens behind those of the cache.
+        segments: of the whole sequence; None where there is no padding.
+        positions: position ids of the new tokens, int64 [1 or rows, new].
+        max_position: the largest, or of a prompt that comes in chunks that of all of it.
+    """
+
+    new: int
+    segments: Segments | None
+    positions: Tensor
+    max_position: int
+
+
+class ShardedCache(Cache):  # type: ignore[misc]
+    """A KV cache over the ranks of a parallelized model.
+
+    `model.generate(...)` makes one by itself. Make it beforehand to keep it for the next turn of a conversation:
+
+        cache = longspan.ShardedCache(model)
+        model.generate(ids, past_key_values=cache)
+        model.generate(more_ids, past_key_values=cache)  # `ids`, what was generated, and what follows
+
+    Args:
+        model: what `longspan.parallelize` returned.
+        room: tokens to have room for from the start; without it a layer's room grows by an eighth when it is full.
+
+    Attributes:
+        places: which ring rank holds which tokens.
+        stores: each layer's keys and values on this rank.
+
+    Raises:
+        LongspanError: for a model that is not parallelized.
+    """
+
+    def __init__(self, model: Any, room: int = 0) -> None:
+        hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
+        if hooks is None:
+            raise LongspanError(
+                f"{type(model).__name__} is not parallelized; a ShardedCache lies over the ranks of a model that "
+                f"longspan.parallelize returned"
+            )
+        super().__init__(layers=[])
+        self.sp: SequenceSharding = hooks.sp
+        self.places = Places(self.sp.ring_size)
+        self.room = -(-room // self.sp.ring_size) if room else 0
+        self.stores: dict[int, Store] = {}
+        self.announced = 0
+        self._step: Step | None = None  # of the forward under way
+
+    # --- what a forward does
+
+    def read(self, batch: Mapping[str, Any]) -> NewTokens:
+        """What a model was called with: `input_ids` or `inputs_embeds` of the new tokens, alike on every rank of the
+        sequence group; as wanted `position_ids` of them, and an `attention_mask` [B, all tokens], whose zeros are
+        padding at the left end. Nothing is changed.
+
+        Raises:
+            LongspanError: for what does not fit the cache, or is not computed with one.
+        """
+        _refuse(batch)
+        if self._step is not None:
+            raise LongspanError(
+                f"a forward with this cache did not end (it broke off behind {self._step.past} tokens), so its layers "
+                f"may differ; make a new one"
+            )
+        tokens: Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+        rows, new = tokens.shape[:2]
+        past = self.places.length
+        if self.batch_size not in (-1, rows):
+            raise LongspanError(f"the cache holds {self.batch_size} rows, the batch has {rows}; make a new cache")
+        segments = _segments(batch.get("attention_mask"), rows, past + new)
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = _positions(segments, past, new, tokens.device)
+        positions = positions if positions.dim() > 1 else positions[None]
+        if positions.shape[-1] != new:
+            raise LongspanError(
+                f"`position_ids` has the shape {tuple(positions.shape)}, the {rows} rows have {new} new tokens behind "
+                f"{past} in the cache"
+            )
+        return NewTokens(new, segments, positions, max(int(positions.max()), self.announced - 1))
+
+    def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
+        """This rank's part of new tokens, and what it must know of all; from now on the cache counts them."""
+        sp, past = self.sp, self.places.length
+        cut = sp.size > 1 and tokens.new > FEW * sp.size
+        step = begin(sp, self.places, tokens.new, cut=cut)
+        keep = batch.get("logits_to_keep")
+        info = CachedInfo(
+            length=past + tokens.new,
+            segments=tokens.segments,
+            max_position=tokens.max_position,
+            layout=sp.layout,
+            cache=self,
+            step=step,
+            last_only=keep is not None and keep == 1,
+        )
+        parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
+        parts["position_ids"] = tokens.positions
+        out = {key: value for key, value in batch.items() if key not in parts}
+        out |= {key: shard(x, sp) if cut else x for key, x in parts.items() if x is not None}
+        out |= {"longspan": info, "attention_mask": None, "past_key_values": self, "use_cache": True}
+        self._step = step
+        return out, info
+
+    def end(self) -> None:
+        """The forward has ended."""
+        self._step = None
+
+    def store(self, layer: int) -> Store:
+        """A layer's keys and values on this rank."""
+        if layer not in self.stores:
+            self.stores[layer] = Store(self.room)
+        return self.stores[layer]
+
+    def spell(self) -> str:
+        """What must be alike on every rank."""
+        return f"a cache of {self.places.length} tokens"
+
+    # --- what transformers asks
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The new tokens' own: the attention stores them, when they have come to the ranks of their heads."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """All tokens, of all ranks; in a forward those before it."""
+        return self.places.length if self._step is None else self._step.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """What masks would be made for; none are."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Tokens before the new ones."""
+        return self.get_seq_length()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No limit."""
+        return -1
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """No limit."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 while there are none."""
+        held = next((store for store in self.stores.values() if not store.empty), None)
+        return -1 if held is None else held.held[0].shape[0]
+
+    @property
+    def is_compileable(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds anything."""
+        return self.places.length > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every layer holds all tokens."""
+        return all(store.dropped == 0 for store in self.stores.values())
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Masks are asked for by what a layer is, not by its cache."""
+        return [False]
+
+    def __len__(self) -> int:
+        return len(self.stores)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.places, self.stores, self._step = Places(self.sp.ring_size), {}, None
+
+    def crop(self, max_length: int) -> None:
+        """Keep the first tokens alone.
+
+        Args:
+            max_length: how many; below 0: all but so many (the one way that all versions of transformers have).
+
+        Raises:
+            LongspanError: for a layer whose sliding window has left behind what it would need again.
+        """
+        length = self.places.length + max_length if max_length < 0 else max_length
+        if length >= self.places.length:
+            return
+        behind = [layer for layer, store in self.stores.items() if store.dropped]
+        if behind:
+            raise LongspanError(
+                f"layer {behind[0]} has a sliding window, and does not hold what lies before it any more: the cache of "
+                f"{self.places.length} tokens cannot be cropped to {length}"
+            )
+        self.places.crop(length)
+        for store in self.stores.values():
+            store.crop(self.places.count(self.sp.ring_rank))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows of the batch in another order."""
+        for store in self.stores.values():
+            store.select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows of the batch."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        rows = torch.arange(max(0, self.batch_size)).repeat_interleave(repeats)
+        self.reorder_cache(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that this rank holds."""
+        return sum(store.nbytes for store in self.stores.values())
+
+
+def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
+    """The hidden states of the last new token, `[B, 1, D]`, on every rank of the sequence group.
+
+    Args:
+        hidden: of the new tokens: of mine `[B, L, D]` where they are cut, else of all.
+        info: of the forward.
+        sp: the sharding.
+    """
+    step = info.step
+    assert step is not None
+    if not step.cut:
+        return hidden[:, -1:]
+    ends = [run[1] for rank in range(sp.size) for run in sp.layout.spans(step.new, rank)]
+    owner = next(rank for rank in range(sp.size) if max(ends) in (b for _, b in sp.layout.spans(step.new, rank)))
+    found = torch.zeros_like(hidden[:, :1])
+    if owner == sp.rank:
+        at = sp.layout.padded_spans(step.new, sp.rank)
+        before = sum(b - a for a, b in at if b < step.new)
+        start = next(a for a, b in at if a < step.new <= b)
+        found = hidden[:, before + step.new - 1 - start :][:, :1].contiguous()
+    assert sp.group is not None
+    dist.broadcast(found, group=sp.group, group_src=owner)
+    return found
+
+
+def _refuse(batch: Mapping[str, Any]) -> None:
+    if torch.is_grad_enabled():
+        raise LongspanError(
+            "a forward with a KV cache has no gradients on a parallelized model; call it under torch.no_grad(), or "
+            "without past_key_values"
+        )
+    if batch.get("labels") is not None:
+        raise LongspanError("a forward with a KV cache gives no loss; leave labels out, or call it without a cache")
+    if batch.get("output_attentions"):
+        raise LongspanError("output_attentions=True is not supported on a parallelized model; leave it out")
+    keep = batch.get("logits_to_keep")
+    if keep is not None and not (isinstance(keep, int) and keep in (0, 1)):
+        raise LongspanError(f"logits_to_keep={keep!r} with a cache: use 1 for the last token's logits, or leave it out")
+    if (batch.get("input_ids") is None) == (batch.get("inputs_embeds") is None):
+        raise LongspanError("a batch needs `input_ids` or `inputs_embeds`, one of them")
+
+
+def _segments(mask: Tensor | None, rows: int, length: int) -> Segments | None:
+    """The tokens of each row behind its padding; None where there is none."""
+    if mask is None:
+        return None
+    if mask.dim() != 2 or tuple(mask.shape) != (rows, length):
+        raise LongspanError(
+            f"`attention_mask` has the shape {tuple(mask.shape)}; with a cache it covers the tokens that it holds and "
+            f"the new ones: ({rows}, {length})"
+        )
+    segments = padding_segments(mask)
+    if segments is not None and any(not row or row[-1][1] < length for row in segments):
+        raise LongspanError(
+            "`attention_mask` has padding at the right end, behind which tokens would be generated; pad at the left "
+            '(tokenizer.padding_side = "left")'
+        )
+    return segments
+
+
+def _positions(segments: Segments | None, past: int, new: int, device: torch.device) -> Tensor:
+    """Position ids as `generate` makes them, int64 [1 or rows, new]: padding at the left is not counted."""
+    at = torch.arange(past, past + new, device=device)
+    if segments is None:
+        return at[None]
+    starts = torch.tensor([row[0][0] for row in segments], device=device)
+    return (at - starts[:, None]).clamp(min=0)
