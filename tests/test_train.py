@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
@@ -251,12 +253,29 @@ def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: 
     assert sorted(losses_of(back.out)) == [1, 2, 3, 4, 5]
 
 
-def test_a_finished_run_is_only_exported_again(uninterrupted: TrainConfig, pool2: RankPool) -> None:
+def test_a_finished_run_is_only_exported_again_and_then_has_nothing_to_do(
+    uninterrupted: TrainConfig, pool2: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = losses_of(uninterrupted.out)
     shutil.rmtree(uninterrupted.out / "hf")
     _on(pool2, uninterrupted)
     assert losses_of(uninterrupted.out) == before
     assert _weights(uninterrupted.out)
+
+    def written() -> dict[Path, tuple[int, int]]:
+        files = [path for path in uninterrupted.out.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+    held = written()
+    _on(pool2, uninterrupted)  # the ranks, as torchrun starts them
+    with monkeypatch.context() as patched:  # the command, which starts none
+        patched.setattr("longspan.ranks.launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
+        assert run(dataclasses.replace(uninterrupted, lr=1.0)) == 0
+    said = r"nothing to do: \S+ is at step 6 of --steps 6, and \S+hf holds its export; .*\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
+    assert written() == held
+    (uninterrupted.out / "hf" / "config.json").write_text("")
+    assert checkpoint.exported_step(uninterrupted.out / "hf") is None
 
 
 # --- what comes out

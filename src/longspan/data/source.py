@@ -51,6 +51,7 @@ class DocumentSource:
 
     Attributes:
         identity: what the order of the documents depends on; a run may be resumed where these are the same.
+        files: those that are read, by the name that `identity` has of each; none where the data is no file.
 
     Raises:
         LongspanError: for data that is missing, holds no readable file or cannot be read, and for a missing column.
@@ -64,6 +65,7 @@ class DocumentSource:
         self.data, self.shuffle, self.seed = data, shuffle, seed
         path = existing_path("--data", data)
         self.identity: dict[str, Any] = {"text_field": text_field, "shuffle": shuffle, "seed": seed}
+        self.files: dict[str, Path] = {}
         self._reader: Reader
         if data == PYDOC and path is None:
             texts = _pydoc_texts()
@@ -71,7 +73,8 @@ class DocumentSource:
             self.identity["data"] = [[PYDOC, sum(map(len, texts))]]  # the text differs between Python versions
         elif path is not None:
             files = _files(path)
-            self.identity["data"] = [[file.name, file.stat().st_size] for file in files]
+            self.files = {file.relative_to(path).as_posix() if path.is_dir() else file.name: file for file in files}
+            self.identity["data"] = [[name, file.stat().st_size] for name, file in self.files.items()]
             if shuffle:
                 random.Random(f"files {seed}").shuffle(files)
             self._reader = LocalFiles(files, text_field)

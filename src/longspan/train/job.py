@@ -41,7 +41,10 @@ def run(config: TrainConfig) -> int:
         check_processes(config.ranks, config.mesh)
         from longspan.train.inputs import check_inputs
 
-        check_inputs(config)
+        nothing_to_do = check_inputs(config)
+        if nothing_to_do is not None:
+            print(nothing_to_do, flush=True)
+            return 0
     try:
         _train(config)
     except launch.Stopped as stop:

@@ -44,7 +44,8 @@ from longspan.ranks.launch import Stopped, StopRequest
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
-from longspan.train.inputs import Inputs, find_resume, model_origin, open_here, prepare_model
+from longspan.train.identity import changed_settings, settings_of
+from longspan.train.inputs import Inputs, find_resume, finished, model_origin, open_here, prepare_model
 from longspan.train.metrics import (
     CommunicationSampler,
     Display,
@@ -112,6 +113,9 @@ class Trainer:
         config = self.config
         self._at("loading", long=True)
         self.inputs = find_resume(config, self.inputs, self.outputs.ranks)
+        self.finished: str | None = self.outputs.ranks.first(lambda: finished(config, self.inputs))
+        if self.finished is not None:
+            return
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
@@ -168,7 +172,10 @@ class Trainer:
                 export cannot be written.
         """
         try:
-            self._run()
+            if self.finished is None:
+                self._run()
+            elif self.first:
+                print(self.finished, flush=True)
         except BaseException as error:
             # All ranks come to such an error alike, so what is being written can become whole; otherwise a peer may be
             # gone.
@@ -211,14 +218,19 @@ class Trainer:
     def _save(self, say: Callable[[str], None], *, last: bool = False) -> None:
         """Save, and with `--export saves` export."""
         self._at("save", self.step, long=True)
-        state = {"data": self.data_state, "tokens": self.tokens, "identity": self.inputs.identity}
+        state = {
+            "data": self.data_state,
+            "tokens": self.tokens,
+            "identity": self.inputs.identity,
+            "settings": settings_of(self.config),
+        }
         whole = self.outputs.save(self.step, self.model, self.optimizer, state, say, last=last)
         if whole and self.config.export == "saves":
             self._export(say, last=last)
 
     def _export(self, say: Callable[[str], None], *, last: bool) -> None:
         self._at("export", self.step, long=True)
-        self.outputs.export(self.model, self.inputs, self.generation, say, last=last)
+        self.outputs.export(self.step, self.model, self.inputs, self.generation, say, last=last)
 
     def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
         config = self.config
@@ -278,6 +290,8 @@ class Trainer:
             display.say(f"warning: passed over a damaged checkpoint: {problem}")
         if self.step:
             display.say(f"going on after step {self.step}")
+        if self.inputs.resume is not None and (said := changed_settings(self.inputs.resume, config)):
+            display.say(said)
 
     # --- one step
 
