@@ -125,7 +125,7 @@ def test_other_files_are_named_and_those_that_are_the_same_are_not(config: Train
         (folder / "deep" / f"{i}.txt").write_text("longer\n" * 100)
     said = (
         r"the files of --data \S+/texts differ: new: new\.txt; gone: deep/03\.txt; changed: deep/10\.txt "
-        r"\(420 bytes then, 700 now\), .*, deep/15\.txt \(420 bytes then, 700 now\) and 2 more; give the same, or start another run"
+        r"\(420 bytes then, 700 now\), .*, deep/15\.txt \(420 bytes then, 700 now\) and 2 more; give the same"
     )
     with pytest.raises(LongspanError, match=said) as refused:
         run(dataclasses.replace(first, steps=2))

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.core.checked import existing_path, means_a_path
+from longspan.core.checked import existing_path, means_a_path, near
 from longspan.core.errors import LongspanError
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
+from longspan.hf.pretrained import check_on_hub
 
 #: The data that every Python brings along: the language reference's topics, 0.5 MB of English text.
 PYDOC = "pydoc"
@@ -80,10 +81,11 @@ class DocumentSource:
             self._reader = LocalFiles(files, text_field)
         elif means_a_path(data):
             raise LongspanError(
-                f"--data {data} is neither a file nor a directory, and as the name of a dataset it cannot be meant: "
-                "that is NAME, OWNER/NAME or OWNER/NAME:CONFIG"
+                f"--data {data} is neither a file nor a directory{near(data)}, and as the name of a dataset it cannot "
+                "be meant: that is NAME, OWNER/NAME or OWNER/NAME:CONFIG"
             )
         else:
+            check_on_hub("--data", data, "dataset")
             self._reader = HubDataset(data, split, text_field)
             self.identity["data"] = [[data, split]]
 

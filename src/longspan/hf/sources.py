@@ -18,7 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_numbers, gather_values, together
 from longspan.hf.digests import local_part
 from longspan.hf.hollow import put, stub, tied_names
-from longspan.hf.pretrained import check_weights, first_line
+from longspan.hf.pretrained import check_weights, first_line, kind_of
 from longspan.hf.weight_files import WeightFiles, rows_of
 
 if TYPE_CHECKING:
@@ -85,8 +85,11 @@ class Origin:
         except LongspanError:
             raise
         except Exception as error:
-            kind = "masked" if "Masked" in self.auto.__name__ else "causal"
-            raise LongspanError(f"{self.said} cannot be made into a {kind} LM: {first_line(error)}") from error
+            wanted = "masked" if "Masked" in self.auto.__name__ else "causal"
+            why = first_line(error)
+            if (kind := kind_of(self.config)) is not None:
+                why = f"it is {kind} ({self.config.model_type})"
+            raise LongspanError(f"{self.said} cannot be made into a {wanted} LM: {why}") from error
 
 
 @dataclass(frozen=True)

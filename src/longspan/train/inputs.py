@@ -12,7 +12,7 @@ from longspan.checkpoint.identity import differences
 from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import read_model_config
+from longspan.hf.pretrained import read_model_config, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity, spell_change
@@ -144,7 +144,8 @@ def load_model_config(config: TrainConfig) -> Any:
         LongspanError: if there is none, or its position range is shorter than the context.
     """
     flag = "--model" if config.model else "--config"
-    return read_model_config(flag, str(config.model or config.config), config.tokens)
+    found = read_model_config(flag, str(config.model or config.config), config.tokens)
+    return found if config.dropout is None else without_dropout(found)
 
 
 def model_origin(config: TrainConfig, model_config: Any) -> Origin:
