@@ -150,8 +150,9 @@ def parallelize(
         switch_dropout_off(inner)
     if weights == "broadcast":
         broadcast_weights(inner, sp)
-    _warn_of_idle_ranks(inner, sp)
-    _warn_of_dropout(inner)
+    if sp.data_rank == 0 and sp.rank == 0:  # it is the same on all
+        _warn_of_idle_ranks(inner, sp)
+        _warn_of_dropout(inner)
     binding = bind_layers(inner, sp, kernel, levers)
     hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store, auto), logits)
     if sp.world_size > 1:

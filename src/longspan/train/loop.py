@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from longspan.core.accumulation import sums_once
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST
-from longspan.data import StepBatch, deal, prefetch
+from longspan.data import ROUNDS_AHEAD, StepBatch, deal, prefetch, rounds, together
 from longspan.hf.across_ranks import host_group
 from longspan.hf.auto import device_memory
 from longspan.hf.batch import shard_batch
@@ -232,18 +233,33 @@ class Trainer:
         self._at("export", self.step, long=True)
         self.outputs.export(self.step, self.model, self.inputs, self.generation, say, last=last)
 
-    def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
-        config = self.config
-        steps = deal(
-            iter(self.inputs.sequences(config.tokens)),
+    @contextlib.contextmanager
+    def _batches(self) -> Iterator[Iterator[StepBatch]]:
+        """The steps' batches, read and tokenised ahead in a thread; several ranks each tokenise their share."""
+        config, stream = self.config, self.inputs.sequences(self.config.tokens)
+        dealt = functools.partial(
+            deal,
             batch=config.sequences,
             micro_batch=config.micro_batch,
             data_size=self.sp.data_size,
             data_rank=self.sp.data_rank,
             pack=config.pack,
         )
-        # Cut where they are read, in the thread: no tensor of the whole sequence waits for its step, or lives in it.
-        return prefetch(map(self._cut, steps))
+        if self.hosts is None:
+            with prefetch(map(self._cut, dealt(iter(stream)))) as batches:
+                yield batches
+            return
+        size, rank = self.sp.world_size, dist.get_rank(self.hosts)
+        own = rounds(stream, config.sequences * config.tokens, size, rank)
+        with prefetch(own, depth=ROUNDS_AHEAD) as ahead:
+            # Only this thread speaks with the other ranks. What it has of a whole sequence is gone before the step.
+            yield map(self._cut, dealt(stream.pack(together(ahead, self.hosts, self._refuse_data))))
+
+    def _refuse_data(self, unlike: list[int]) -> NoReturn:
+        raise LongspanError(
+            f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
+            f"{self.config.data}, and the same tokenizer; unlike the others: {spell_ranks(unlike)}"
+        )
 
     def _cut(self, step: StepBatch) -> StepBatch:
         """Of each micro-batch this rank's tokens; the finder of what is not finite takes them again."""
@@ -267,11 +283,7 @@ class Trainer:
             gather_into(every, torch.tensor([crc]), self.hosts)
             read = every.tolist()
             usual = statistics.mode(read)
-            raise LongspanError(
-                f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
-                f"{self.config.data}, and the same tokenizer; unlike the others: "
-                f"{spell_ranks([rank for rank, crc in enumerate(read) if crc != usual])}"
-            )
+            self._refuse_data([rank for rank, crc in enumerate(read) if crc != usual])
         return int(signum)
 
     def _say_what(self, display: Display) -> None:
