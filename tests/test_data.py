@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import itertools
 import json
 import os
@@ -509,6 +510,46 @@ def test_a_path_that_is_not_there_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
     for data in ("gone.jsonl", "./gone", "/gone", "a/b/c", "gone/", "hf://datasets/x/y", "a b"):
         _refused(r"is neither a file nor a directory, and as the name of a dataset it cannot be meant", data)
+
+
+def test_a_hub_is_asked_once_whether_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one HEAD; what it has goes on to the library, what it lacks is refused with what lies near."""
+    from huggingface_hub import constants
+
+    from longspan.hf.pretrained import check_source
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if "there" in self.path else 404)
+            for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"x"', "Content-Length": "2"}.items():
+                self.send_header(name, value)
+            if "there" not in self.path:
+                self.send_header("X-Error-Code", "EntryNotFound" if "bare" in self.path else "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    asked: list[str] = []
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        check_source("--model", "me/there")
+        check_source("--model", "me/bare")  # a model without config.json: transformers says it
+        check_source("--data", "me/there:en", kind="dataset")
+        said = r"--data texs: there .*/texs \(did you mean texts\?\), and the Hugging Face hub has no dataset"
+        with pytest.raises(LongspanError, match=said):
+            check_source("--data", "texs", kind="dataset")
+        server.shutdown()
+    assert len(asked) == 4
 
 
 def test_a_place_of_another_version_is_refused(folder: Path) -> None:
