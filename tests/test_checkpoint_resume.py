@@ -102,12 +102,44 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
     changed = tmp_path / "text.txt"
     text = Path(config.data).read_text()
     changed.write_text(text[:5000] + "X" + text[5001:])
-    _refused(config, r"text was [0-9a-f]{8}, is [0-9a-f]{8}", data=str(changed))
+    _refused(config, r"differ: changed: text\.txt \(as long, with other text\); give the same", data=str(changed))
     # The same tokenizer but for one rule, with as many ids.
     tokenizers = [_tokenizer(tmp_path / name, lower) for name, lower in (("plain", False), ("lower", True))]
     first = dataclasses.replace(config, out=tmp_path / "words", tokenizer=tokenizers[0], steps=1, export="never")
     train(first)
     _refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
+
+
+def test_other_files_are_named_and_those_that_are_the_same_are_not(config: TrainConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for i in range(40):
+        (folder / "deep" / f"{i:02}.txt").write_text(f"The text of file {i:02}.\n" * 20)
+    first = dataclasses.replace(config, data=str(folder), out=tmp_path / "files", steps=1, export="never")
+    train(first)
+    (folder / "README.md").write_text("not read, so no difference")
+    run(first)
+    (folder / "deep" / "03.txt").unlink()
+    (folder / "new.txt").write_text("another")
+    for i in range(10, 18):
+        (folder / "deep" / f"{i}.txt").write_text("longer\n" * 100)
+    said = (
+        r"the files of --data \S+/texts differ: new: new\.txt; gone: deep/03\.txt; changed: deep/10\.txt "
+        r"\(420 bytes then, 700 now\), .*, deep/15\.txt \(420 bytes then, 700 now\) and 2 more; give the same"
+    )
+    with pytest.raises(LongspanError, match=said) as refused:
+        run(dataclasses.replace(first, steps=2))
+    assert "04.txt" not in str(refused.value) and len(str(refused.value)) < 900
+
+
+def test_settings_that_change_are_named_in_one_line(config: TrainConfig) -> None:
+    more = dataclasses.replace(config, steps=4, lr=1e-4, schedule="linear", export="never")
+    line = "lr was 0.01, is 1e-4, schedule was cosine, is linear, steps was 3, is 4 from step 4 on"
+    assert line in said_by(more).splitlines()
+    text = said_by(dataclasses.replace(more, steps=5, schedule="constant"))
+    assert "schedule was linear, is constant from step 5 on" in text.splitlines()
+    text = said_by(dataclasses.replace(more, steps=6, schedule="constant"))
+    assert "going on after step 5" in text and " was " not in text
 
 
 def _tokenizer(folder: Path, lower: bool) -> str:

@@ -6,12 +6,13 @@ import dataclasses
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longspan import cli
+from longspan.cli_help import field_texts
 from longspan.core.errors import LongspanError
 from longspan.ranks.launch import RankFailed, Stopped
 from longspan.train import TrainConfig
@@ -159,13 +160,36 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
 def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
     path = _file(tmp_path, 'data = "--steps"\nmodel = "--no-fsdp"\ntokenizer = "--lr=7"\nout = "--help"')
     config = _parse("--from", path)
-    assert (config.data, config.model, config.tokenizer, config.out) == (
-        "--steps",
-        "--no-fsdp",
-        "--lr=7",
-        Path("--help"),
-    )
+    beside = [str(tmp_path / name) for name in ("--steps", "--no-fsdp", "--lr=7", "--help")]  # none is a name on a hub
+    assert [config.data, config.model, config.tokenizer, str(config.out)] == beside
     assert (config.steps, config.fsdp, config.lr) == (1000, True, 3e-4)
+
+
+def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the working folder is; names stay names, and what would be found in the working folder alone is told."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "texts").mkdir()
+    (tmp_path / "elsewhere" / "gpt2").mkdir(parents=True)
+    path = tmp_path / "jobs" / "run.toml"
+    path.write_text(
+        'config = "tiny.json"\ndata = "texts"\ntokenizer = "bytes"\nout = "../runs/a"\noffload-folder = "spill"\n'
+        'resume = "auto"\nmodel = "gpt2-medium"'
+    )
+    for folder, named in ((tmp_path, "jobs/run.toml"), (tmp_path / "jobs", "run.toml"), (tmp_path / "jobs", str(path))):
+        monkeypatch.chdir(folder)
+        config = _parse("--from", named)
+        assert config.config is not None and config.config.absolute() == tmp_path / "jobs" / "tiny.json"
+        assert Path(config.data).absolute() == tmp_path / "jobs" / "texts"
+        assert os.path.abspath(config.out) == str(tmp_path / "runs" / "a") and "jobs/.." not in str(config.out)
+        assert Path(config.offload_folder).absolute() == tmp_path / "jobs" / "spill"
+        assert (config.tokenizer, config.resume, config.model) == ("bytes", "auto", "gpt2-medium")
+        assert _parse("--from", named, "--out", "x", "--config", "y.json").out == Path("x")  # a flag: where I am
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert _parse("--from", _file(tmp_path, 'data = "pydoc"\nmodel = "/abs/m"')).model == "/abs/m"
+    with pytest.raises(
+        LongspanError, match=r"line 1: model = 'gpt2' .* does not exist, but .*; write 'elsewhere/gpt2'"
+    ):
+        _parse("--from", _file(tmp_path, 'model = "gpt2"'))
 
 
 @pytest.mark.parametrize(
@@ -259,11 +283,10 @@ def test_a_missing_file_is_refused() -> None:
 
 
 def test_the_demo_is_a_run_that_can_be_made() -> None:
-    values = tomllib.loads((ROOT / "examples" / "demo.toml").read_text())
     config = _parse("--from", str(ROOT / "examples" / "demo.toml"))
     config.check()
     assert config.context >= 8192 and config.ulysses == config.ranks == 4
-    assert (ROOT / values["config"]).is_file()
+    assert config.config is not None and config.config.is_file() and config.out == ROOT / "runs" / "demo"
 
 
 # --- help
@@ -283,10 +306,30 @@ def test_help_is_there_without_torch(args: list[str]) -> None:
         config = {"train": TrainConfig, "verify": VerifyConfig}[args[0]]
         for field in dataclasses.fields(config):
             assert f"--{field.name.replace('_', '-')}" in done.stdout
+        words = " ".join(done.stdout.replace("│", " ").split())
+        for text in field_texts(config).values():
+            assert text in words
         assert "--from" in done.stdout
         assert "{None}" not in done.stdout
     else:
         assert all(command in done.stdout for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_help_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for args in ([], *([name] for name in cli.COMMANDS)):
+        assert cli.main([*args, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns, args
+        # A line ends where the next word would not fit, and not where the source's does.
+        texts = [line.strip("│ ") for line in lines]
+        room = [columns - 2 - len(line.rstrip("│ ")) for line in lines]
+        ends = [i for i, line in enumerate(lines[:-1]) if line[:1] == "│" and lines[i + 1].startswith("│       ")]
+        broken = [
+            i for i in ends if texts[i + 1] and len(texts[i + 1].split()[0]) + 2 < room[i] and "--" not in texts[i]
+        ]
+        assert not broken, [texts[i] for i in broken]
 
 
 def test_no_command_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import itertools
 import json
 import os
+import re
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -31,6 +34,7 @@ from longspan.data import (
 )
 from longspan.data.source import Place
 from longspan.data.tokens import split_text
+from tests.pool import RankPool
 
 EOS = 1
 NOBODY = 65534
@@ -233,6 +237,88 @@ def test_another_context_goes_on_at_the_same_token(folder: Path, by_bytes: TextT
     assert np.concatenate([s.ids for s in short]).tolist() == np.concatenate([s.ids for s in long]).tolist()
 
 
+# --- over several ranks
+
+
+class _Counting:
+    """A tokenizer of bytes that counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.inner, self.texts = load_tokenizer(BYTES), list[str]()
+        self.bos_token_id, self.eos_token_id = None, EOS
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.texts.append(text)
+        return self.inner(text, **options)
+
+
+def _shared_out(
+    folder: Path, context: int, count: int, state: dict[str, Any] | None, piece: int
+) -> tuple[Any, list[str]]:
+    """The sequences that this rank has of a stream that all ranks tokenise, and what it has tokenised itself."""
+    import torch.distributed as dist
+
+    from longspan.data import rounds, together
+
+    counting = _Counting()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("longspan.data.tokens.split_text", lambda text: split_text(text, piece))
+        stream = SequenceStream(DocumentSource(str(folder), shuffle=4), TextTokenizer(counting), context, state)
+        own = rounds(stream, 2 * context, dist.get_world_size(), dist.get_rank())
+        assert dist.group.WORLD is not None
+        found = itertools.islice(stream.pack(together(own, dist.group.WORLD, pytest.fail)), count)
+        return [(s.ids.tolist(), s.starts, s.state) for s in found], counting.texts
+
+
+@pytest.mark.parametrize("context", [50, 333])
+def test_ranks_that_tokenise_a_share_each_have_the_stream_of_one(
+    folder: Path,
+    by_bytes: TextTokenizer,
+    context: int,
+    pool4: RankPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the bit, from the beginning and from any state, over several epochs, with documents of many pieces."""
+    folder = shutil.copytree(folder, tmp_path / "data")
+    (folder / "long.txt").write_text("many words in one line, as long as a book. " * 60)
+    monkeypatch.setattr("longspan.data.tokens.split_text", lambda text: split_text(text, 100))
+    whole = _take(DocumentSource(str(folder), shuffle=4), by_bytes, context, 100)
+    plain = [(s.ids.tolist(), s.starts, s.state) for s in whole]
+    assert any(state["piece"] > 2 for *_, state in plain) and plain[-1][2]["epoch"] > 0
+    for first in (0, 7, 31):
+        state = plain[first - 1][2] if first else None
+        every = pool4.run(_shared_out, folder, context, 60, state, 100)
+        assert all(found == plain[first : first + 60] for found, _ in every)
+        sizes = [sum(map(len, texts)) for _, texts in every]
+        assert max(sizes) - min(sizes) <= 100  # a piece at most
+        assert sum(sizes) <= 60 * context + 4 * context + 100  # nothing twice
+
+
+def _one_cannot_read(folder: Path) -> str:
+    import torch.distributed as dist
+
+    from longspan.data import rounds, together
+
+    rank = dist.get_rank()
+    with tempfile.TemporaryDirectory() as own:
+        shutil.copytree(folder, own, dirs_exist_ok=True)
+        source = DocumentSource(own, shuffle=0)
+        if rank == 2:  # gone on this machine since it was listed
+            (Path(own) / "d.parquet").unlink()
+        stream = SequenceStream(source, TextTokenizer(load_tokenizer(BYTES)), 16)
+        assert dist.group.WORLD is not None
+        with pytest.raises(LongspanError) as error:
+            for _ in stream.pack(together(rounds(stream, 32, 4, rank), dist.group.WORLD, pytest.fail)):
+                pass
+    return str(error.value)
+
+
+def test_what_one_rank_cannot_read_all_say(folder: Path, pool4: RankPool) -> None:
+    said = set(pool4.run(_one_cannot_read, folder))
+    assert len(said) == 1 and re.match(r"rank 2: --data \S+d\.parquet cannot be read", said.pop())
+
+
 # --- steps
 
 
@@ -426,6 +512,46 @@ def test_a_path_that_is_not_there_asks_no_hub(monkeypatch: pytest.MonkeyPatch) -
         _refused(r"is neither a file nor a directory, and as the name of a dataset it cannot be meant", data)
 
 
+def test_a_hub_is_asked_once_whether_it_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one HEAD; what it has goes on to the library, what it lacks is refused with what lies near."""
+    from huggingface_hub import constants
+
+    from longspan.hf.pretrained import check_source
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if "there" in self.path else 404)
+            for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"x"', "Content-Length": "2"}.items():
+                self.send_header(name, value)
+            if "there" not in self.path:
+                self.send_header("X-Error-Code", "EntryNotFound" if "bare" in self.path else "RepoNotFound")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    asked: list[str] = []
+    (tmp_path / "texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        check_source("--model", "me/there")
+        check_source("--model", "me/bare")  # a model without config.json: transformers says it
+        check_source("--data", "me/there:en", kind="dataset")
+        said = r"--data texs: there .*/texs \(did you mean texts\?\), and the Hugging Face hub has no dataset"
+        with pytest.raises(LongspanError, match=said):
+            check_source("--data", "texs", kind="dataset")
+        server.shutdown()
+    assert len(asked) == 4
+
+
 def test_a_place_of_another_version_is_refused(folder: Path) -> None:
     place = Place(reader={"examples_iterable": {"shard_idx": 0}})
     with pytest.raises(LongspanError, match=r"was written by another version of longspan"):
@@ -437,7 +563,7 @@ def test_a_negative_shuffle_is_refused() -> None:
 
 
 def test_an_unknown_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LongspanError, match=r"--tokenizer no/such cannot be loaded: .* \(or use --tokenizer bytes\)"):
+    with pytest.raises(LongspanError, match=r"--tokenizer no/such: there is no .* HF_HUB_OFFLINE is set; give"):
         load_tokenizer("no/such")
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

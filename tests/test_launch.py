@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,28 @@ def test_ranks_run_and_rank_0_answers() -> None:
     assert launch.launch(_rank_and_threads, 10, nproc=2) == (10, launch.threads_per_rank(2))
     assert signal.getsignal(signal.SIGTERM) is before
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
+
+
+def _warn() -> int:
+    import logging
+
+    import torch
+    import transformers
+
+    warnings.warn("a warning of Python", stacklevel=1)
+    warnings.warn("another", UserWarning, stacklevel=1)
+    transformers.logging.get_logger("transformers.models").warning("a warning of transformers")
+    logging.getLogger("torch.distributed").warning("a warning of torch")
+    logging.getLogger("torch").error("an error of torch")
+    return torch.get_num_threads()
+
+
+def test_what_libraries_warn_of_is_said_by_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    launch.launch(_warn, nproc=3)
+    said = capfd.readouterr().err
+    for text in ("a warning of Python", "another", "a warning of transformers", "a warning of torch"):
+        assert len(re.findall(rf"{text}\n", said)) == 1, said
+    assert said.count("an error of torch") == 3
 
 
 def test_one_rank_runs_in_this_process() -> None:

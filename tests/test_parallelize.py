@@ -386,6 +386,30 @@ def test_refused_by_name(
     assert says(messages[0], text), messages[0]
 
 
+def _with_dropout_off() -> list[Any]:
+    """Loss and gradients in training mode of a GPT-2 that has dropout everywhere, and whether any is left."""
+    model = build("GPT2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    longspan.parallelize(model, sharding(), fsdp=False, dropout=0.0)
+    out = model.train()(**batch())
+    out.loss.backward()
+    left = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    left += [model.config.attn_pdrop, model.config.resid_pdrop, model.config.embd_pdrop]
+    return [out.loss.item(), {name: p.grad for name, p in model.named_parameters()}, left]
+
+
+def test_dropout_is_switched_off_where_it_is_asked_for(pool2: RankPool) -> None:
+    plain = build("GPT2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).train()
+    expected = plain(**batch(), use_cache=False).loss
+    expected.backward()
+    for loss, summed, left in pool2.run(_with_dropout_off):
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert len(left) > 5 and not any(left)
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(summed[name], p.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(LongspanError, match=r"dropout=0.1: it takes 0.0 alone"):
+        longspan.parallelize(plain, longspan.SequenceSharding(longspan.init_mesh()), dropout=0.1)
+
+
 def _late_parameter() -> str:
     model = longspan.parallelize(build("Llama"), sharding(), fsdp=False)
     model.register_parameter("late", torch.nn.Parameter(torch.zeros(1)))
@@ -415,6 +439,17 @@ def test_what_is_no_hugging_face_model() -> None:
     for model in (transformers.T5ForConditionalGeneration(t5), transformers.WhisperForConditionalGeneration(whisper)):
         with pytest.raises(LongspanError, match=f"{type(model).__name__} is an encoder-decoder: the cross attention"):
             longspan.parallelize(model, sp)
+    tower = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    text = transformers.Qwen2VLConfig(
+        text_config={
+            "vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+        vision_config=tower,
+    )  # fmt: skip
+    with pytest.raises(LongspanError, match="Qwen2VLForConditionalGeneration is a vision-language model, and what is"):
+        longspan.parallelize(transformers.Qwen2VLForConditionalGeneration(text), sp)
     with pytest.raises(
         LongspanError, match=r"encoder_attn \(WhisperAttention\) of WhisperForCausalLM is cross attention"
     ):

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
@@ -251,12 +254,29 @@ def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: 
     assert sorted(losses_of(back.out)) == [1, 2, 3, 4, 5]
 
 
-def test_a_finished_run_is_only_exported_again(uninterrupted: TrainConfig, pool2: RankPool) -> None:
+def test_a_finished_run_is_only_exported_again_and_then_has_nothing_to_do(
+    uninterrupted: TrainConfig, pool2: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = losses_of(uninterrupted.out)
     shutil.rmtree(uninterrupted.out / "hf")
     _on(pool2, uninterrupted)
     assert losses_of(uninterrupted.out) == before
     assert _weights(uninterrupted.out)
+
+    def written() -> dict[Path, tuple[int, int]]:
+        files = [path for path in uninterrupted.out.rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in files}
+
+    held = written()
+    _on(pool2, uninterrupted)  # the ranks, as torchrun starts them
+    with monkeypatch.context() as patched:  # the command, which starts none
+        patched.setattr("longspan.ranks.launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
+        assert run(dataclasses.replace(uninterrupted, lr=1.0)) == 0
+    said = r"nothing to do: \S+ is at step 6 of --steps 6, and \S+hf holds its export; .*\n"
+    assert re.fullmatch(said, capsys.readouterr().out)
+    assert written() == held
+    (uninterrupted.out / "hf" / "config.json").write_text("")
+    assert checkpoint.exported_step(uninterrupted.out / "hf") is None
 
 
 # --- what comes out
@@ -427,10 +447,36 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
     _refused(config, r"--nproc 3 does not match the mesh: --data-degree 1 --ulysses 2 needs 2", nproc=3, ulysses=2)
 
 
-def test_models_and_tokenizers_that_do_not_fit_are_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_models_and_tokenizers_that_do_not_fit_are_refused(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _refused(config, r"--context 513 is longer than the 512 positions .*give --context 512 or less, or", context=513)
-    _refused(config, r"--model no/such: no model config can be read there", config=None, model="no/such")
+    (tmp_path / "my-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    hub = r"/my-modle \(did you mean my-model\?\), and as a name on the Hugging Face hub it would need the network, but"
+    _refused(
+        config,
+        rf"--model my-modle: there is .*{hub}",
+        config=None,
+        model="my-modle",
+    )
+    _refused(
+        config,
+        rf"--data my-modle: there is no file or folder /.*{hub}",
+        data="my-modle",
+    )
+    _refused(config, r"--tokenizer no/such: there is no file or folder /.*/no/such, and as a", tokenizer="no/such")
     _refused(config, r"--config .*no\.json does not exist; give the path", config=tmp_path / "no.json")
+    for kind, said in {
+        "t5": "an encoder-decoder",
+        "whisper": "an encoder-decoder",
+        "qwen2_vl": "a vision-language model",
+        "qwen2_audio": "an audio-language model",
+    }.items():
+        other = tmp_path / f"{kind}.json"
+        transformers.AutoConfig.for_model(kind).to_json_file(other)
+        _refused(config, rf"--config \S+{kind}\.json is {said} \({kind}\); longspan takes causal", config=other)
+    _refused(config, r"--dropout 0\.1: it takes 0 alone", dropout=0.1)
     small = write_config(tmp_path, vocab_size=300)
     _refused(config, r"--tokenizer bytes has 384 ids, the model's vocabulary only 300", config=small)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from longspan.core.checked import check_text, path_of, read_toml, spell
+from longspan.core.checked import check_text, means_a_path, path_of, read_toml, spell
 from longspan.core.errors import LongspanError
 
 #: Command: (module, its config class, what it does).
@@ -50,17 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 ended early by SIGTERM or Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        commands = "\n".join(f"  {name:{width}}  {text}" for name, (_, _, text) in COMMANDS.items())
-        print(_USAGE.format(commands=commands))
-        return 0 if args else 2
-    if args[0] == "--version":
+    if args and args[0] not in ("-h", "--help", "--version"):
+        return _run(args[0], args[1:])
+    try:
+        _say_about("--version" in args[:1])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _nobody_reads()
+    return 0 if args else 2
+
+
+def _say_about(version: bool) -> None:
+    """Print the version, or what commands there are."""
+    from longspan.cli_help import indented, paragraphs
+
+    if version:
         from longspan import __version__
 
         print(f"longspan {__version__}")
-        return 0
-    return _run(args[0], args[1:])
+        return
+    column = max(map(len, COMMANDS)) + 4
+    commands = "\n".join(indented(name, text, column) for name, (_, _, text) in COMMANDS.items())
+    print(paragraphs(_USAGE).format(commands=commands))
 
 
 def _run(command: str, args: list[str]) -> int:
@@ -137,6 +148,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     """`parse`, and where in the file the values stand that it gave, by flag."""
     import tyro
 
+    from longspan.cli_help import documented, wrapped
     from longspan.ranks.launch import is_first_rank_here
 
     path, flags = _take_from(args)
@@ -145,6 +157,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     in_file, origins = ({}, {}) if path is None else _values_of_file(config_class, path)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_plain_rule)
+    registry.struct_rule(documented(config_class))
     description = f"{summary[0].upper()}{summary[1:]}.\n\n{_doc(config_class)}"
     # `--from` is taken out above; it stands here for the help.
     whole = dataclasses.make_dataclass(
@@ -174,7 +187,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     ]
     defaults = config_class(**{**dict.fromkeys(required, tyro.MISSING), **in_file})
     said_here = is_first_rank_here()
-    with registry:
+    with registry, wrapped():
         found = tyro.cli(
             whole,
             args=flags,
@@ -189,6 +202,10 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
 
 
 _SOURCES = ("data", "model", "tokenizer", "gpu", "resume")
+"""Fields that hold a path or a name."""
+
+_NAMES = {"data": ("pydoc",), "tokenizer": ("bytes",), "resume": ("auto", "never")}
+"""Words in them that are no path, whatever lies beside."""
 
 
 def _at_home(config: Any) -> Any:
@@ -231,11 +248,31 @@ def _values_of_file(config_class: type[Any], path: Path) -> tuple[dict[str, Any]
         if flag in origins:
             raise file.error(f"{key} says again what stands in {origins[flag]} in another spelling; keep one", key)
         try:
-            values[names[flag]] = _typed(kinds[names[flag]], value)
+            values[names[flag]] = _beside(path, names[flag], _typed(kinds[names[flag]], value))
         except ValueError as error:
             raise file.error(f"{key} = {spell(value)} will not do: {error}", key) from error
         origins[flag] = file.where(key)
     return values, origins
+
+
+def _beside(file: Path, field: str, value: Any) -> Any:
+    """A path of a file of flags, as seen from the file's folder. Raises ValueError for what may mean two things."""
+    text = str(value)
+    name = field in _SOURCES and text not in _NAMES.get(field, ())
+    if not text or text.startswith("~") or not (isinstance(value, Path) or name or field == "offload_folder"):
+        return value
+    path = Path(text)
+    there = file.parent / path  # an absolute one stays what it is
+    if name and not there.exists() and not means_a_path(text):
+        if path.exists():  # a flag of the same words means this one
+            raise ValueError(
+                f"paths in a file are relative to the file, and {there} does not exist, but {path.absolute()} does; "
+                f"write {os.path.relpath(path, file.parent)!r}"
+            )
+        return value
+    plain = Path(os.path.normpath(there))
+    there = plain if plain.resolve() == there.resolve() else there  # ".." behind a link is not the folder above
+    return there if isinstance(value, Path) else str(there)
 
 
 def _typed(kind: Any, value: Any) -> Any:

@@ -17,7 +17,7 @@ files are whole; in it `complete.json`, written last: the step, the place in the
 from longspan.checkpoint.background import Saver
 from longspan.checkpoint.choosing import choose, newest, verify
 from longspan.checkpoint.disk import DiskFull, RunLock, check_shared
-from longspan.checkpoint.exporting import check_replaceable, export
+from longspan.checkpoint.exporting import check_replaceable, export, exported_step
 from longspan.checkpoint.folder import MARKER, Checkpoint, complete_steps, latest, step_path
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import load, load_weights, save
@@ -35,6 +35,7 @@ __all__ = [
     "choose",
     "complete_steps",
     "export",
+    "exported_step",
     "is_full",
     "latest",
     "load",

@@ -43,6 +43,7 @@ def export(
     *,
     peft: Literal["adapter", "merged"] = "adapter",
     ranks: Ranks | None = None,
+    step: int | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder (safetensors, config, tokenizer). Collective; rank 0 writes.
 
@@ -60,6 +61,7 @@ def export(
             adapter_model.safetensors), to be put on the base model again; or "merged": one model, the adapter's change
             added to its weights in the dtype that they are trained in.
         ranks: who takes part; by default those of the job's own group.
+        step: of the run that the weights are of, to be found again by `exported_step`.
 
     Raises:
         DiskFull: on every rank, with the bytes that are missing.
@@ -71,7 +73,7 @@ def export(
     check_finite(_own_weights(model), f"{folder} is not exported", ranks)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)  # empty but on rank 0
-    work = _Export(folder, model, config, tokenizer, dtype, generation)
+    work = _Export(folder, model, config, tokenizer, dtype, generation, step)
     needed = _BESIDE + sum(
         x.numel() * (dtype.itemsize if x.is_floating_point() else x.element_size()) for x in state.values()
     )
@@ -127,6 +129,7 @@ class _Export:
     tokenizer: Any
     dtype: torch.dtype
     generation: Any
+    step: int | None
 
     def write(self, state: dict[str, Any], peft: str) -> None:
         making = self.folder.with_name(f"{MAKING}{self.folder.name}")
@@ -140,7 +143,7 @@ class _Export:
                 self._write_adapters(making, self._cast(state))
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(making)
-            _record(making)
+            _record(making, self.step)
             put_in_place(making, self.folder)
         except Exception as error:
             with contextlib.suppress(OSError):
@@ -263,12 +266,24 @@ def _own_weights(model: torch.nn.Module) -> dict[str, Any]:
     return {f"model.{name}": x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
 
 
-def _record(making: Path) -> None:
+def exported_step(folder: Path) -> int | None:
+    """The step that an export is of, if one is there whole (by its files' sizes) and says so."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        whole = all((folder / name).stat().st_size == size for name, (size, _) in record["files"].items())
+        step = record.get("step")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return step if whole and isinstance(step, int) else None
+
+
+def _record(making: Path, step: int | None) -> None:
     """Write down what is there, and give all files one mode: safetensors are made for their owner alone."""
     files = {str(path.relative_to(making)): FileRecord.of(path) for path in sorted(making.rglob("*")) if path.is_file()}
     listed = {name: [record.size, f"{record.crc32:08x}"] for name, record in files.items()}
     digest = zlib.crc32(json.dumps(listed, sort_keys=True).encode())
-    write_durably(making / RECORD, json.dumps({"files": listed, "crc32": f"{digest:08x}"}, indent=1) + "\n")
+    record = {"files": listed, "crc32": f"{digest:08x}"} | ({} if step is None else {"step": step})
+    write_durably(making / RECORD, json.dumps(record, indent=1) + "\n")
     mode = (making / RECORD).stat().st_mode & 0o777  # what the umask leaves
     for name in files:
         os.chmod(making / name, mode)

@@ -5,6 +5,7 @@ Only the standard library. One place, so that every command refuses the same thi
 
 from __future__ import annotations
 
+import difflib
 import errno
 import math
 import numbers
@@ -193,6 +194,17 @@ def existing_path(name: str, text: str) -> Path | None:
         return path if path.exists() else None
     except OSError as error:  # a folder that may not be searched, a loop of links
         raise LongspanError(f"{name} {path} cannot be reached: {error.strerror or error}") from error
+
+
+def near(text: str) -> str:
+    """What lies where `text` was looked for and is called nearly so, for a message about what is missing."""
+    path = Path(text)
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    found = difflib.get_close_matches(path.name, [name for name in names if not name.startswith(".")], n=3)
+    return f" (did you mean {' or '.join(str(path.parent / name) for name in found)}?)" if found else ""
 
 
 def means_a_path(text: str) -> bool:

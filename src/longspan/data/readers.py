@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from longspan.core.checked import spell
+from longspan.core.checked import near, spell
 from longspan.core.errors import LongspanError
-from longspan.hf.pretrained import first_line
+from longspan.hf.pretrained import first_line, not_found
 
 KINDS = (".txt", ".jsonl", ".parquet")
 """The files that are read. A .txt file is one document, line breaks kept."""
@@ -254,9 +254,11 @@ class HubDataset:
         try:
             self._dataset: Any = datasets.load_dataset(repository, config or None, split=split, streaming=True)
         except Exception as error:
+            if isinstance(error, ConnectionError):
+                raise not_found("--data", name, "dataset", f"but {first_line(error)}") from error
             raise LongspanError(
-                f"--data {name} is neither a file nor a directory, and as the name of a dataset it cannot be opened: "
-                f"{first_line(error)}"
+                f"--data {name} is neither a file nor a directory{near(name)}, and as the name of a dataset it cannot "
+                f"be opened: {first_line(error)}"
             ) from error
 
     def seek(self, state: dict[str, Any] | None) -> None:

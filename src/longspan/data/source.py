@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.core.checked import existing_path, means_a_path
+from longspan.core.checked import existing_path, means_a_path, near
 from longspan.core.errors import LongspanError
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
+from longspan.hf.pretrained import check_on_hub
 
 #: The data that every Python brings along: the language reference's topics, 0.5 MB of English text.
 PYDOC = "pydoc"
@@ -51,6 +52,7 @@ class DocumentSource:
 
     Attributes:
         identity: what the order of the documents depends on; a run may be resumed where these are the same.
+        files: those that are read, by the name that `identity` has of each; none where the data is no file.
 
     Raises:
         LongspanError: for data that is missing, holds no readable file or cannot be read, and for a missing column.
@@ -64,6 +66,7 @@ class DocumentSource:
         self.data, self.shuffle, self.seed = data, shuffle, seed
         path = existing_path("--data", data)
         self.identity: dict[str, Any] = {"text_field": text_field, "shuffle": shuffle, "seed": seed}
+        self.files: dict[str, Path] = {}
         self._reader: Reader
         if data == PYDOC and path is None:
             texts = _pydoc_texts()
@@ -71,16 +74,18 @@ class DocumentSource:
             self.identity["data"] = [[PYDOC, sum(map(len, texts))]]  # the text differs between Python versions
         elif path is not None:
             files = _files(path)
-            self.identity["data"] = [[file.name, file.stat().st_size] for file in files]
+            self.files = {file.relative_to(path).as_posix() if path.is_dir() else file.name: file for file in files}
+            self.identity["data"] = [[name, file.stat().st_size] for name, file in self.files.items()]
             if shuffle:
                 random.Random(f"files {seed}").shuffle(files)
             self._reader = LocalFiles(files, text_field)
         elif means_a_path(data):
             raise LongspanError(
-                f"--data {data} is neither a file nor a directory, and as the name of a dataset it cannot be meant: "
-                "that is NAME, OWNER/NAME or OWNER/NAME:CONFIG"
+                f"--data {data} is neither a file nor a directory{near(data)}, and as the name of a dataset it cannot "
+                "be meant: that is NAME, OWNER/NAME or OWNER/NAME:CONFIG"
             )
         else:
+            check_on_hub("--data", data, "dataset")
             self._reader = HubDataset(data, split, text_field)
             self.identity["data"] = [[data, split]]
 

@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -53,12 +53,20 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Ids of one piece of a document, and where they were found."""
+class Piece:
+    """A piece of a document that is tokenised by itself, and where it was found.
+
+    Attributes:
+        place: of the document.
+        number: of the piece in it.
+        last: whether the document ends with it.
+        text: its characters.
+    """
 
     place: Place
-    piece: int
-    ids: NDArray[np.int64]
+    number: int
+    last: bool
+    text: str
 
 
 class SequenceStream:
@@ -83,47 +91,72 @@ class SequenceStream:
         self._state = state
 
     def __iter__(self) -> Iterator[Sequence]:
+        return self.pack((piece, self.ids_of(piece)) for piece in self.pieces())
+
+    def pieces(self) -> Iterator[Piece]:
+        """What is to be tokenised from the state on; the pieces of its document that are used up are left out."""
+        place, used = None, 0
+        if self._state:
+            place, used = _place_of(self._state), self._state["piece"]
+        for here, document in self.source.documents(place):
+            parts = self.tokenizer.parts(document)
+            for number in range(used if here == place else 0, len(parts)):
+                yield Piece(here, number, number == len(parts) - 1, parts[number])
+
+    def ids_of(self, piece: Piece) -> NDArray[np.int64]:
+        """The ids of a piece."""
+        return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
+
+    def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
+        """The sequences, from the ids of `pieces`, whoever has made them.
+
+        Raises:
+            LongspanError: as iteration.
+        """
         number = self._state["sequences"] if self._state else 0
         parts: list[NDArray[np.int64]] = []
         starts: list[int] = []
         filled = 0
-        for run, offset in self._runs():
-            while offset < len(run.ids):
-                if run.piece == 0 and offset == 0:
+        for piece, ids, offset in self._from_state(tokenised):
+            while offset < len(ids):
+                if piece.number == 0 and offset == 0:
                     starts.append(filled)
-                part = run.ids[offset : offset + self.context - filled]
+                part = ids[offset : offset + self.context - filled]
                 parts.append(part)
                 filled += len(part)
                 offset += len(part)
                 if filled == self.context:
                     number += 1
-                    state = {**dataclasses.asdict(run.place), "piece": run.piece, "token": offset, "sequences": number}
-                    whole = [Sequence(np.concatenate(parts), tuple(starts), state)]
+                    where = {"piece": piece.number, "token": offset, "sequences": number}
+                    whole = [Sequence(np.concatenate(parts), tuple(starts), dataclasses.asdict(piece.place) | where)]
                     parts, starts, filled = [], [], 0
+                    del part
                     yield whole.pop()  # while this waits to go on, it holds nothing of the sequence
 
-    def _runs(self) -> Iterator[tuple[_Run, int]]:
-        """The pieces from the state on, each with the number of its ids that are used up already."""
-        place, piece, token = None, 0, 0
-        if self._state:
-            place = Place(**{field.name: self._state[field.name] for field in dataclasses.fields(Place)})
-            piece, token = self._state["piece"], self._state["token"]
+    def _from_state(
+        self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]
+    ) -> Iterator[tuple[Piece, NDArray[np.int64], int]]:
+        """The pieces with the number of their ids that are used up already."""
+        place = _place_of(self._state) if self._state else None
         whole_epoch, tokens, epoch = place is None, 0, place.epoch if place else 0
-        for here, document in self.source.documents(place):
-            if here.epoch != epoch:
+        for piece, ids in tokenised:
+            if piece.place.epoch != epoch:
                 if whole_epoch and tokens < self.context:
                     self._refuse(tokens)
-                whole_epoch, tokens, epoch = True, 0, here.epoch
-            for number, ids in self.tokenizer.pieces(document):
-                tokens += len(ids)
-                if here != place or number >= piece:
-                    yield _Run(here, number, ids), token if here == place and number == piece else 0
+                whole_epoch, tokens, epoch = True, 0, piece.place.epoch
+            tokens += len(ids)
+            at_state = self._state is not None and piece.place == place and piece.number == self._state["piece"]
+            yield piece, ids, self._state["token"] if self._state is not None and at_state else 0
 
     def _refuse(self, tokens: int) -> None:
         raise LongspanError(
             f"not enough text for one sequence: --data {self.source.data} gives {tokens} tokens, --context needs "
             f"{self.context}; give more text or a smaller --context"
         )
+
+
+def _place_of(state: dict[str, Any]) -> Place:
+    return Place(**{field.name: state[field.name] for field in dataclasses.fields(Place)})
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,16 +54,24 @@ class TextTokenizer:
 
     def pieces(self, document: str) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """The ids of one document, piece by piece, each with its number."""
-        parts = split_text(document)
+        parts = self.parts(document)
         for number, part in enumerate(parts):
-            ids = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-            if number == 0 and self._begins:
-                ids = [self.tokenizer.bos_token_id, *ids]
-            if number == len(parts) - 1:
-                ids = [*ids, self.tokenizer.eos_token_id]
-            yield number, np.asarray(ids, dtype=np.int64)
+            yield number, self.ids(part, first=number == 0, last=number == len(parts) - 1)
 
-    @property
+    def parts(self, document: str) -> list[str]:
+        """The pieces of a document that are tokenised one by one."""
+        return split_text(document)
+
+    def ids(self, part: str, *, first: bool, last: bool) -> NDArray[np.int64]:
+        """The ids of one piece of a document, which may be its first or its last one."""
+        ids = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        if first and self._begins:
+            ids = [self.tokenizer.bos_token_id, *ids]
+        if last:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return np.asarray(ids, dtype=np.int64)
+
+    @functools.cached_property
     def _begins(self) -> bool:
         begin = self.tokenizer.bos_token_id
         return begin is not None and self.tokenizer("a")["input_ids"][:1] == [begin]

@@ -360,8 +360,9 @@ class ForwardHooks:
         if model.training and self.dropout is not None:
             layer, p, key = self.dropout
             raise LongspanError(
-                f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; set {key}=0.0 in "
-                f"the config that the model is made from, or call model.eval()"
+                f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; switch the "
+                f"model's dropout off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set "
+                f"{key}=0.0 in the config that the model is made from, or call model.eval()"
             )
         if self.gradients is not None:
             self.gradients.check(model)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from longspan.attn.kernels.choice import AnyKernel, table_of
+from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
@@ -36,7 +37,7 @@ from longspan.hf.hooks import ForwardHooks
 from longspan.hf.levers import Auto, LeverModules, Levers, draws
 from longspan.hf.registry import ModelBinding, bind_layers
 from longspan.hf.savers import refuse_savers
-from longspan.hf.support import check_model, decoder_of, transformers_model
+from longspan.hf.support import check_model, decoder_of, switch_dropout_off, transformers_model
 from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def parallelize(
     check_at_rest: bool = False,
     logits: bool = False,
     memory: MemoryLevel | Memory = "fastest",
+    dropout: float | None = None,
 ) -> Model:
     """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
 
@@ -96,6 +98,9 @@ def parallelize(
             stays on the device), "auto" (the fastest levers that fit this device, by the planner, chosen at the first
             training forward and again whenever a batch is larger than all before), or a `longspan.Memory` that names
             each lever. `longspan.explain(model)` says what was taken, and why.
+        dropout: 0.0: every dropout of the model is set to 0, in its layers and its config, so that a model with dropout
+            in its attention can be trained. None: the model's stay; those in attention are refused in training, since
+            what they draw would depend on the number of ranks. Nothing else is taken.
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
@@ -121,6 +126,7 @@ def parallelize(
         "check_at_rest": check_at_rest,
         "logits": logits,
         "memory": memory,
+        "dropout": dropout,
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
@@ -144,10 +150,13 @@ def parallelize(
         problem = error
     agree_on_model(sp, facts, digests, problem)
     assert inner is not None
+    if dropout is not None:
+        switch_dropout_off(inner)
     if weights == "broadcast":
         broadcast_weights(inner, sp)
-    _warn_of_idle_ranks(inner, sp)
-    _warn_of_dropout(inner)
+    if sp.data_rank == 0 and sp.rank == 0:  # it is the same on all
+        _warn_of_idle_ranks(inner, sp)
+        _warn_of_dropout(inner)
     binding = bind_layers(inner, sp, kernel, levers)
     hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store, auto), logits)
     if sp.world_size > 1:
@@ -182,6 +191,12 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
         raise LongspanError(f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model")
     if weights not in ("same", "broadcast"):
         raise LongspanError(f"weights={weights!r} is unknown; choose 'same' or 'broadcast'")
+    dropout = options["dropout"]
+    if dropout is not None and (isinstance(dropout, bool) or dropout != 0):
+        raise LongspanError(
+            f"dropout={spell(dropout)}: it takes 0.0 alone, which switches the model's dropout off; other values are "
+            "set in the config that the model is made from"
+        )
     for option in ("check_batches", "check_weights"):
         value = options[option]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):

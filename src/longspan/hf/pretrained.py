@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from longspan.core.checked import existing_path, means_a_path, read_text, spell
+from longspan.core.checked import existing_path, means_a_path, near, read_text, spell
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 
+HUB_WAIT_S = 5
+"""Seconds in which the Hugging Face hub has to answer whether it has a name."""
 
-def check_source(flag: str, name: str, *, local: bool = False) -> None:
-    """Refuse what names neither a file or folder here nor, by its form, anything on the Hugging Face hub.
+
+def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["model", "dataset"] = "model") -> None:
+    """Refuse what names neither a file or folder here nor anything on the Hugging Face hub, without a long wait.
 
     The hub is asked only for what can be a name there: a path with a slip in it is said at once.
 
@@ -20,14 +24,81 @@ def check_source(flag: str, name: str, *, local: bool = False) -> None:
         flag: the option that named it, for messages.
         name: what is to be read.
         local: whether it must be here.
+        kind: what it would be on the hub.
 
     Raises:
-        LongspanError: with the way out.
+        LongspanError: with what lies near, and the way out.
     """
     path = existing_path(flag, name)
     if path is None and (local or means_a_path(name)):
         hub = "" if local else ", and no name on the Hugging Face hub either (NAME or OWNER/NAME)"
-        raise LongspanError(f"{flag} {name} does not exist{hub}; give the path of a file or folder that is there")
+        raise LongspanError(
+            f"{flag} {name} does not exist{near(name)}{hub}; give the path of a file or folder that is there"
+        )
+    if path is None:
+        check_on_hub(flag, name, kind)
+
+
+def check_names(model: str | None, config: Path | None, data: str | None, tokenizer: str | None) -> None:
+    """`check_source` for all that a command was given. Needs neither torch nor transformers, so it takes no time.
+
+    Raises:
+        LongspanError: as `check_source`.
+    """
+    if model is not None:
+        check_source("--model", model)
+    if config is not None:
+        check_source("--config", str(config), local=True)
+    if tokenizer is not None and tokenizer != "bytes":
+        check_source("--tokenizer", tokenizer)
+    if data is not None and data != "pydoc" and not means_a_path(data):
+        check_source("--data", data, kind="dataset")
+
+
+def check_on_hub(flag: str, name: str, kind: Literal["model", "dataset"]) -> None:
+    """Refuse a name that is nothing here, in no cache, and not on the Hugging Face hub, or that cannot be asked for.
+
+    One small question, before the libraries ask theirs, which they repeat and wait for. What has asked it already (the
+    command that starts the ranks) is not asked again.
+
+    Raises:
+        LongspanError: saying what was looked for, and what lies near.
+    """
+    if launch.under_torchrun() and not launch.started_elsewhere():
+        return
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+    repository = name.partition(":")[0] if kind == "dataset" else name
+    if Path(constants.HF_HUB_CACHE, f"{kind}s--{repository.replace('/', '--')}").is_dir():
+        return
+    if constants.HF_HUB_OFFLINE:
+        if kind == "dataset":  # it may be in a cache of its own, and says at once if not
+            return
+        raise not_found(flag, name, kind, "but HF_HUB_OFFLINE is set")
+    file = "config.json" if kind == "model" else "README.md"
+    try:
+        get_hf_file_metadata(hf_hub_url(repository, file, repo_type=kind), timeout=HUB_WAIT_S)
+    except (EntryNotFoundError, GatedRepoError):  # it is there
+        return
+    except RepositoryNotFoundError as error:
+        raise not_found(flag, name, kind, None) from error
+    except Exception as error:  # of whichever library for HTTP it uses
+        raise not_found(
+            flag, name, kind, f"but {constants.ENDPOINT} cannot be reached ({first_line(error)})"
+        ) from error
+
+
+def not_found(flag: str, name: str, kind: Literal["model", "dataset"], offline: str | None) -> LongspanError:
+    """The error for a name that is nothing here; `offline` says why the hub could not be asked, if it could not."""
+    if offline is None:
+        hub = f"the Hugging Face hub has no {kind} of that name either (or it is private, and you are not logged in)"
+    else:
+        hub = f"as a name on the Hugging Face hub it would need the network, {offline}"
+    return LongspanError(
+        f"{flag} {name}: there is no file or folder {Path(name).absolute()}{near(name)}, and {hub}; give the path of a "
+        "file or folder that is there"
+    )
 
 
 def read_model_config(flag: str, name: str, context: int) -> Any:
@@ -53,6 +124,30 @@ def read_model_config(flag: str, name: str, context: int) -> Any:
     return found
 
 
+def kind_of(config: Any) -> str | None:
+    """What a Hugging Face config is of, where it is of no language model over one sequence of tokens."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder"
+    sorts = {"vision_config": "a vision-language model", "audio_config": "an audio-language model"}
+    return next((said for part, said in sorts.items() if getattr(config, part, None) is not None), None)
+
+
+def _has_text_model(config: Any) -> bool:
+    """Whether transformers makes a causal or masked LM of a config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MASKED_LM_MAPPING
+
+
+def without_dropout(config: Any) -> Any:
+    """Set every probability of dropout of a Hugging Face config to 0, in place; returned."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for key, value in list(vars(part).items()):
+            if isinstance(value, float) and "drop" in key:
+                setattr(part, key, 0.0)
+    return config
+
+
 def check_language_model(where: str, found: Any, context: int) -> None:
     """Refuse the config of what is no language model, or of one for shorter sequences.
 
@@ -64,9 +159,17 @@ def check_language_model(where: str, found: Any, context: int) -> None:
     Raises:
         LongspanError: with the numbers and the way out.
     """
+    kind = kind_of(found)
+    if getattr(found, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(found)):
+        raise LongspanError(
+            f"{where} is {kind} ({found.model_type}); longspan takes causal language models (decoder-only), and to "
+            "verify masked ones: give one of those"
+        )
     vocabulary = getattr(found.get_text_config(), "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
         raise LongspanError(f"{where} is not the config of a language model: its vocab_size is {spell(vocabulary)}")
+    if not _has_text_model(found):
+        raise LongspanError(f"{where} is of the type {found.model_type}, of which transformers has no language model")
     limit = position_range(found)
     if limit is not None and context > limit:
         raise LongspanError(

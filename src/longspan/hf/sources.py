@@ -18,7 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_numbers, gather_values, together
 from longspan.hf.digests import local_part
 from longspan.hf.hollow import put, stub, tied_names
-from longspan.hf.pretrained import check_weights, first_line
+from longspan.hf.pretrained import check_weights, first_line, kind_of
 from longspan.hf.weight_files import WeightFiles, rows_of
 
 if TYPE_CHECKING:
@@ -86,8 +86,11 @@ class Origin:
             raise
         except Exception as error:
             kinds = {"AutoModelForMaskedLM": "masked LM", "AutoModelForCausalLM": "causal LM"}
-            kind = kinds.get(self.auto.__name__, "classifier")
-            raise LongspanError(f"{self.said} cannot be made into a {kind}: {first_line(error)}") from error
+            wanted = kinds.get(self.auto.__name__, "classifier")
+            why = first_line(error)
+            if (kind := kind_of(self.config)) is not None:
+                why = f"it is {kind} ({self.config.model_type})"
+            raise LongspanError(f"{self.said} cannot be made into a {wanted}: {why}") from error
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from longspan.attn.score import Scores
 from longspan.compat.transformers_api import router_loss, uses_registry
 from longspan.core.errors import LongspanError
 from longspan.hf.loss import balance, balance_sums
+from longspan.hf.pretrained import kind_of, without_dropout
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -113,6 +114,17 @@ def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
     return None
 
 
+def switch_dropout_off(model: PreTrainedModel) -> None:
+    """Set every dropout of the model to 0: modules, layers that hold their probability, and the config."""
+    without_dropout(model.config)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def router_top_k(model: PreTrainedModel) -> int | None:
     """Experts per token of a mixture of experts whose auxiliary loss is `longspan.hf.loss.load_balancing_loss`.
 
@@ -147,7 +159,16 @@ def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel,
     Raises:
         LongspanError: naming the layer and the reason.
     """
-    name = type(model).__name__
+    name, kind = type(model).__name__, kind_of(model.config)
+    try:
+        _check_model(model, name, sp, kernel, lean)
+    except LongspanError as error:
+        if kind is None or kind in str(error):
+            raise
+        raise LongspanError(f"{name} is {kind}, and what is taken is a model of tokens alone: {error}") from error
+
+
+def _check_model(model: PreTrainedModel, name: str, sp: SequenceSharding, kernel: AnyKernel, lean: bool) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "

@@ -19,7 +19,16 @@ from longspan.core.errors import LongspanError
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
 from longspan.ranks.rendezvous import VARIABLES, meet, read_job
 from longspan.ranks.slurm import adopt_step
-from longspan.ranks.supervisor import GRACE_S, LOST_CODE, SUPERVISED, RankFailed, Stopped, supervise, threads_per_rank
+from longspan.ranks.supervisor import (
+    GRACE_S,
+    LOST_CODE,
+    SUPERVISED,
+    RankFailed,
+    Stopped,
+    be_quiet,
+    supervise,
+    threads_per_rank,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -201,6 +210,8 @@ def joined(timeout_s: float | None = None) -> Iterator[Heartbeat]:
     Raises:
         LongspanError: if a rank does not come within the time-out, or there is no such job.
     """
+    if started_elsewhere() and not is_first_rank():
+        be_quiet()
     with ending_with_the_agent():
         peers = meet(timeout_s)
         with Heartbeat(peers, _end_of_a_lost_job) as heart:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
@@ -315,6 +317,8 @@ def _rank_main(
         **{SUPERVISED: "1"},
     )
     use_loopback()
+    if rank:
+        be_quiet()
     end = _run(entry, args, nproc)
     try:
         said = pickle.dumps(end)
@@ -327,6 +331,21 @@ def _rank_main(
             stream.flush()
     if end.kind != "done":
         os._exit(1)  # taking the process group down may abort, or hang
+
+
+def be_quiet() -> None:
+    """On all ranks but the first of a job: what libraries warn of is alike on all, and said once. Errors are said.
+
+    Before they are imported: transformers and torch's C++ code read their variables then. Torch sets up its loggers
+    when it is imported.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch  # noqa: F401
+
+    warnings.simplefilter("ignore")
+    for name in ("torch", "transformers", "datasets", "accelerate", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _run(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int) -> _End:

@@ -105,6 +105,9 @@ class TrainConfig(MemoryFlags):
     """In what FSDP sums gradients over the ranks. bf16 halves what is sent and what is held for it, and rounds every
     sum to 8 bits: the one setting here, beside --dtype, that changes the numbers. Weights' gradients and the optimizer
     are fp32 either way."""
+    dropout: float | None = None
+    """0 sets every dropout of the model to 0, so that one with attention dropout (GPT-2) can be trained: that of
+    attention would depend on the number of ranks, and is refused. By default the model's config says."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """bf16 computes in bf16, with weights, gradient sums and optimizer in fp32."""
     fsdp: bool = True
@@ -286,6 +289,11 @@ class TrainConfig(MemoryFlags):
         check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        if self.dropout not in (None, 0):
+            raise LongspanError(
+                f"--dropout {self.dropout:g}: it takes 0 alone, which switches the model's dropout off; other values "
+                "are set in the model's config"
+            )
         check_number("--lr", self.lr, 0, above=True)
         check_number("--weight-decay", self.weight_decay, 0)
         check_number("--clip", self.clip, 0)

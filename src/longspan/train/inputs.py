@@ -12,10 +12,10 @@ from longspan.checkpoint.identity import differences
 from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import read_model_config
+from longspan.hf.pretrained import read_model_config, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import TrainConfig
-from longspan.train.identity import BATCH, run_identity
+from longspan.train.identity import BATCH, run_identity, spell_change
 
 if TYPE_CHECKING:
     from longspan.hf.sources import Origin
@@ -80,7 +80,7 @@ def open_here(config: TrainConfig) -> Inputs:
     source = DocumentSource(
         config.data, text_field=config.text_field, split=config.split, shuffle=config.shuffle, seed=config.seed
     )
-    identity = run_identity(config, model_config, tokenizer, source.identity)
+    identity = run_identity(config, model_config, tokenizer, source)
     return Inputs(model_config, tokenizer, source, None, identity)
 
 
@@ -96,8 +96,27 @@ def find_resume(config: TrainConfig, opened: Inputs, ranks: Ranks, *, verify: bo
     return inputs
 
 
-def check_inputs(config: TrainConfig) -> None:
+def finished(config: TrainConfig, inputs: Inputs) -> str | None:
+    """What is said where the run has all its steps, and its export: nothing is to be done then. Else None."""
+    resume = inputs.resume
+    if config.resume != "auto" or resume is None or resume.step != config.steps:
+        return None
+    exported = f", and {config.exported} holds its export"
+    if config.export == "never":
+        exported = ""
+    elif checkpoint.exported_step(config.exported) != resume.step:
+        return None
+    return (
+        f"nothing to do: {config.out} is at step {resume.step} of --steps {config.steps}{exported}; give more --steps "
+        "to go on, or another --out to start anew"
+    )
+
+
+def check_inputs(config: TrainConfig) -> str | None:
     """`open_inputs`, and read the first sequence: all that can go wrong before any weight is loaded.
+
+    Returns:
+        What `finished` says.
 
     Raises:
         LongspanError: as `open_inputs`, for text that is unreadable or too short for one sequence, for an `--out` that
@@ -105,7 +124,8 @@ def check_inputs(config: TrainConfig) -> None:
     """
     # Nothing is made yet: what is refused, here or by the ranks, leaves nothing behind.
     check_output("--out", config.checkpoints, folder=True)
-    next(iter(open_inputs(config, verify=False).sequences(config.tokens)))
+    inputs = open_inputs(config, verify=False)
+    next(iter(inputs.sequences(config.tokens)))
     try:
         # Under torchrun one of the ranks may have it already.
         if config.out.exists() and not launch.under_torchrun():
@@ -114,6 +134,7 @@ def check_inputs(config: TrainConfig) -> None:
         raise LongspanError(f"--out {config.out} cannot be written: {error}") from error
     if config.export != "never":
         checkpoint.check_replaceable(config.exported)
+    return finished(config, inputs)
 
 
 def load_model_config(config: TrainConfig) -> Any:
@@ -123,7 +144,8 @@ def load_model_config(config: TrainConfig) -> Any:
         LongspanError: if there is none, or its position range is shorter than the context.
     """
     flag = "--model" if config.model else "--config"
-    return read_model_config(flag, str(config.model or config.config), config.tokens)
+    found = read_model_config(flag, str(config.model or config.config), config.tokens)
+    return found if config.dropout is None else without_dropout(found)
 
 
 def model_origin(config: TrainConfig, model_config: Any) -> Origin:
@@ -182,7 +204,7 @@ def _check_same_run(config: TrainConfig, inputs: Inputs) -> None:
             f"(--batch, or else --micro-batch x --data-degree); give --batch {before}, or --change-batch to go on so"
         )
     if changed:
-        parts = [f"{name} was {before}, is {now}" for name, (before, now) in changed.items()]
+        parts = [spell_change(config.data, name, before, now) for name, (before, now) in changed.items()]
         raise LongspanError(
             f"checkpoint {inputs.resume.path} was made with other data or another model, so the run would not be the "
             f"same: {'; '.join(parts)}; give the same, or start another run from its weights: --model OUT/hf --out "

@@ -8,6 +8,7 @@ import sys
 
 from longspan.core.checked import check_processes
 from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import check_names
 from longspan.ranks import agreement, launch
 from longspan.train.config import TrainConfig
 
@@ -24,6 +25,8 @@ def run(config: TrainConfig) -> int:
         longspan.ranks.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
     """
     config.check()
+    if not launch.under_torchrun():  # before anything heavy is imported
+        check_names(config.model, config.config, config.data, config.tokenizer)
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
     if config.max_restarts and (config.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
@@ -41,7 +44,10 @@ def run(config: TrainConfig) -> int:
         check_processes(config.ranks, config.mesh)
         from longspan.train.inputs import check_inputs
 
-        check_inputs(config)
+        nothing_to_do = check_inputs(config)
+        if nothing_to_do is not None:
+            print(nothing_to_do, flush=True)
+            return 0
     try:
         _train(config)
     except launch.Stopped as stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from longspan.core.accumulation import sums_once
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST
-from longspan.data import StepBatch, deal, prefetch
+from longspan.data import ROUNDS_AHEAD, StepBatch, deal, prefetch, rounds, together
 from longspan.hf.across_ranks import host_group
 from longspan.hf.auto import device_memory
 from longspan.hf.batch import shard_batch
@@ -44,7 +45,8 @@ from longspan.ranks.launch import Stopped, StopRequest
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
-from longspan.train.inputs import Inputs, find_resume, model_origin, open_here, prepare_model
+from longspan.train.identity import changed_settings, settings_of
+from longspan.train.inputs import Inputs, find_resume, finished, model_origin, open_here, prepare_model
 from longspan.train.metrics import (
     CommunicationSampler,
     Display,
@@ -112,6 +114,9 @@ class Trainer:
         config = self.config
         self._at("loading", long=True)
         self.inputs = find_resume(config, self.inputs, self.outputs.ranks)
+        self.finished: str | None = self.outputs.ranks.first(lambda: finished(config, self.inputs))
+        if self.finished is not None:
+            return
         self.model, self.generation, self.autocast = self._load_model()
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
@@ -168,7 +173,10 @@ class Trainer:
                 export cannot be written.
         """
         try:
-            self._run()
+            if self.finished is None:
+                self._run()
+            elif self.first:
+                print(self.finished, flush=True)
         except BaseException as error:
             # All ranks come to such an error alike, so what is being written can become whole; otherwise a peer may be
             # gone.
@@ -211,27 +219,47 @@ class Trainer:
     def _save(self, say: Callable[[str], None], *, last: bool = False) -> None:
         """Save, and with `--export saves` export."""
         self._at("save", self.step, long=True)
-        state = {"data": self.data_state, "tokens": self.tokens, "identity": self.inputs.identity}
+        state = {
+            "data": self.data_state,
+            "tokens": self.tokens,
+            "identity": self.inputs.identity,
+            "settings": settings_of(self.config),
+        }
         whole = self.outputs.save(self.step, self.model, self.optimizer, state, say, last=last)
         if whole and self.config.export == "saves":
             self._export(say, last=last)
 
     def _export(self, say: Callable[[str], None], *, last: bool) -> None:
         self._at("export", self.step, long=True)
-        self.outputs.export(self.model, self.inputs, self.generation, say, last=last)
+        self.outputs.export(self.step, self.model, self.inputs, self.generation, say, last=last)
 
-    def _batches(self) -> contextlib.AbstractContextManager[Iterator[StepBatch]]:
-        config = self.config
-        steps = deal(
-            iter(self.inputs.sequences(config.tokens)),
+    @contextlib.contextmanager
+    def _batches(self) -> Iterator[Iterator[StepBatch]]:
+        """The steps' batches, read and tokenised ahead in a thread; several ranks each tokenise their share."""
+        config, stream = self.config, self.inputs.sequences(self.config.tokens)
+        dealt = functools.partial(
+            deal,
             batch=config.sequences,
             micro_batch=config.micro_batch,
             data_size=self.sp.data_size,
             data_rank=self.sp.data_rank,
             pack=config.pack,
         )
-        # Cut where they are read, in the thread: no tensor of the whole sequence waits for its step, or lives in it.
-        return prefetch(map(self._cut, steps))
+        if self.hosts is None:
+            with prefetch(map(self._cut, dealt(iter(stream)))) as batches:
+                yield batches
+            return
+        size, rank = self.sp.world_size, dist.get_rank(self.hosts)
+        own = rounds(stream, config.sequences * config.tokens, size, rank)
+        with prefetch(own, depth=ROUNDS_AHEAD) as ahead:
+            # Only this thread speaks with the other ranks. What it has of a whole sequence is gone before the step.
+            yield map(self._cut, dealt(stream.pack(together(ahead, self.hosts, self._refuse_data))))
+
+    def _refuse_data(self, unlike: list[int]) -> NoReturn:
+        raise LongspanError(
+            f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
+            f"{self.config.data}, and the same tokenizer; unlike the others: {spell_ranks(unlike)}"
+        )
 
     def _cut(self, step: StepBatch) -> StepBatch:
         """Of each micro-batch this rank's tokens; the finder of what is not finite takes them again."""
@@ -255,11 +283,7 @@ class Trainer:
             gather_into(every, torch.tensor([crc]), self.hosts)
             read = every.tolist()
             usual = statistics.mode(read)
-            raise LongspanError(
-                f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
-                f"{self.config.data}, and the same tokenizer; unlike the others: "
-                f"{spell_ranks([rank for rank, crc in enumerate(read) if crc != usual])}"
-            )
+            self._refuse_data([rank for rank, crc in enumerate(read) if crc != usual])
         return int(signum)
 
     def _say_what(self, display: Display) -> None:
@@ -278,6 +302,8 @@ class Trainer:
             display.say(f"warning: passed over a damaged checkpoint: {problem}")
         if self.step:
             display.say(f"going on after step {self.step}")
+        if self.inputs.resume is not None and (said := changed_settings(self.inputs.resume, config)):
+            display.say(said)
 
     # --- one step
 

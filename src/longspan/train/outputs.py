@@ -115,15 +115,18 @@ class Outputs:
             self._announced = path
             say(f"saved {path}")
 
-    def export(self, model: torch.nn.Module, inputs: Inputs, generation: Any, say: Say, *, last: bool) -> None:
-        """Write the Hugging Face folder.
+    def export(
+        self, step: int, model: torch.nn.Module, inputs: Inputs, generation: Any, say: Say, *, last: bool
+    ) -> None:
+        """Write the Hugging Face folder of a step.
 
         Raises:
             LongspanError: as `save`.
         """
         path, dtype = self.config.exported, _DTYPES[self.config.dtype]
         with self._room_is_not_vital(say, last):
-            checkpoint.export(path, model, inputs.model_config, inputs.tokenizer, dtype, generation, ranks=self.ranks)
+            config, tokenizer = inputs.model_config, inputs.tokenizer
+            checkpoint.export(path, model, config, tokenizer, dtype, generation, ranks=self.ranks, step=step)
             say(f"exported {path}")
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 Class = TypeVar("Class", bound=type[Trainer])
 
 OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_weights", "check_at_rest", "logits",
-           "memory")  # fmt: skip
+           "memory", "dropout")  # fmt: skip
 """Keywords of a trainer that are those of `longspan.parallelize`."""
 
 

@@ -58,6 +58,8 @@ class VerifyConfig:
     """fp32 tells a fault from rounding sharply; bf16 shows that sharding adds nothing to bf16's own noise."""
     fsdp: bool = True
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
+    dropout: float = 0.0
+    """0 alone: a comparison is made without the model's dropout, which draws other numbers on other ranks."""
     fp64: bool = True
     """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
     kernel: Literal[
@@ -118,6 +120,11 @@ class VerifyConfig:
         for name in ("ring", "ulysses", "data_degree"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        if self.dropout != 0:
+            raise LongspanError(
+                f"--dropout {self.dropout:g} would draw other numbers on other ranks, and nothing could be compared; "
+                "leave it out: verify switches dropout off"
+            )
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)

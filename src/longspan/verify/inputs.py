@@ -19,7 +19,7 @@ from longspan.checkpoint.identity import check_same_model, kept_model_config
 from longspan.core.checked import path_of
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import check_language_model, read_model_config
+from longspan.hf.pretrained import check_language_model, read_model_config, without_dropout
 from longspan.hf.sources import Origin
 from longspan.verify.config import VerifyConfig
 
@@ -82,11 +82,8 @@ def load_model_config(config: VerifyConfig, found: Checkpoint | None = None) -> 
             f"{name} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, sharded or not, "
             "so no error tells a fault from rounding; verify this model with --dtype fp32"
         )
-    for key, value in list(vars(text).items()):
-        if isinstance(value, float) and "drop" in key:
-            setattr(text, key, 0.0)
     text.use_cache = False
-    return opened
+    return without_dropout(opened)
 
 
 def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from longspan.core.checked import check_processes
+from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig
 
@@ -34,6 +35,7 @@ def run(config: VerifyConfig) -> int:
     config.check()
     launch.check_nproc(config.ranks, config.nproc, config.mesh)
     if not launch.under_torchrun():
+        check_names(config.model, config.config, config.data, config.tokenizer)
         check_processes(config.ranks, config.mesh)
     from longspan.checkpoint import Ranks
     from longspan.verify.inputs import open_inputs, open_resumed
