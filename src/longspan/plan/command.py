@@ -10,10 +10,11 @@ from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST
+from longspan.plan.advice import WouldDo, spelled_would_do, what_would_do, would_do
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job
-from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers, what_would_do
+from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
@@ -38,17 +39,28 @@ def run(config: PlanConfig) -> int:
     hardware = _hardware(config)
     job, found = _searched(config, model, hardware)
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
+    advice = _advice(config, found, model, job, hardware) if found.recommended is None else None
     report: dict[str, Any] | None = None
     rows = _levers(found, job, hardware) if config.levers else []
     if config.json or config.html:
         levers = levers_dict(rows, config.gpus) if rows else None
-        report = to_dict(found, model, job, config.gpus, hardware, methods, levers)
+        report = to_dict(found, model, job, config.gpus, hardware, methods, levers, advice)
     if config.json:
         print(json.dumps(report, indent=1))
     else:
         from longspan.plan.views.tables import show
 
-        show(found, model, job, config.gpus, hardware, methods, config.top, rows)
+        show(
+            found,
+            model,
+            job,
+            config.gpus,
+            hardware,
+            methods,
+            config.top,
+            rows,
+            "" if advice is None else spelled_would_do(advice, job, config.fixed()),
+        )
     if config.html or config.png:
         from longspan.plan.views.curves import grid
 
@@ -63,7 +75,7 @@ def run(config: PlanConfig) -> int:
             from longspan.plan.views.drawing import draw
 
             _write("picture", config.png, lambda path: draw(points, path))
-    return 0 if found.recommended is not None else 1
+    return 0 if found.fastest is not None else 1
 
 
 def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
@@ -77,7 +89,7 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
             shortest = dataclasses.replace(job, context=STEP)
             raise LongspanError(
                 f"--context max: not even {STEP:,} tokens fit on {config.gpus} x {hardware.name}. "
-                f"{what_would_do(model, shortest, config.gpus, hardware)}"
+                f"{what_would_do(model, shortest, config.gpus, hardware, fixed, chooses=True)}"
             )
         job = dataclasses.replace(best.job, memory=job.memory)
         found = search_levers(model, job, config.gpus, hardware, fixed)
@@ -87,6 +99,14 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
         return job, search(model, job, config.gpus, hardware)
     chosen = found.recommended or next(iter(found.plans), None)
     return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), found
+
+
+def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware) -> WouldDo | None:
+    """What would do where nothing is recommended; None where it is not for want of memory."""
+    best = found.fastest
+    if not found.plans or (best is not None and best.mesh.tensor == 1):
+        return None
+    return would_do(model, job, config.gpus, hardware, config.fixed(), config.chooses)
 
 
 def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
