@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from longspan.core.memory import LONGEST
 from longspan.plan.advice import WouldDo, spelled_would_do, what_would_do, would_do
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
-from longspan.plan.job import Job
+from longspan.plan.job import Job, Mesh
 from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
@@ -64,17 +65,23 @@ def run(config: PlanConfig) -> int:
     if config.html or config.png:
         from longspan.plan.views.curves import grid
 
-        points = grid(model, job, config.gpus, hardware)
+        settings = None
+        if config.html:
+            from longspan.plan.views.settings import settings_grid
+
+            settings = settings_grid(model, job, config.gpus, hardware)
+        also = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
+        points = grid(model, job, config.gpus, hardware, also)
         if config.html:
             from longspan.plan.views.page import render
 
             assert report is not None
-            page = render(report, points)
-            _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"))
+            page = render(report, points, settings)
+            _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), config.json)
         if config.png:
             from longspan.plan.views.drawing import draw
 
-            _write("picture", config.png, lambda path: draw(points, path))
+            _write("picture", config.png, lambda path: draw(points, path), config.json)
     return 0 if found.fastest is not None else 1
 
 
@@ -116,7 +123,8 @@ def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
     return [] if plan is None else lever_rows(plan.model, job, plan.mesh, hardware)
 
 
-def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
+def _write(what: str, path: Path, write: Callable[[Path], object], quietly: bool) -> None:
+    """Write a file and say so; `quietly` on the other stream, where the output is for programs."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -124,6 +132,7 @@ def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
         raise
     except OSError as error:
         raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
+    print(f"{what} written to {path}", file=sys.stderr if quietly else sys.stdout)
 
 
 def _hardware(config: PlanConfig) -> Hardware:
