@@ -63,7 +63,9 @@ class Settings:
 
     def memory(self, checkpointing: str, levers: str) -> Memory:
         """The levers of two switches together; without checkpointing nothing is there to be offloaded."""
-        found = Memory(**{**self.levers[levers], "checkpointing": checkpointing, "offload": "none"})
+        found = Memory(
+            **{**self.levers[levers], "checkpointing": checkpointing, "offload": "none", "offload_folder": ""}
+        )
         wanted = {name: self.levers[levers].get(name, getattr(FASTEST, name)) for name in ("offload", "offload_folder")}
         return found if checkpointing == "none" else replace(found, **wanted)
 
