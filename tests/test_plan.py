@@ -573,7 +573,7 @@ def test_the_python_api_gives_the_same(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_table_says_what_matters(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     text = shown(capsys, "--model", "llama-3.1-8b", "--gpu", "h100", "--context", "128k", "--grad-checkpointing")
-    for part in ("8.03 G parameters", "131,072 tokens", "recommended", "total", "all_to_all", "run:", "longspan train"):
+    for part in ("8.03B parameters", "131,072 tokens", "recommended", "total", "all_to_all", "run:", "longspan train"):
         assert part in text, part
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import shutil
 import struct
 import sys
@@ -15,15 +16,22 @@ from typing import Any
 
 import pytest
 
+from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.layout import choose_layout
-from longspan.plan import Job, Mesh, planned, read_hardware, read_model, search
+from longspan.core.memory import Memory
+from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, planned, read_hardware, read_model, search
+from longspan.plan.advice import would_do
+from longspan.plan.command import PlanConfig
+from longspan.plan.cost.memory import ITEMS
 from longspan.plan.job import Mode
+from longspan.plan.methods import compare
 from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
 from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import render
 from longspan.plan.views.report import to_dict
+from longspan.plan.views.settings import settings_grid
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
 NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'
@@ -138,7 +146,7 @@ def test_page_holds_its_data_and_nothing_ends_its_script(name: str) -> None:
     page, report, data = _page(Job(context=131072), 8, name)
     scripts = re.findall(r"<script[^>]*>(.*?)</script", page, flags=re.DOTALL)
     assert len(scripts) == 2
-    assert json.loads(scripts[0]) == json.loads(json.dumps({"report": report, "grid": data}))
+    assert json.loads(scripts[0]) == json.loads(json.dumps({"report": report, "grid": data, "settings": None}))
     assert "<" not in scripts[0]
 
 
@@ -300,15 +308,27 @@ def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, mode: Mo
     _open(browser, tmp_path / "plan.html", page, width)
     assert browser.execute_script("return document.documentElement.clientWidth") > width - 20
     _press(browser, "#gpus", RIGHT, 3)
-    too_wide = """
-        const edge = document.documentElement.clientWidth;
-        if (document.documentElement.scrollWidth > edge) return ["page"];
-        return [...document.querySelectorAll("main *")]
-          .filter((e) => !e.closest(".bar, .held, .ticks") && e.getBoundingClientRect().right > edge + 0.5)
-          .map((e) => e.outerHTML.slice(0, 120));
-    """
-    assert browser.execute_script(too_wide) == []
+    assert browser.execute_script(TOO_WIDE) == []
     assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [360, 800, 1400])
+def test_switches_and_methods_are_no_wider_than_the_window(browser: Any, tmp_path: Path, width: int) -> None:
+    page, _ = _switched()
+    _open(browser, tmp_path / "plan.html", page, width)
+    assert browser.execute_script(TOO_WIDE) == []
+    _find(browser, "#set-hardware")[0].send_keys("m")  # of another kind: less is known of it
+    assert _find(browser, "#plan-command")
+    assert browser.execute_script(TOO_WIDE) == []
+
+
+TOO_WIDE = """
+    const edge = document.documentElement.clientWidth;
+    if (document.documentElement.scrollWidth > edge) return ["page"];
+    return [...document.querySelectorAll("main *")]
+      .filter((e) => !e.closest(".bar, .held, .ticks, .curve") && e.getBoundingClientRect().right > edge + 0.5)
+      .map((e) => e.outerHTML.slice(0, 120));
+"""
 
 
 def test_a_name_is_never_read_as_html(browser: Any, tmp_path: Path) -> None:
@@ -328,6 +348,215 @@ def test_page_of_other_kinds_of_attention(browser: Any, tmp_path: Path, name: st
         row.click()
         assert len(_find(browser, "#ranks .rank")) == 4
     assert browser.get_log("browser") == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The switches.
+
+LLAMA = read_model("llama-3.1-8b")
+ASKED = Job(context=131072)
+
+
+@functools.cache
+def _switched() -> tuple[str, dict[str, Any]]:
+    """A page with switches, and their data."""
+    h100 = CATALOGUE["h100"]
+    data = settings_grid(LLAMA, ASKED, 8, h100)
+    found = search(LLAMA, ASKED, 8, h100)
+    report = to_dict(
+        found, LLAMA, ASKED, 8, h100, compare(LLAMA, ASKED, 8, h100), None, would_do(LLAMA, ASKED, 8, h100)
+    )
+    also = [Mesh(*sizes) for sizes in data["meshes"]]
+    return render(report, grid(LLAMA, ASKED, 8, h100, also), data), data
+
+
+SETTINGS = [
+    # checkpointing, levers, kind of GPU, batch, steps of the context and of the GPUs to the right of the job's
+    ("layers", "none", "h100", 1, 0, 0),
+    ("layers", "tiles", "h200", 4, 1, 1),
+    ("output", "tiles, and the host's memory", "a100-40gb", 1, 2, -1),
+    ("none", "tiles, and the host's memory", "mi300x", 4, -1, 2),
+    ("attention", "none", "l40s", 4, -2, -1),
+    ("none", "none", "b200", 1, -2, 1),
+]
+
+
+def _levers(checkpointing: str, levers: str) -> Memory:
+    tiled = Memory(checkpointing=checkpointing, tiled_mlp=0, tiled_norms=True, head_chunks=0)  # type: ignore[arg-type]
+    offload: Any = "none" if checkpointing == "none" else "host"
+    return {
+        "none": Memory(checkpointing=checkpointing),  # type: ignore[arg-type]
+        "tiles": tiled,
+        "tiles, and the host's memory": dataclasses.replace(tiled, offload=offload, cpu_offload=True),
+    }[levers]
+
+
+def _by_the_planner(
+    setting: tuple[str, str, str, int, int, int], data: dict[str, Any]
+) -> tuple[Job, int, list[Plan], list[Plan]]:
+    """The job and the GPUs of a setting; what `search` says of it: what fits, and all; of meshes that are run."""
+    checkpointing, levers, kind, batch, right, more = setting
+    context = data["contexts"][data["contexts"].index(ASKED.context) + right]
+    gpus = data["gpus"][data["gpus"].index(8) + more]
+    job = dataclasses.replace(ASKED, memory=_levers(checkpointing, levers), batch=batch, context=context)
+    plans = [plan for plan in search(LLAMA, job, gpus, CATALOGUE[kind]).plans if plan.runs]
+    return job, gpus, [plan for plan in plans if plan.fits], plans
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_settings_say_what_search_says(setting: tuple[str, str, str, int, int, int]) -> None:
+    _, data = _switched()
+    job, gpus, fitting, plans = _by_the_planner(setting, data)
+    checkpointing, levers, kind, batch, *_ = setting
+    places = [
+        data["checkpointing"].index(checkpointing), data["levers"].index(levers), data["batches"].index(batch),
+        data["contexts"].index(job.context), data["gpus"].index(gpus),
+    ]  # fmt: skip
+    at = 0
+    for place, name in zip(places, ("checkpointing", "levers", "batches", "contexts", "gpus"), strict=True):
+        at = at * len(data[name]) + place
+    names = [each["name"] for each in data["hardware"]]
+    timed, held = data["timed"][names.index(kind)][at], data["held"][at]
+    assert len(timed) == 5 * min(4, len(fitting))
+    for i, plan in enumerate(fitting[:4]):
+        mesh, memory, *times = timed[5 * i : 5 * i + 5]
+        assert Mesh(*data["meshes"][mesh]) == plan.mesh
+        assert dict(zip(ITEMS, data["memories"][memory], strict=True)) == plan.memory_bytes
+        assert times == pytest.approx([plan.step_seconds, plan.compute_seconds, plan.exposed_seconds], rel=1e-5)
+    told = {
+        Mesh(*data["meshes"][mesh]): sum(data["memories"][memory])
+        for mesh, memory in zip(held[::2], held[1::2], strict=True)
+    }
+    assert told == {plan.mesh: plan.memory_total_bytes for plan in plans}
+    flags = data["flags"][places[0]][places[1]].split()
+    assert parse(PlanConfig, ["--model", "x", *flags], prog="p", summary="x y").job().memory == job.memory
+
+
+def test_the_switches_show_the_planners_figures(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    page, data = _switched()
+    _open(browser, tmp_path / "plan.html", page)
+    given = [row.get_attribute("outerHTML") for row in _find(browser, ".mesh")]
+    for setting in SETTINGS:
+        _find(browser, "#back")[0].click()
+        job, gpus, fitting, plans = _by_the_planner(setting, data)
+        checkpointing, levers, kind, batch, right, more = setting
+        for name, text in (
+            ("checkpointing", checkpointing),
+            ("levers", levers),
+            ("hardware", kind),
+            ("batch", str(batch)),
+        ):
+            (switch,) = _find(browser, f"#set-{name}")
+            (value,) = [
+                option.get_attribute("value")
+                for option in switch.find_elements("css selector", "option")
+                if re.split(r", \d|  *\(the job\)", option.get_property("textContent"))[0] == text
+            ]
+            Select(switch).select_by_value(value)
+        _press(browser, "#context", RIGHT if right > 0 else LEFT, abs(right))
+        _press(browser, "#gpus", RIGHT if more > 0 else LEFT, abs(more))
+        rows = _find(browser, ".mesh")
+        expected = fitting[:4] or plans[:4]
+        assert [row.get_attribute("data-mesh") for row in rows] == [str(plan.mesh) for plan in expected]
+        assert [int(row.get_attribute("data-bytes")) for row in rows] == [plan.memory_total_bytes for plan in expected]
+        assert [row.get_attribute("data-fits") == "true" for row in rows] == [plan.fits for plan in expected]
+        if fitting:
+            steps = [float(row.get_attribute("data-step")) for row in rows]
+            assert steps == pytest.approx([plan.step_seconds for plan in expected], rel=1e-5)
+            assert "recommended" in rows[0].text
+            shown = [part.text for part in rows[0].find_elements("css selector", ".number")]
+            assert shown[1] == f"{float(f'{expected[0].tokens_per_second:.3g}'):,.10g}"
+            assert shown[2] == f"{expected[0].mfu * 100:.0f} %"
+        circles = _find(browser, "#curve .main circle")
+        assert [int(circle.get_attribute("data-context")) for circle in circles] == list(data["contexts"])
+        for circle in circles:
+            there = dataclasses.replace(job, context=int(circle.get_attribute("data-context")))
+            held = cost(LLAMA, there, expected[0].mesh, CATALOGUE[kind]).memory_total_bytes
+            assert int(circle.get_attribute("data-bytes")) == held
+            assert ("over" in circle.get_attribute("class")) == (held > CATALOGUE[kind].memory_bytes)
+        told = shlex.split(_find(browser, "#plan-command")[0].text)
+        config = parse(PlanConfig, told[2:], prog="p", summary="x y")
+        assert (config.job(), config.gpus, config.gpu, config.model) == (job, gpus, kind, LLAMA.name)
+    _find(browser, "#back")[0].click()
+    assert [row.get_attribute("outerHTML") for row in _find(browser, ".mesh")] == given
+    assert browser.get_log("browser") == []
+
+
+def test_the_page_says_how_many_gpus_would_do_and_draws_the_methods(browser: Any, tmp_path: Path) -> None:
+    page, _ = _switched()
+    _open(browser, tmp_path / "plan.html", page)
+    found = would_do(LLAMA, ASKED, 8, CATALOGUE["h100"])
+    assert found.more is not None and found.levers is not None
+    assert _find(browser, "#more-gpus")[0].text.startswith(
+        f"{found.more.mesh.gpus} GPUs of the kind would do: {found.more.mesh},"
+    )
+    assert str(found.levers.mesh) in _find(browser, "#other-levers")[0].text
+    rows = {row.get_attribute("data-method"): row for row in _find(browser, "#methods [data-method]")}
+    methods = compare(LLAMA, ASKED, 8, CATALOGUE["h100"])
+    assert list(rows) == [method.name for method in methods if method.plan is not None]
+    for method in methods:
+        if method.plan is None:
+            assert f"{method.name}: {method.reason}" in _find(browser, "#methods")[0].text
+            continue
+        bar = rows[method.name].find_element("css selector", ".bar").get_attribute("aria-label")
+        assert len(bar.split(", ")) >= sum(held > 0 for held in method.plan.memory_bytes.values())
+        assert method.ops_per_layer in rows[method.name].text
+        assert ("does not fit" in rows[method.name].text) == (not method.plan.fits)
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_is_readable_in_both_themes(browser: Any, tmp_path: Path, theme: str) -> None:
+    page, _ = _switched()
+    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    _open(browser, tmp_path / "plan.html", page)
+    # Of every piece of text, the contrast with what is behind it (WCAG 2, 1.4.3).
+    faint = """
+        const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+          .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+        const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+        const behind = (e) => {
+          for (; e; e = e.parentElement) {
+            const c = numbers(getComputedStyle(e).backgroundColor);
+            if (c.length < 4 || c[3] === 1) return c.slice(0, 3);
+          }
+          return [255, 255, 255];
+        };
+        const found = [];
+        for (const e of document.querySelectorAll("main *")) {
+          const written = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+          if (!written || e.disabled || e.localName === "title") continue;
+          const style = getComputedStyle(e), own = numbers(e.closest("svg") ? style.fill : style.color);
+          const [a, b] = [light(own.slice(0, 3)), light(behind(e))];
+          const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+          if (contrast < 4.5) found.push([e.outerHTML.slice(0, 90), contrast]);
+        }
+        return [found, light(behind(document.querySelector("main")))];
+    """
+    found, paper = browser.execute_script(faint)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert found == []
+    assert (paper < 0.05) == (theme == "dark")
+
+
+@pytest.mark.parametrize("extra", [[], ["--compare"], ["--levers"], ["--json"]])
+def test_it_is_said_that_the_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    path, hardware = tmp_path / "new" / "plan.html", tmp_path / "one.toml"
+    hardware.write_text('like = "cpu"\nmemory_bytes = 64e9\nflops = 1e13\n')
+    args = ["plan", "--model", "qwen3-0.6b", "--gpu", str(hardware), "--gpus", "2", "--context", "4k"]
+    assert main([*args, "--html", str(path), *extra]) == 0
+    out, err = capsys.readouterr()
+    assert f"page written to {path}" in (err if "--json" in extra else out)
+    if "--json" in extra:
+        json.loads(out)
+    told = json.loads(re.findall(r"<script[^>]*>(.*?)</script", path.read_text(), flags=re.DOTALL)[0])
+    assert bool(told["report"]["methods"]) == ("--compare" in extra)
+    assert (told["report"]["levers"] is not None) == ("--levers" in extra)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

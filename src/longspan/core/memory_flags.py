@@ -79,6 +79,17 @@ class MemoryFlags:
         return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
 
 
+def flags_to_add(given: Memory, wanted: Memory) -> list[str]:
+    """The flags that make the levers of a command `wanted`, where they are `given` now: of those that differ alone."""
+    said = []
+    for field in fields(Memory):
+        name, value = field.name.replace("_", "-"), getattr(wanted, field.name)
+        if value == getattr(given, field.name):
+            continue
+        said.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}")
+    return said
+
+
 def flags_last(kind: type[Flags]) -> type[Flags]:
     """A config class whose help and messages name its own fields first, and these after them."""
     inherited = {field.name for field in fields(MemoryFlags)}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longspan.core.memory import Memory
+from longspan.plan.advice import choose
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory import choose
 from longspan.plan.models.read import shape_from_config
 from longspan.plan.models.shape import ModelShape
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST
+from longspan.plan.advice import WouldDo, spelled_would_do, what_would_do, would_do
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
-from longspan.plan.job import Job
-from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers, what_would_do
+from longspan.plan.job import Job, Mesh
+from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
@@ -38,32 +40,49 @@ def run(config: PlanConfig) -> int:
     hardware = _hardware(config)
     job, found = _searched(config, model, hardware)
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
+    advice = _advice(config, found, model, job, hardware) if found.recommended is None else None
     report: dict[str, Any] | None = None
     rows = _levers(found, job, hardware) if config.levers else []
     if config.json or config.html:
         levers = levers_dict(rows, config.gpus) if rows else None
-        report = to_dict(found, model, job, config.gpus, hardware, methods, levers)
+        report = to_dict(found, model, job, config.gpus, hardware, methods, levers, advice)
     if config.json:
         print(json.dumps(report, indent=1))
     else:
         from longspan.plan.views.tables import show
 
-        show(found, model, job, config.gpus, hardware, methods, config.top, rows)
+        show(
+            found,
+            model,
+            job,
+            config.gpus,
+            hardware,
+            methods,
+            config.top,
+            rows,
+            "" if advice is None else spelled_would_do(advice, job, config.fixed()),
+        )
     if config.html or config.png:
         from longspan.plan.views.curves import grid
 
-        points = grid(model, job, config.gpus, hardware)
+        settings = None
+        if config.html:
+            from longspan.plan.views.settings import settings_grid
+
+            settings = settings_grid(model, job, config.gpus, hardware)
+        also = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
+        points = grid(model, job, config.gpus, hardware, also)
         if config.html:
             from longspan.plan.views.page import render
 
             assert report is not None
-            page = render(report, points)
-            _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"))
+            page = render(report, points, settings)
+            _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), config.json)
         if config.png:
             from longspan.plan.views.drawing import draw
 
-            _write("picture", config.png, lambda path: draw(points, path))
-    return 0 if found.recommended is not None else 1
+            _write("picture", config.png, lambda path: draw(points, path), config.json)
+    return 0 if found.fastest is not None else 1
 
 
 def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
@@ -77,7 +96,7 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
             shortest = dataclasses.replace(job, context=STEP)
             raise LongspanError(
                 f"--context max: not even {STEP:,} tokens fit on {config.gpus} x {hardware.name}. "
-                f"{what_would_do(model, shortest, config.gpus, hardware)}"
+                f"{what_would_do(model, shortest, config.gpus, hardware, fixed, chooses=True)}"
             )
         job = dataclasses.replace(best.job, memory=job.memory)
         found = search_levers(model, job, config.gpus, hardware, fixed)
@@ -89,6 +108,14 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
     return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), found
 
 
+def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware) -> WouldDo | None:
+    """What would do where nothing is recommended; None where it is not for want of memory."""
+    best = found.fastest
+    if not found.plans or (best is not None and best.mesh.tensor == 1):
+        return None
+    return would_do(model, job, config.gpus, hardware, config.fixed(), config.chooses)
+
+
 def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
     """Of the mesh that is recommended, else of the nearest that this version runs."""
     running = [plan for plan in found.plans if plan.mesh.tensor == 1]
@@ -96,7 +123,8 @@ def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
     return [] if plan is None else lever_rows(plan.model, job, plan.mesh, hardware)
 
 
-def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
+def _write(what: str, path: Path, write: Callable[[Path], object], quietly: bool) -> None:
+    """Write a file and say so; `quietly` on the other stream, where the output is for programs."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
@@ -104,6 +132,7 @@ def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
         raise
     except OSError as error:
         raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
+    print(f"{what} written to {path}", file=sys.stderr if quietly else sys.stdout)
 
 
 def _hardware(config: PlanConfig) -> Hardware:

@@ -67,7 +67,8 @@ class PlanConfig(MemoryFlags):
     json: bool = False
     """Print JSON (schema longspan.plan/2, see docs/plan.md) instead of tables."""
     html: Path | None = None
-    """Write one self-contained page with sliders for context and GPUs."""
+    """Write one self-contained page with sliders for context and GPUs, and switches for checkpointing, levers, kind of
+    GPU and batch."""
     png: Path | None = None
     """Draw memory and time against context (needs matplotlib)."""
 

@@ -1,8 +1,8 @@
 """Which levers to take: the fastest combination that fits, the longest context, and each lever on its own.
 
-`longspan.parallelize(memory="auto")` and `longspan train --memory auto` ask `choose`. The levers are looked for on a
-lattice of a hundred combinations: of a count either 1 or 0 ("as many as it takes"), and a disk only where it is asked
-for, since it is worn by what is written to it.
+`longspan.parallelize(memory="auto")` and `longspan train --memory auto` ask `longspan.plan.advice.choose`. The levers
+are looked for on a lattice of a hundred combinations: of a count either 1 or 0 ("as many as it takes"), and a disk only
+where it is asked for, since it is worn by what is written to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from longspan.plan.search import (
     meshes,
     planned,
     search,
-    spelled_items,
 )
 
 if TYPE_CHECKING:
@@ -46,9 +45,6 @@ LONGEST_LOOKED_FOR = 1 << 32
 
 MOST_GPUS = 1 << 10
 """GPUs that levers are chosen for mesh by mesh."""
-
-MORE = 16
-"""Times as many GPUs as were asked for, up to which a job that fits nowhere is looked at."""
 
 _LATTICE: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
@@ -86,44 +82,10 @@ def seconds_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> f
     return sum(step_times(model, job, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware) + moved
 
 
-def choose(
+def fastest_levers(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
-) -> tuple[Memory, str]:
-    """The fastest combination of levers that fits, and why it is.
-
-    Args:
-        model: what runs.
-        job: the job; its own levers play no part.
-        mesh: the mesh.
-        hardware: on what.
-        fixed: levers that stay as they are given, by the fields of `Memory`.
-
-    Returns:
-        The levers, and a sentence that says what they cost and what did not fit.
-
-    Raises:
-        LongspanError: if the mesh cannot hold the job (`longspan.plan.limits.refusal`), or nothing fits: with the sum,
-            item by item, of the combination that needs least, and what would do.
-    """
-    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
-    problem = refusal(model, job, mesh)
-    if problem is not None:
-        raise LongspanError(problem)
-    found = _chosen(model, job, mesh, hardware, fixed)
-    if found is not None:
-        return found
-    least = least_memory(model, job, mesh, hardware, fixed)
-    raise LongspanError(
-        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}, whatever is saved: with "
-        f"{least.job.memory.described()} it still {least.reasons[0]}. Item by item: "
-        f"{spelled_items(least.memory_bytes)}. "
-        f"{what_would_do(model, job, mesh.gpus, hardware)}"
-    )
-
-
-def _chosen(
-    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None
 ) -> tuple[Memory, str] | None:
+    """`longspan.plan.advice.choose`; None where nothing fits."""
     jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
 
     def order(each: Job) -> tuple[float, int]:
@@ -167,7 +129,7 @@ def chosen_plan(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan:
     """A plan with the levers that `choose` takes; with those that need least where nothing fits."""
-    found = _chosen(model, job, mesh, hardware, fixed)
+    found = fastest_levers(model, job, mesh, hardware, fixed)
     if found is None:
         return least_memory(model, job, mesh, hardware, fixed)
     plan = planned(model, replace(job, memory=found[0]), mesh, hardware)
@@ -194,7 +156,7 @@ def search_levers(
 # The longest context.
 
 
-def _leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
+def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
     """Of the lattice, the combinations one of which needs least: two moments may weigh differently."""
     every = lattice(job, hardware, fixed)
     if job.mode != "train":
@@ -218,12 +180,12 @@ def longest(
     """
     check_values(model=model, job=job, hardware=hardware)
     check_number("gpus with --context max", gpus, 1, MOST_GPUS, whole=True)
-    candidates = [mesh for mesh in meshes(gpus) if _may_run(model, job, mesh)]
+    candidates = [mesh for mesh in meshes(gpus) if may_run(model, job, mesh)]
     # Those that cut the sequence into most parts first: they are the likely ones, and what they reach bounds the rest.
     candidates.sort(key=lambda mesh: -mesh.sequence)
     reached, at_it = 0, list[Mesh]()
     for mesh in candidates:
-        for memory in _leanest(job, hardware, fixed):
+        for memory in leanest(job, hardware, fixed):
             with_it = replace(job, memory=memory)
             if reached and not _fits_at(model, with_it, reached + STEP, mesh, hardware):
                 if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
@@ -245,7 +207,7 @@ def longest_on(
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     found = [
         longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
-        for memory in _leanest(job, hardware, fixed)
+        for memory in leanest(job, hardware, fixed)
     ]
     return max(found, default=0) or None
 
@@ -255,31 +217,10 @@ def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Ha
     return refusal(model, job, mesh) is None and fits_in_memory(model, job, mesh, hardware)
 
 
-def _may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
+def may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
+    """Whether this version runs the mesh, and it can hold the job at some context."""
     runs = all(getattr(mesh, axis) == 1 for axis in ("data", "ring", "ulysses", "tensor") if axis not in RUNS)
     return runs and refusal(model, replace(job, context=max(job.context, STEP * mesh.sequence)), mesh) is None
-
-
-def what_would_do(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> str:
-    """A sentence: the mesh and levers, on these GPUs or on more, that hold a job which does not fit as it stands."""
-    if gpus > MOST_GPUS:
-        return f"Try --memory longest; levers are chosen for up to {MOST_GPUS} GPUs."
-    times = 1
-    while times <= MORE and gpus * times <= MOST_GPUS:
-        n = gpus * times
-        for mesh in sorted((m for m in meshes(n) if _may_run(model, job, m)), key=lambda m: -m.sequence):
-            if refusal(model, job, mesh) is None:
-                found = _chosen(model, job, mesh, hardware, None)
-                if found is not None:
-                    more = f"On {n} GPUs {mesh}" if times > 1 else str(mesh)
-                    return f"{more} with {found[0].described()} would do (--memory auto finds it)."
-        times *= 2
-    held = longest(model, job, gpus, hardware)
-    so_far = f"{held.job.context:,} tokens ({held.mesh}, {held.job.memory.described()})" if held else "no context"
-    return (
-        f"No levers would do, on up to {MORE} times as many GPUs; the longest that fits on these is {so_far}; a disk "
-        f"(--offload disk) or more memory in the host may take it further."
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

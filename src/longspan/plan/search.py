@@ -146,12 +146,17 @@ class Search:
     Attributes:
         plans: every legal mesh: those that fit first, the fastest first.
         rejected: the meshes that cannot be, each with its reason.
-        recommended: the fastest that fits, of those that this version runs if any; None where nothing fits.
+        recommended: the fastest that fits, of those that this version runs; None where there is none.
     """
 
     plans: tuple[Plan, ...]
     rejected: tuple[tuple[Mesh, str], ...]
     recommended: Plan | None = None
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The fastest that fits, whether this version runs it or not; None where nothing fits."""
+        return next((plan for plan in self.plans if plan.fits), None)
 
 
 def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
@@ -258,10 +263,7 @@ def search(
         else:
             rejected.append((mesh, problem))
     plans.sort(key=lambda p: (not p.fits, p.step_seconds if p.fits else p.memory_total_bytes, p.memory_total_bytes))
-    fitting = [p for p in plans if p.fits]
-    running = [p for p in fitting if p.runs]
-    best = next(iter(running or fitting), None)
-    return Search(tuple(plans), tuple(rejected), best)
+    return Search(tuple(plans), tuple(rejected), next((p for p in plans if p.fits and p.runs), None))
 
 
 _MADE_BY = {"model": "read_model", "job": "Job", "mesh": "Mesh", "hardware": "read_hardware"}

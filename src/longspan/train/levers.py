@@ -8,8 +8,9 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.auto import BASE_OF_A_RANK as BASE
 from longspan.hf.auto import device_memory, hardware_of, shape_of
+from longspan.plan.advice import choose
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory import STEP, choose, longest_on
+from longspan.plan.memory import STEP, longest_on
 from longspan.train.config import TrainConfig
 
 

@@ -26,6 +26,7 @@ from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.compat.torch_api import gather_into
 from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
+from longspan.core.counts import parameters
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST
@@ -290,7 +291,7 @@ class Trainer:
         config, sp = self.config, self.sp
         weights = sum(p.numel() for p in self.model.parameters())
         display.say(
-            f"{type(self.inputs.model_config).__name__.removesuffix('Config')}, {weights / 1e6:,.1f}M parameters; "
+            f"{type(self.inputs.model_config).__name__.removesuffix('Config')}, {parameters(weights)}; "
             f"{sp.world_size} {sp.device.type} ranks, data {sp.data_size} x {_spell_sequence(sp)}; {config.dtype}, "
             f"FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch {config.sequences} = "
             f"{config.sequences * config.tokens:,} tokens per step"

@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
 def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
     """Seconds of computing, and of communication that nothing hides, in one step (the optimizer left out)."""
+    computing = [layer_seconds(model, layer, job, mesh, hardware) for layer, _ in model.layer_kinds]
     compute = sum(
         count * (seconds.forward + seconds.backward)
-        for layer, count in model.layer_kinds
-        for seconds in (layer_seconds(model, layer, job, mesh, hardware),)
+        for (_, count), seconds in zip(model.layer_kinds, computing, strict=True)
     )
     head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
     head += loss_seconds(model, job, mesh, hardware)
     micro = micro_batches(job, mesh)
     summed = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
-    exposed = summed * _exposed(model, job, mesh, hardware, sums=True)
+    exposed = summed * _exposed(model, job, mesh, hardware, computing, sums=True)
     if micro > summed:
-        exposed += (micro - summed) * _exposed(model, job, mesh, hardware, sums=False)
+        exposed += (micro - summed) * _exposed(model, job, mesh, hardware, computing, sums=False)
     return micro * (compute + head), exposed
 
 
-def _exposed(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, sums: bool) -> float:
+def _exposed(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, of_layers: list[LayerSeconds], sums: bool
+) -> float:
     """Seconds of communication that nothing hides in one micro-batch; `sums`: whether gradients are summed after it."""
     exposed = first_gather = 0.0
-    for layer, count in model.layer_kinds:
-        computing = layer_seconds(model, layer, job, mesh, hardware)
+    for (layer, count), computing in zip(model.layer_kinds, of_layers, strict=True):
         sents = layer_method(model, layer, job, mesh)
         sharded = [sent for sent in layer_weights(layer, job, mesh) if sums or not sums_gradients(sent)]
         weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in sharded]

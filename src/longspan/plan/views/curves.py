@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from longspan.core.checked import LARGEST_COUNT
+from longspan.core.counts import parameters
 from longspan.core.layout import Span
 from longspan.plan.cost.local import heads_of
 from longspan.plan.cost.memory import ITEMS
@@ -56,8 +57,8 @@ def best_plans(found: Search, gpus: int) -> list[Plan]:
     return [plan for i, plan in enumerate(found.plans) if i < BEST or plan.mesh in pure]
 
 
-def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """The best plans at every context and number of GPUs.
+def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Iterable[Mesh] = ()) -> dict[str, Any]:
+    """The best plans at every context and number of GPUs; of the meshes `also`, who holds what.
 
     Sizes in bytes, times in seconds (six digits). What repeats is written once: `items` names the numbers of a plan's
     `memory`; `collectives` and `notes` hold what the first number of a row of `comm`, and the numbers of `notes`, point
@@ -75,9 +76,10 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str
     for context in contexts(job):
         at_context = replace(job, context=context)
         points.append([_point(search(model, at_context, n, hardware), n, collectives, notes) for n in gpu_counts(gpus)])
-    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
+    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]} | set(also)
     return {
         "model": model.name,
+        "parameters": parameters(model.params),
         "job": {**asdict(job), "gpus": gpus},
         "hardware": {"name": hardware.name, "memory_bytes": int(hardware.memory_bytes)},
         "contexts": contexts(job),
@@ -127,13 +129,13 @@ def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
         "fits": plan.fits,
         "runs": plan.runs,
         "memory": [plan.memory_bytes[item] for item in ITEMS],
-        "step": _six(plan.step_seconds),
-        "compute": _six(plan.compute_seconds),
-        "exposed": _six(plan.exposed_seconds),
-        "tokens_per_second": _six(plan.tokens_per_second),
-        "mfu": _six(plan.mfu),
+        "step": six(plan.step_seconds),
+        "compute": six(plan.compute_seconds),
+        "exposed": six(plan.exposed_seconds),
+        "tokens_per_second": six(plan.tokens_per_second),
+        "mfu": six(plan.mfu),
         "comm": [
-            [collectives.place((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, _six(c.seconds)]
+            [collectives.place((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, six(c.seconds)]
             for c in plan.comm
         ],
         "notes": [notes.place(note) for note in plan.notes],
@@ -149,11 +151,11 @@ def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[s
         "contexts": [plan.job.context for plan in plans],
         "fitting": sum(plan.fits for plan in plans),
         "memory": [plan.memory_total_bytes for plan in plans],
-        "step": [_six(plan.step_seconds) for plan in plans],
+        "step": [six(plan.step_seconds) for plan in plans],
     }
 
 
-def _six(number: float) -> float:
+def six(number: float) -> float:
     """Six digits are more than a prediction has, and a third of the file."""
     return float(f"{number:.6g}")
 

@@ -9,16 +9,20 @@ from importlib.resources import files
 from typing import Any
 
 
-def render(report: dict[str, Any], grid: dict[str, Any]) -> str:
+def render(report: dict[str, Any], grid: dict[str, Any], settings: dict[str, Any] | None = None) -> str:
     """The page, as text.
 
     Args:
         report: what `longspan.plan.views.report.to_dict` made of the job.
         grid: what `longspan.plan.views.curves.grid` made of the same job.
+        settings: what `longspan.plan.views.settings.settings_grid` made of it; None for a page without switches.
     """
     job, gpu = report["job"], report["hardware"]["name"]
     title = f"longspan plan: {report['model']['name']}, {job['context']:,} tokens, {job['gpus']} x {gpu}"
-    filled = {"TITLE": html.escape(title), "DATA": _inside_script({"report": report, "grid": grid})}
+    filled = {
+        "TITLE": html.escape(title),
+        "DATA": _inside_script({"report": report, "grid": grid, "settings": settings}),
+    }
     template = files("longspan.plan.views").joinpath("page.html").read_text(encoding="utf-8")
     # In one pass, so that a model called "{{DATA}}" stays a name.
     return re.sub(r"\{\{(TITLE|DATA)\}\}", lambda found: filled[found[1]], template)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.core.memory import LONGEST, Memory
+from longspan.plan.advice import WouldDo
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
@@ -28,6 +29,7 @@ def to_dict(
     hardware: Hardware,
     methods: Sequence[Method] = (),
     levers: dict[str, Any] | None = None,
+    advice: WouldDo | None = None,
 ) -> dict[str, Any]:
     """Everything that was found. Sizes in bytes, times in seconds; documented in docs/plan.md."""
     return {
@@ -40,6 +42,25 @@ def to_dict(
         "rejected": [{"mesh": mesh_dict(mesh), "reasons": [reason]} for mesh, reason in found.rejected],
         "methods": [method_dict(method) for method in methods],
         "levers": levers,
+        "would_do": None if advice is None else would_do_dict(advice),
+    }
+
+
+def would_do_dict(advice: WouldDo) -> dict[str, Any]:
+    """What would do where nothing is recommended; each part null where there is none."""
+    parts = {"levers": advice.levers, "more": advice.more, "fewer": advice.fewer, "longest": advice.longest}
+    return {name: None if plan is None else _short_dict(plan) for name, plan in parts.items()}
+
+
+def _short_dict(plan: Plan) -> dict[str, Any]:
+    return {
+        "gpus": plan.mesh.gpus,
+        "mesh": mesh_dict(plan.mesh),
+        "memory": asdict(plan.job.memory),
+        "context": plan.job.context,
+        "memory_total_bytes": plan.memory_total_bytes,
+        "step_seconds": plan.step_seconds,
+        "command": command(plan),
     }
 
 

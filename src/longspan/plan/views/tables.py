@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from longspan.core.counts import parameters
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
-from longspan.plan.memory import LeverRow, what_would_do
+from longspan.plan.limits import not_in_this_version
+from longspan.plan.memory import LeverRow
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search, spelled_items
+from longspan.plan.views.columns import Column, Columns
 from longspan.plan.views.lever_table import lever_table
 from longspan.plan.views.report import command
 from longspan.plan.views.units import GB, gb, seconds, size
@@ -33,39 +34,60 @@ def show(
     methods: Sequence[Method] = (),
     top: int = 6,
     levers: Sequence[LeverRow] = (),
+    advice: str = "",
     console: Console | None = None,
 ) -> None:
-    """Print what was found: the meshes ranked, the recommended one in detail, what was rejected, the methods."""
+    """Print what was found: the meshes ranked, the recommended one in detail, what was rejected, the methods.
+
+    Args:
+        found: the meshes.
+        model: what runs.
+        job: the job.
+        gpus: how many.
+        hardware: of which kind.
+        methods: what `longspan.plan.methods.compare` found, to be shown in place of the meshes.
+        top: meshes that are shown.
+        levers: what `longspan.plan.memory.lever_rows` found, to be shown in place of the meshes.
+        advice: where nothing is recommended, what would do.
+        console: where to.
+    """
     console = console or Console(highlight=False)
     console.print(_title(model, job, gpus, hardware))
     if methods:
-        console.print(_methods(methods))
+        _methods(methods).show(console)
         return
     if levers:
-        console.print(lever_table(levers, gpus))
+        lever_table(levers, gpus).show(console)
         return
     if found.plans:
-        console.print(_meshes(found, top))
-    best = found.recommended
+        _meshes(found, top).show(console)
+    best = found.recommended or found.fastest
     if best is None:
-        console.print(_nothing_fits(found, model, job, gpus, hardware))
+        console.print(_nothing_fits(found, advice))
     else:
-        console.print(_memory(best))
-        if best.comm:
-            console.print(_communication(best))
-        for note in best.reasons:
-            console.print(Text(f"note: {note}", style="yellow"))
-        said = command(best)
-        if said is not None:
-            # No markup and no wrapping: the line is there to be copied.
-            console.print(Text("run:"))
-            console.print(Text(f"  {said}", no_wrap=True), soft_wrap=True)
+        _detail(best, console)
+        if found.recommended is None:
+            console.print(_nothing_runs(best, advice))
     if found.rejected:
-        console.print(_rejected(found))
+        _rejected(found).show(console)
+
+
+def _detail(best: Plan, console: Console) -> None:
+    """Memory and communication of a plan, what to know of it, and its command."""
+    _memory(best).show(console)
+    if best.comm:
+        _communication(best).show(console)
+    for note in best.reasons:
+        console.print(Text(f"note: {note}", style="yellow"))
+    said = command(best)
+    if said is not None:
+        # No markup and no wrapping: the line is there to be copied.
+        console.print(Text("run:"))
+        console.print(Text(f"  {said}", no_wrap=True), soft_wrap=True)
 
 
 def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
-    active = f", {model.active_params / 1e9:.3g} G active" if model.active_params != model.params else ""
+    active = f", {parameters(model.active_params)} active" if model.active_params != model.params else ""
     assumed = (
         "speeds as measured"
         if hardware.measured
@@ -73,108 +95,101 @@ def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
         f"{hardware.attention_efficiency:.0%} in attention"
     )
     return Text(
-        f"{model.name} ({model.params / 1e9:.4g} G parameters{active}), {job.mode} at {job.context:,} tokens, "
+        f"{model.name} ({parameters(model.params)}{active}), {job.mode} at {job.context:,} tokens, "
         f"batch {job.batch}, {job.dtype}, on {gpus} x {hardware.name} ({hardware.memory_bytes / GB:.4g} GB); {assumed}"
     )
 
 
-def _table(title: str, *, header: bool = True) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True, show_header=header)
-
-
-def _whole(cells: list[str]) -> list[Text]:
-    """Cells that are not broken into lines: the first column folds before they do."""
-    return [Text(cell.replace(" ", "\u00a0"), overflow="fold") for cell in cells]
+def _round(plan: Plan) -> str:
+    """With a ring: how tokens lie, and how keys and values go round it."""
+    return "" if plan.ring_impl is None else f"{layout_of(plan.job, plan.mesh).kind}, {plan.ring_impl}"
 
 
 def _named(plan: Plan) -> str:
-    """The mesh, and with a ring how tokens lie and how keys and values go round."""
-    if plan.ring_impl is None:
-        return str(plan.mesh)
-    return f"{plan.mesh} ({layout_of(plan.job, plan.mesh).kind}, {plan.ring_impl})"
+    """The mesh, and what `_round` says."""
+    return f"{plan.mesh} ({_round(plan)})" if _round(plan) else str(plan.mesh)
 
 
-def _meshes(found: Search, top: int) -> Table:
-    table = _table("meshes, the fastest that fits first")
-    table.add_column("mesh", min_width=11)
-    for name in ("memory", "max context", "step", "tokens/s", "MFU", "sent/layer", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=name == "")
-    differ = len({plan.job.memory for plan in found.plans}) > 1  # chosen for each mesh
-    if differ:
-        table.add_column("levers", overflow="fold")
-    for plan in found.plans[:top]:
-        chosen = plan is found.recommended
-        short = f"{size(-plan.headroom_bytes)} short"
-        cells = [
-            size(plan.memory_total_bytes),
-            f"{plan.max_context:,}",
-            seconds(plan.step_seconds),
-            f"{plan.tokens_per_second:,.0f}",
-            f"{plan.mfu:.0%}",
-            size(plan.comm_bytes_per_gpu_per_layer),
-            "recommended" if chosen else short if not plan.fits else "" if plan.runs else "planned",
-        ]
-        style = "bold green" if chosen else None if plan.fits else "red"
-        levers = [plan.job.memory.described()] if differ else []
-        table.add_row(_named(plan), *_whole(cells), *levers, style=style)
+def _verdict(plan: Plan, found: Search) -> str:
+    if plan is found.recommended:
+        return "recommended"
+    if plan.headroom_bytes < 0:
+        return f"{size(-plan.headroom_bytes)} short"
+    return "host short" if not plan.fits else "" if plan.runs else "planned only"
+
+
+def _meshes(found: Search, top: int) -> Columns:
+    plans = found.plans[:top]
+    ways = {_round(plan) for plan in plans} - {""}
+    captions = [f"rings: {way}" for way in ways] if len(ways) == 1 else []
+    if any(plan.fits and not plan.runs for plan in plans):
+        captions.append("planned only: from formulas, this version does not run it")
     left = len(found.plans) - top
     if left > 0:
-        table.caption = f"and {left} more (--top {len(found.plans)})"
-        table.caption_justify = "left"
-    return table
+        captions.append(f"and {left} more (--top {len(found.plans)} shows all)")
+    columns = [
+        Column("mesh", [str(plan.mesh) if len(ways) == 1 else _named(plan) for plan in plans], folds=True),
+        Column("memory", [size(plan.memory_total_bytes) for plan in plans], right=True),
+        Column("", [_verdict(plan, found) for plan in plans]),
+        Column("max context", [f"{plan.max_context:,}" for plan in plans], spare=1, right=True),
+        Column("step", [seconds(plan.step_seconds) for plan in plans], right=True),
+        Column("tokens/s", [f"{plan.tokens_per_second:,.0f}" for plan in plans], spare=2, right=True),
+        Column("MFU", [f"{plan.mfu:.0%}" for plan in plans], spare=3, right=True),
+        Column("sent/layer", [size(plan.comm_bytes_per_gpu_per_layer) for plan in plans], spare=4, right=True),
+    ]
+    if len({plan.job.memory for plan in found.plans}) > 1:  # chosen for each mesh
+        columns.append(Column("levers", [plan.job.memory.described() for plan in plans], folds=True))
+    styles = ["bold green" if plan is found.recommended else None if plan.fits else "red" for plan in plans]
+    return Columns("meshes, the fastest that fits first", columns, styles, captions=captions)
 
 
-def _memory(plan: Plan) -> Table:
-    table = _table(f"memory per GPU, {_named(plan)}", header=False)
-    table.add_column("GB", justify="right")
-    table.add_column("item")
-    table.add_column("what")
-    for name, held in plan.memory_bytes.items():
-        if held:
-            table.add_row(f"{gb(held)} GB", name, ITEMS[name])
-    table.add_section()
-    table.add_row(f"{gb(plan.memory_total_bytes)} GB", "total", f"of {gb(plan.hardware.memory_bytes)} GB")
-    return table
+def _memory(plan: Plan) -> Columns:
+    held = {name: nbytes for name, nbytes in plan.memory_bytes.items() if nbytes}
+    columns = [
+        Column("GB", [f"{gb(n)} GB" for n in (*held.values(), plan.memory_total_bytes)], right=True),
+        Column("item", [*held, "total"]),
+        Column("what", [*(ITEMS[name] for name in held), f"of {gb(plan.hardware.memory_bytes)} GB"], folds=True),
+    ]
+    return Columns(f"memory per GPU, {_named(plan)}", columns, sections=[len(held)], header=False)
 
 
-def _communication(plan: Plan) -> Table:
-    table = _table(f"sent per GPU and step, {_named(plan)}")
-    for name in ("what", "collective", "axis", "link"):
-        table.add_column(name)
-    for name in ("a call", "calls", "in all", "time"):
-        table.add_column(name, justify="right")
-    table.add_column("beside")
-    for c in plan.comm:
-        numbers = [size(c.bytes_per_gpu), f"{c.count:,}", size(c.bytes_total), seconds(c.seconds)]
-        table.add_row(c.what, *_whole([c.op, c.axis, c.link, *numbers, c.beside]))
-    table.add_section()
-    total = sum(c.bytes_total for c in plan.comm)
-    table.add_row("all", "", "", "", "", "", size(total), seconds(plan.comm_seconds))
-    table.caption = (
+def _communication(plan: Plan) -> Columns:
+    comm = plan.comm
+    columns = [
+        Column("what", [*(c.what for c in comm), "all"], folds=True),
+        Column("collective", [*(c.op for c in comm), ""]),
+        Column("axis", [*(c.axis for c in comm), ""], spare=1),
+        Column("link", [*(c.link for c in comm), ""], spare=3),
+        Column("a call", [*(size(c.bytes_per_gpu) for c in comm), ""], spare=5, right=True),
+        Column("calls", [*(f"{c.count:,}" for c in comm), ""], spare=4, right=True),
+        Column("in all", [*(size(c.bytes_total) for c in comm), size(sum(c.bytes_total for c in comm))], right=True),
+        Column("time", [*(seconds(c.seconds) for c in comm), seconds(plan.comm_seconds)], right=True),
+        Column("beside", [*(c.beside for c in comm), ""], spare=2),
+    ]
+    said = (
         f"beside: what it runs beside. Not hidden: {seconds(plan.exposed_seconds)} of a step of "
         f"{seconds(plan.step_seconds)}"
     )
-    table.caption_justify = "left"
-    return table
+    title = f"sent per GPU and step, {_named(plan)}"
+    return Columns(title, columns, sections=[len(comm)], captions=[said])
 
 
-def _rejected(found: Search) -> Table:
-    table = _table("meshes that cannot be", header=False)
-    table.add_column("reason")
-    table.add_column("meshes")
+def _rejected(found: Search) -> Columns:
     by_reason: dict[str, list[str]] = {}
     for mesh, reason in found.rejected:
         by_reason.setdefault(reason, []).append(str(mesh))
-    for reason, names in list(by_reason.items())[:REASONS]:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        table.add_row(reason, "; ".join(names[:3]) + more)
-    if len(by_reason) > REASONS:
-        table.caption = f"and {len(by_reason) - REASONS} more reasons (--json has all)"
-        table.caption_justify = "left"
-    return table
+    shown = list(by_reason.items())[:REASONS]
+    more = [f" and {len(names) - 3} more" if len(names) > 3 else "" for _, names in shown]
+    columns = [
+        Column("reason", [reason for reason, _ in shown], folds=True),
+        Column("meshes", ["; ".join(n[:3]) + rest for (_, n), rest in zip(shown, more, strict=True)], folds=True),
+    ]
+    left = len(by_reason) - REASONS
+    captions = [f"and {left} more reason{'s' if left > 1 else ''} (--json has all)"] if left > 0 else []
+    return Columns("meshes that cannot be", columns, captions=captions, header=False)
 
 
-def _nothing_fits(found: Search, model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
+def _nothing_fits(found: Search, advice: str) -> Text:
     if not found.plans:
         return Text("no mesh can hold this job", style="bold red")
     nearest = found.plans[0]
@@ -184,43 +199,40 @@ def _nothing_fits(found: Search, model: ModelShape, job: Job, gpus: int, hardwar
         if longest.max_context
         else "no context fits, however short"
     )
-    return Text(
+    said = (
         f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. Item by item: "
-        f"{spelled_items(nearest.memory_bytes)}. As it was asked for, {so_far}. "
-        f"{what_would_do(model, job, gpus, hardware)}",
-        style="bold red",
+        f"{spelled_items(nearest.memory_bytes)}. As it was asked for, {so_far}. {advice}"
     )
+    return Text(said.rstrip(), style="bold red")
 
 
-def _methods(methods: Sequence[Method]) -> Table:
-    table = _table("methods side by side, per GPU")
-    columns = ["method", "per layer", "sent/layer", "sent in all", "time/layer", f"at {SHORT} tokens", "across nodes"]
-    for name in [*columns, "time in all", "memory GB", "fits", "step"]:
-        table.add_column(name, justify="left" if name in ("method", "per layer", "fits") else "right")
-    reasons = []
-    for method in methods:
-        if method.plan is None:
-            table.add_row(method.name, "-", *[""] * 7, "no")
-            reasons.append(f"{method.name}: {method.reason}")
-            continue
-        plan, layers = method.plan, len(method.plan.model.layers)
-        table.add_row(
-            method.name,
-            method.ops_per_layer,
-            size(method.method_bytes / layers),
-            size(method.method_bytes),
-            seconds(method.method_seconds / layers),
-            "-" if method.short_seconds is None else seconds(method.short_seconds),
-            "-" if method.apart_seconds is None else seconds(method.apart_seconds),
-            seconds(method.method_seconds),
-            gb(plan.memory_total_bytes),
-            "yes" if plan.fits else "no",
-            seconds(plan.step_seconds),
-        )
-    said = [
-        "weights and gradients are sent besides (see the table without --compare);",
-        f"at {SHORT} tokens and across nodes (every GPU in a node of its own): time of a layer",
+def _nothing_runs(best: Plan, advice: str) -> Text:
+    why = "; ".join(not_in_this_version(best.model, best.job, best.mesh))
+    return Text(f"nothing that fits is recommended: {why}. {advice}".rstrip(), style="bold red")
+
+
+def _methods(methods: Sequence[Method]) -> Columns:
+    def column(name: str, spelled: Callable[[Method, Plan], str], spare: int = 0, absent: str = "-") -> Column:
+        cells = [absent if method.plan is None else spelled(method, method.plan) for method in methods]
+        text = name in ("per layer", "fits")
+        return Column(name, cells, spare=spare, folds=name == "per layer", right=not text)
+
+    columns = [
+        Column("method", [method.name for method in methods]),
+        column("per layer", lambda m, _: m.ops_per_layer, 3),
+        column("sent/layer", lambda m, p: size(m.method_bytes / len(p.model.layers)), 4),
+        column("sent in all", lambda m, _: size(m.method_bytes), 1),
+        column("time/layer", lambda m, p: seconds(m.method_seconds / len(p.model.layers)), 5),
+        column(f"at {SHORT} tokens", lambda m, _: "-" if m.short_seconds is None else seconds(m.short_seconds), 7),
+        column("across nodes", lambda m, _: "-" if m.apart_seconds is None else seconds(m.apart_seconds), 6),
+        column("time in all", lambda m, _: seconds(m.method_seconds), 2),
+        column("memory", lambda _, p: size(p.memory_total_bytes)),
+        column("fits", lambda _, p: "yes" if p.fits else "no", absent="no"),
+        column("step", lambda _, p: seconds(p.step_seconds)),
     ]
-    table.caption = "\n".join([*said, *reasons])
-    table.caption_justify = "left"
-    return table
+    said = [
+        "weights and gradients are sent besides: the table of meshes has them",
+        f"at {SHORT} tokens, and across nodes (every GPU in a node of its own): time of a layer",
+    ]
+    reasons = [f"{method.name}: {method.reason}" for method in methods if method.plan is None]
+    return Columns("methods side by side, per GPU", columns, captions=[*said, *reasons])

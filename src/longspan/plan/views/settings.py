@@ -1,0 +1,259 @@
+"""The same job under other settings, for the page's switches: checkpointing, memory levers, kind of GPU, batch.
+
+Every combination of the four is planned at contexts and numbers of GPUs around the job's own, on all meshes that this
+version runs. What is kept of a combination is what a reader compares: the memory of each mesh, and the times of the
+fastest that fit. The rest of a plan (collectives, notes) is in `longspan.plan.views.curves.grid`, of the job as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from longspan.core.memory import CHECKPOINTING, FASTEST, Memory
+from longspan.plan.cost.compute import model_flops, optimizer_seconds
+from longspan.plan.cost.memory import ITEMS, memory
+from longspan.plan.cost.offload import offloaded, outside
+from longspan.plan.cost.times import step_times
+from longspan.plan.hardware import CATALOGUE, Hardware
+from longspan.plan.job import AXES, Job, Mesh, RingImpl
+from longspan.plan.limits import not_in_this_version, refusal
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import WORTH, fits_in_memory, meshes, planned
+from longspan.plan.views.curves import contexts, gpu_counts, six
+from longspan.plan.views.report import memory_flags
+
+BEST = 4
+"""Plans kept of a point, those that fit: the fastest first."""
+
+BATCHES = 4
+"""How many times as large a batch is planned as the job's, beside that and one sequence."""
+
+CONTEXTS = 4
+"""How many times longer and shorter contexts are planned than the job's."""
+
+MORE_GPUS = 8
+"""How many times as many GPUs are planned as the job has; and half of them."""
+
+MOST_MESHES = 80
+"""Meshes planned of a context, over all numbers of GPUs and batches; those far from the job's are left out."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the switches can be set to.
+
+    Attributes:
+        checkpointing: of `Memory`; only the job's own where there is no backward.
+        levers: by name, what goes with a checkpointing.
+        hardware: kinds of GPU, the job's own first.
+        batches: sequences of a step.
+        contexts: tokens, a part of those of the grid.
+        gpus: how many, a part of those of the grid.
+    """
+
+    checkpointing: tuple[str, ...]
+    levers: dict[str, dict[str, Any]]
+    hardware: tuple[Hardware, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    gpus: tuple[int, ...]
+
+    def memory(self, checkpointing: str, levers: str) -> Memory:
+        """The levers of two switches together; without checkpointing nothing is there to be offloaded."""
+        found = Memory(
+            **{**self.levers[levers], "checkpointing": checkpointing, "offload": "none", "offload_folder": ""}
+        )
+        wanted = {name: self.levers[levers].get(name, getattr(FASTEST, name)) for name in ("offload", "offload_folder")}
+        return found if checkpointing == "none" else replace(found, **wanted)
+
+
+def settings_of(job: Job, gpus: int, hardware: Hardware) -> Settings:
+    """The switches for a job."""
+    batches = tuple(sorted({1, job.batch, BATCHES * job.batch}))
+    near = tuple(n for n in contexts(job) if job.context <= CONTEXTS * n and n <= CONTEXTS * job.context)
+    counts = [n for n in gpu_counts(gpus) if gpus <= 2 * n and n <= MORE_GPUS * gpus]
+    counts.sort(key=lambda n: (n != gpus, max(n / gpus, gpus / n)))
+    kept, planned_for = [counts[0]], 0
+    for n in counts:
+        planned_for += sum(batch % mesh.data == 0 for mesh in _running(n) for batch in batches)
+        if n not in kept and planned_for <= (MOST_MESHES if gpus <= 128 else MOST_MESHES // 2):
+            kept.append(n)
+    own = job.memory
+    given = {f.name: getattr(own, f.name) for f in fields(Memory) if f.name != "checkpointing"}
+    levers = _levers(job, hardware)
+    if all(
+        Memory(**{**each, "checkpointing": "layers"}) != replace(own, checkpointing="layers")
+        for each in levers.values()
+    ):
+        levers = {"as given": given, **levers}
+    return Settings(
+        CHECKPOINTING if job.mode == "train" else (own.checkpointing,),
+        levers,
+        _kinds(hardware),
+        batches,
+        near,
+        tuple(sorted(kept)),
+    )
+
+
+def _levers(job: Job, hardware: Hardware) -> dict[str, dict[str, Any]]:
+    tiled = {"tiled_mlp": 0, "tiled_norms": True, "head_chunks": 0}
+    found: dict[str, dict[str, Any]] = {"none": {}, "tiles": tiled}
+    if not hardware.on_cpu:  # its ranks compute in the host's memory as it is
+        offload = {"offload": "host"} if job.mode == "train" else {}
+        found["tiles, and the host's memory"] = {**tiled, **offload, "cpu_offload": job.weight_sharding}
+    return found
+
+
+def _kinds(own: Hardware) -> tuple[Hardware, ...]:
+    """The job's own, and those of the catalogue; what was assumed of the one of the catalogue holds for all."""
+    if own.on_cpu:
+        return (own,)
+    others = [kind for name, kind in CATALOGUE.items() if name != own.name and not kind.on_cpu]
+    if own.name in CATALOGUE:
+        same = {name: getattr(own, name) for name in ("matmul_efficiency", "attention_efficiency", "gpus_per_node")}
+        changed = {name: value for name, value in same.items() if value != getattr(CATALOGUE[own.name], name)}
+        others = [replace(kind, **changed) for kind in others]
+    return (own, *others)
+
+
+def _running(gpus: int) -> Iterator[Mesh]:
+    return (mesh for mesh in meshes(gpus) if mesh.tensor == 1)
+
+
+def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str, Any]:
+    """Plans under every combination of settings.
+
+    Sizes in bytes, times in seconds (six digits). `meshes` and `memories` hold what repeats, and are pointed into.
+    Points are in the order checkpointing, levers, batches, contexts, gpus, the last one fastest.
+
+    Returns:
+        A dict of plain data. `held[point]` is [mesh, memory, mesh, memory, ...] of every mesh that can hold the job,
+        the least memory first. `timed[kind][point]` is [mesh, memory, step, compute, exposed, ...] of the fastest that
+        fit on a kind of GPU, and empty where none does. `flops[i][j]` are those that a step of `batches[i]` and
+        `contexts[j]` needs (for MFU); `flags[i][j]` say
+        `checkpointing[i]` with `levers[j]` to `longspan plan`, and `asked` the rest of the job.
+    """
+    chosen = settings_of(job, gpus, hardware)
+    memories, places = _Places(), _Places()
+    held: list[list[int]] = []
+    timed: list[list[list[float]]] = [[] for _ in chosen.hardware]
+    for checkpointing, levers, batch, context, count in product(
+        chosen.checkpointing, chosen.levers, chosen.batches, chosen.contexts, chosen.gpus
+    ):
+        asked = replace(job, memory=chosen.memory(checkpointing, levers), batch=batch, context=context)
+        legal = [mesh for mesh in _running(count) if refusal(model, asked, mesh) is None]
+        rows = [(mesh, _items(model, asked, mesh, hardware)) for mesh in legal]
+        rows.sort(key=lambda row: sum(row[1]))
+        held.append([place for mesh, items in rows for place in (places.of(_sizes(mesh)), memories.of(items))])
+        for kind, points in zip(chosen.hardware, timed, strict=True):
+            best = sorted(filter(None, (_timed(model, asked, mesh, items, kind) for mesh, items in rows)), key=_order)
+            points.append(
+                [n for b in best[:BEST] for n in (places.of(_sizes(b.mesh)), memories.of(b.items), *map(six, b.times))]
+            )
+    return {
+        "checkpointing": chosen.checkpointing,
+        "levers": list(chosen.levers),
+        "hardware": [{"name": k.name, "memory_bytes": int(k.memory_bytes), "flops": k.flops} for k in chosen.hardware],
+        "batches": chosen.batches,
+        "contexts": chosen.contexts,
+        "gpus": chosen.gpus,
+        "own": {
+            "checkpointing": chosen.checkpointing.index(job.memory.checkpointing),
+            "levers": next(
+                i for i, name in enumerate(chosen.levers) if chosen.memory(job.memory.checkpointing, name) == job.memory
+            ),
+            "hardware": 0,
+            "batch": chosen.batches.index(job.batch),
+        },
+        "runs": not not_in_this_version(model, job, Mesh()),
+        "asked": _flags(job),
+        "flags": [
+            [" ".join(memory_flags(chosen.memory(each, name))) for name in chosen.levers]
+            for each in chosen.checkpointing
+        ],
+        "flops": [
+            [model_flops(model, replace(job, batch=batch, context=context)) for context in chosen.contexts]
+            for batch in chosen.batches
+        ],
+        "meshes": places.rows,
+        "memories": memories.rows,
+        "held": held,
+        "timed": timed,
+    }
+
+
+def _flags(job: Job) -> str:
+    """What of a job the switches and sliders leave alone, as flags of `longspan plan`."""
+    said = [f"--mode {job.mode}", f"--dtype {job.dtype}", f"--optimizer {job.optimizer}"]
+    named = {"layout": job.layout, "ring-impl": job.ring_impl}
+    said += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
+    flags = {"fsdp": job.weight_sharding, "tiled-loss": job.tiled_loss, "kv-replication": job.kv_replication}
+    return " ".join([*said, *(f"--no-{name}" for name, on in flags.items() if not on)])
+
+
+class _Places:
+    """Distinct tuples in the order in which they came, each named by its place."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, ...], int] = {}
+
+    def of(self, value: tuple[int, ...]) -> int:
+        return self._found.setdefault(value, len(self._found))
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        return list(self._found)
+
+
+def _sizes(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(getattr(mesh, axis) for axis in AXES)
+
+
+def _items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[int, ...]:
+    found = memory(model, job, mesh, hardware)
+    return tuple(found[item] for item in ITEMS)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A mesh that fits: its memory, and the seconds of a step, of its computing and of what is waited for."""
+
+    mesh: Mesh
+    items: tuple[int, ...]
+    times: tuple[float, float, float]
+
+
+def _order(plan: _Timed) -> tuple[float, int]:
+    """As `longspan.plan.search.search` ranks."""
+    return plan.times[0], sum(plan.items)
+
+
+def _timed(model: ModelShape, job: Job, mesh: Mesh, items: tuple[int, ...], hardware: Hardware) -> _Timed | None:
+    """What `planned` says of a mesh, without its collectives and notes; None where it does not fit."""
+    fits = sum(items) <= hardware.memory_bytes and outside(model, job, mesh, hardware).fits(hardware)
+    ways: tuple[RingImpl, ...] = ("p2p", "allgather")
+    other = [replace(job, ring_impl=way) for way in ways] if mesh.ring > 1 and job.ring_impl == "auto" else []
+    if not fits and not other:
+        return None
+    if fits:
+        step, *parts = _times(model, job, mesh, hardware)
+        # No way round the ring saves more than what is waited for.
+        near = parts[1] > WORTH * step and any(_times(model, o, mesh, hardware)[0] < (1 - WORTH) * step for o in other)
+        if not near:
+            return _Timed(mesh, items, (step, parts[0], parts[1]))
+    elif not any(fits_in_memory(model, way, mesh, hardware) for way in other):
+        return None
+    plan = planned(model, job, mesh, hardware)
+    found = tuple(plan.memory_bytes[item] for item in ITEMS)
+    return _Timed(mesh, found, (plan.step_seconds, plan.compute_seconds, plan.exposed_seconds))
+
+
+def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float, float]:
+    """Seconds of a step, of computing, of communication that is waited for; as `longspan.plan.search.cost` has them."""
+    compute, exposed = step_times(model, job, mesh, hardware)
+    compute += optimizer_seconds(model, job, mesh, hardware)
+    return compute + exposed + offloaded(model, job, mesh, hardware).seconds, compute, exposed

@@ -1,0 +1,181 @@
+"""What `longspan plan` prints: whole words at every width, and advice that can be taken."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from longspan.cli import main, parse
+from longspan.core.counts import parameters
+from longspan.plan import Job, Plan, read_hardware, read_model, search
+from longspan.plan.advice import what_would_do, would_do
+from longspan.plan.command import PlanConfig
+from longspan.plan.job import Mesh
+from longspan.plan.memory import search_levers
+from longspan.plan.views.tables import show
+
+WIDE = 1000
+SCREENS = [
+    "--model llama-3.1-8b --context 128k --grad-checkpointing",
+    "--model llama-3.1-8b --context 128k --compare",
+    "--model gemma-3-12b --context 128k --compare --mode prefill --gpus 16",
+    "--model llama-3.1-8b --context max",
+    "--model llama-3.1-8b --context 512k --levers",
+    "--model llama-3.1-70b --context 128k",
+    "--model llama-3.1-70b --context 1M --gpus 16 --batch 4 --memory auto --offload disk",
+    "--model qwen3-30b-a3b --context 100000 --mode decode --batch 8",
+    "--model llama-3.1-8b --context 8k --no-fsdp",
+]
+
+
+WIDTHS = (80, 100, 120, 200)
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, screen: str, *widths: int) -> list[list[str]]:
+    """The lines of a screen on terminals of several widths, of one search."""
+    files = [io.StringIO() for _ in widths]
+
+    def at_all_widths(*args: Any) -> None:
+        for file, width in zip(files, widths, strict=True):
+            show(*args, console=Console(highlight=False, file=file, width=width))
+
+    monkeypatch.setattr("longspan.plan.views.tables.show", at_all_widths)
+    assert main(["plan", *screen.split()]) in (0, 1)
+    return [file.getvalue().splitlines() for file in files]
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_no_word_is_cut_at_any_width(screen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word on a narrow screen stands on a very wide one, and no line is longer than the screen."""
+    wide, *narrower = printed(monkeypatch, screen, WIDE, *WIDTHS)
+    known = set(" ".join(wide).split())
+    for width, lines in zip(WIDTHS, narrower, strict=True):
+        # The command is one line to be copied; what is left out is named below its table.
+        folded = "\n".join(line.rstrip() for line in lines if "longspan train --" not in line)
+        assert max(map(len, folded.splitlines())) <= width
+        assert "…" not in folded
+        text = re.sub(r"not\s+shown:[^()]*\(a\s+terminal\s+of\s+\d+\s+columns\s+shows\s+all\)", "", folded)
+        assert {word for word in text.split() if word.strip("─")} <= known
+
+
+def test_what_is_left_out_is_shown_at_the_width_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for screen in SCREENS[:3]:
+        (narrow,) = printed(monkeypatch, screen, 80)
+        named = max(int(n) for n in re.findall(r"a\s+terminal\s+of\s+(\d+)\s+columns", " ".join(narrow)))
+        enough, one_less = printed(monkeypatch, screen, named, named - 1)
+        assert "not shown" not in " ".join(enough)
+        assert "not shown" in " ".join(one_less)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (0, "0 parameters"), (1, "1 parameter"), (4160, "4,160 parameters"), (123_456, "0.123M parameters"),
+        (120_000, "0.12M parameters"), (999_499_999, "999M parameters"), (999_500_000, "1B parameters"),
+        (8_030_261_248, "8.03B parameters"), (405.8e9, "406B parameters"), (1.5e12, "1.5T parameters"),
+    ],
+)  # fmt: skip
+def test_counts_of_parameters(count: float, said: str) -> None:
+    assert parameters(count) == said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is recommended, and what would do where nothing is.
+
+
+def test_what_only_tensor_parallelism_holds_is_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole weights on every GPU: 128 GB of them, and only tensor parallelism splits those."""
+    args = ["plan", "--model", "llama-3.1-8b", "--context", "8k", "--no-fsdp"]
+    assert main([*args, "--json"]) == 0  # something fits
+    report = json.loads(capsys.readouterr().out)
+    assert report["recommended"] is None
+    assert report["plans"][0]["fits"] and report["plans"][0]["mesh"]["tensor"] > 1
+    assert not any(plan["fits"] and plan["runs"] for plan in report["plans"])
+    assert main(args) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "recommended" not in text.replace("nothing that fits is recommended", "")
+    assert "nothing that fits is recommended: tensor=4 is planned from its formulas" in text
+    assert "run:" not in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "--checkpointing layers",
+        "--grad-checkpointing --cpu-offload",
+        "--checkpointing attention --tiled-mlp 8",
+        "--memory longest",
+        "--memory auto",
+        "--memory auto --offload disk --checkpointing layers",
+    ],
+)
+@pytest.mark.parametrize(("model", "context"), [("llama-3.1-70b", "256k"), ("llama-3.1-8b", "4M")])
+def test_advice_can_be_taken_and_names_no_flag_that_is_given(
+    model: str, context: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["plan", "--model", model, "--context", context, *given.split()]
+    if main([*args, "--gpus", "2"]) == 0:
+        return
+    text = " ".join(capsys.readouterr().out.split())
+    assert "nothing fits" in text
+    advice = text[text.index("nothing fits") : text.index("meshes that cannot be")]
+    flags = [word for word in given.split() if word.startswith("--")]
+    for flag in [*flags, "--checkpointing" if "--grad-checkpointing" in flags else "--gpus"]:
+        assert not re.search(rf"{flag}\b", advice), (flag, advice)
+    if on_these := re.search(r"On these GPUs (.*?) would do with (--.*?)( \(--memory auto finds it\))?\.", advice):
+        assert main([*args, "--gpus", "2", *on_these[2].split(), "--json"]) == 0
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        assert str(Mesh(**next(plan["mesh"] for plan in plans if plan["fits"]))) == on_these[1]
+        if on_these[3]:
+            assert main([*args, "--gpus", "2", "--memory", "auto", "--json"]) == 0
+            capsys.readouterr()
+    config = parse(PlanConfig, args[1:], prog="p", summary="x y")
+    job, shape, h100 = config.job(), read_model(model), read_hardware("h100")
+
+    def best(gpus: str | int) -> Plan | None:
+        count = int(str(gpus).replace(",", ""))
+        found = (
+            search_levers(shape, job, count, h100, config.fixed())
+            if config.chooses
+            else search(shape, job, count, h100)
+        )
+        return found.recommended
+
+    if more := re.search(r"([\d,]+) GPUs would do", advice):
+        enough = best(more[1])
+        assert enough is not None and enough.mesh.gpus.bit_count() == 1
+        assert f": {enough.mesh}" in advice and f"{enough.memory_total_bytes / 1e9:.1f} GB each" in advice
+        assert best(enough.mesh.gpus // 2) is None
+    if fewer := re.search(r"So would ([\d,]+): (.*?)\.", advice):
+        fitting = best(fewer[1])
+        assert fitting is not None and str(fitting.mesh) == fewer[2]
+    assert on_these or more or "No levers would do" in advice
+
+
+def test_advice_in_the_json_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "llama-3.1-70b", "--context", "128k", "--gpus", "8"]
+    assert main(["plan", *args, "--json"]) == 1
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)["would_do"]
+    assert main(["plan", *args]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{told['more']['gpus']} GPUs would do, the job as it is: {Mesh(**told['more']['mesh'])}," in text
+    assert f"On these GPUs {Mesh(**told['levers']['mesh'])} would do" in text
+    assert "--grad-checkpointing" not in shlex.split(told["levers"]["command"])
+    assert main(["plan", "--model", "llama-3.1-8b", "--context", "4k", "--gpus", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["would_do"] is None
+
+
+def test_where_nothing_would_do() -> None:
+    model, hardware = read_model("llama-3.1-405b"), read_hardware("l40s")
+    job = Job(context=1 << 30)
+    found = would_do(model, job, 1, hardware)
+    assert (found.levers, found.more, found.fewer, found.longest) == (None, None, None, None)
+    assert "No levers would do, nor would up to 16,384 GPUs" in what_would_do(model, job, 1, hardware)
+    assert search(model, job, 1, hardware).fastest is None
