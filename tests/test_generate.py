@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import longspan
-from tests.models import FAMILIES, build, sharding
+from tests.models import build, sharding
 from tests.pool import RankPool
 
 PROMPT, NEW = 37, 8
