@@ -271,6 +271,8 @@ class Trainer:
             f"FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch {config.sequences} = "
             f"{config.sequences * config.tokens:,} tokens per step"
         )
+        if self.inputs.rope is not None:
+            display.say(str(self.inputs.rope))
         levers = config.levels()
         if levers != FASTEST:
             display.say(f"memory: {levers.described()}")
