@@ -186,6 +186,9 @@ class RopeState:
         return f"{self.kind}{factor}"
 
 
+UNSTATED = RopeState(None)
+
+
 def full_table(parameters: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """The rotary table of the layers that attend to the whole sequence.
 

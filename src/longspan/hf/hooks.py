@@ -24,7 +24,7 @@ from longspan.hf.loss import load_balancing_loss, mean_loss
 from longspan.hf.outputs import head_of, without_deferred
 from longspan.hf.registry import ModelBinding, check_positions
 from longspan.hf.scored import labels_to_score, scored_output
-from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, router_top_k
+from longspan.hf.support import HELP, attention_dropout, is_masked_lm, no_router_loss, refuse_dropout, router_top_k
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -277,12 +277,8 @@ class ForwardHooks:
             raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
         if model.training and self.levers is not None:
             self.levers.check(self._wants_router_loss(model, batch))
-        if model.training and self.dropout is not None:
-            layer, p, key = self.dropout
-            raise LongspanError(
-                f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; set {key}=0.0 in "
-                f"the config that the model is made from, or call model.eval()"
-            )
+        if model.training:
+            refuse_dropout(self.dropout)
         if self.gradients is not None:
             self.gradients.check(model)
 

@@ -146,7 +146,8 @@ class Search:
     Attributes:
         plans: every legal mesh: those that fit first, the fastest first.
         rejected: the meshes that cannot be, each with its reason.
-        recommended: the fastest that fits, of those that this version runs if any; None where nothing fits.
+        recommended: the fastest that fits, of those that this version runs; in prefill and decode, which it only plans,
+            of all where it runs none. None where there is no such.
     """
 
     plans: tuple[Plan, ...]
@@ -260,7 +261,8 @@ def search(
     plans.sort(key=lambda p: (not p.fits, p.step_seconds if p.fits else p.memory_total_bytes, p.memory_total_bytes))
     fitting = [p for p in plans if p.fits]
     running = [p for p in fitting if p.runs]
-    best = next(iter(running or fitting), None)
+    # What `longspan train` does not run is no advice to one who wants to train.
+    best = next(iter(running if job.mode == "train" else running or fitting), None)
     return Search(tuple(plans), tuple(rejected), best)
 
 
@@ -300,7 +302,8 @@ def fits_in_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) 
 
 
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:
-    """The largest context whose memory fits, by bisection: memory never falls as the context grows.
+    """The largest context whose memory fits and that the model has positions for, by bisection: memory never falls as
+    the context grows.
 
     Args:
         limit: where to stop looking.
@@ -318,4 +321,4 @@ def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware,
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low if model.furthest is None else min(low, model.furthest)

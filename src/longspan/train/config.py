@@ -160,6 +160,9 @@ class TrainConfig(MemoryFlags, RopeFlags):
     grace: int = 25
     """Seconds that the ranks get to save and end after SIGTERM or Ctrl-C; then they are killed. Give longer where a
     step and a save take longer."""
+    dry_run: bool = False
+    """Check the run as far as that needs no ranks and no weights (model, text, folders, checkpoint, RoPE scaling,
+    levers), say what it would do, and end. Nothing is written."""
     max_restarts: int = 0
     """How often the ranks are started again, from the newest checkpoint, after one of them died or was lost. Under
     torchrun, give its --max-restarts."""

@@ -99,7 +99,7 @@ def find_resume(config: TrainConfig, opened: Inputs, ranks: Ranks, *, verify: bo
     return inputs
 
 
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig) -> Inputs:
     """`open_inputs`, and read the first sequence: all that can go wrong before any weight is loaded.
 
     Raises:
@@ -108,7 +108,8 @@ def check_inputs(config: TrainConfig) -> None:
     """
     # Nothing is made yet: what is refused, here or by the ranks, leaves nothing behind.
     check_output("--out", config.checkpoints, folder=True)
-    next(iter(open_inputs(config, verify=False).sequences(config.tokens)))
+    inputs = open_inputs(config, verify=False)
+    next(iter(inputs.sequences(config.tokens)))
     try:
         # Under torchrun one of the ranks may have it already.
         if config.out.exists() and not launch.under_torchrun():
@@ -117,6 +118,7 @@ def check_inputs(config: TrainConfig) -> None:
         raise LongspanError(f"--out {config.out} cannot be written: {error}") from error
     if config.export != "never":
         checkpoint.check_replaceable(config.exported)
+    return inputs
 
 
 def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:

@@ -6,7 +6,6 @@ import dataclasses
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST, Memory
-from longspan.core.rope import furthest
 from longspan.hf.auto import BASE_OF_A_RANK as BASE
 from longspan.hf.auto import device_memory, hardware_of, shape_of
 from longspan.plan.job import Job, Mesh
@@ -27,7 +26,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         return config, []
     import torch
 
-    from longspan.hf.pretrained import positions_of, read_model_config
+    from longspan.hf.pretrained import read_model_config
     from longspan.train.inputs import model_flag
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +37,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     hardware = hardware_of(device, held)
     # As it is: how long it reaches with the RoPE scaling that is asked for follows from both.
     model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
-    shape = shape_of(model_config)
+    shape = dataclasses.replace(shape_of(model_config), rope=config.rope())
     job = Job(
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
@@ -55,7 +54,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         if found is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
-        end = furthest(positions_of(model_config), config.rope())
+        end = shape.furthest
         context = found if end is None else min(found, end)
         bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
         said.append(f"--context max: {context:,} tokens{bound}")

@@ -13,6 +13,13 @@ _LLAMA_3 = {
     "vocab_size": 128256,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
 }
 _QWEN_3 = {
     "model_type": "qwen3",
@@ -28,13 +35,14 @@ _QWEN_3_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-# The text part of the published configs. The 1B has a vocabulary and a context of its own.
+# The text part of the published configs. The 1B has a vocabulary and a context of its own, and no RoPE scaling.
 _GEMMA_3 = {
     "model_type": "gemma3_text",
     "vocab_size": 262208,
     "head_dim": 256,
     "sliding_window": 1024,
     "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
 _GPT_OSS = {
     "model_type": "gpt_oss",
@@ -98,6 +106,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 262144,
         "sliding_window": 512,
         "max_position_embeddings": 32768,
+        "rope_scaling": None,
     },
     "gemma-3-4b": {**_GEMMA_3, **_sizes(34, 2560, 10240, 8), "num_key_value_heads": 4},
     "gemma-3-12b": {**_GEMMA_3, **_sizes(48, 3840, 15360, 16), "num_key_value_heads": 8},
@@ -121,6 +130,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     },
     "gpt-1.2b": {**_GPT, **_sizes(24, 2048, 8192, 16)},
     "gpt-7b": {**_GPT, **_sizes(32, 4096, 16384, 32)},

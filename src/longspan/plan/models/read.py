@@ -12,6 +12,7 @@ from typing import Any
 
 from longspan.core.checked import existing_path, read_text, spell
 from longspan.core.errors import LongspanError
+from longspan.core.rope import RopeState, rope_state
 from longspan.plan.layers import Mlp
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.config import Config
@@ -156,7 +157,31 @@ def _shape(c: Config, family: Family, assumption: str | None) -> ModelShape:
     if not tied:
         root.append(Parameter("lm_head.weight", (vocab, c.d)))
     layers = tuple(distinct[slot] for slot in slots)
-    return ModelShape(c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption)
+    head_dim = next((layer.mixer.head_dim for layer in layers if layer.mixer.deals_heads), 0)
+    state = _positions(c, max_position, rotary=not positions, head_dim=head_dim)
+    dropout = _attention_dropout(c)
+    return ModelShape(
+        c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption, state, attention_dropout=dropout
+    )
+
+
+def _positions(c: Config, max_position: int | None, *, rotary: bool, head_dim: int) -> RopeState:
+    """What the config says of its positions, a key that it leaves out as its class has it."""
+    said = any(isinstance(c.values.get(key), Mapping) for key in ("rope_parameters", "rope_scaling"))
+    defaults = {key: value for key, value in c.defaults.items() if not (said and key == "rope_parameters")}
+    values = {**defaults, **{key: value for key, value in c.values.items() if value is not None}}
+    dims = values.get("qk_rope_head_dim", head_dim)
+    part = values.get("partial_rotary_factor", values.get("rotary_pct", 1.0))
+    known = isinstance(dims, int) and isinstance(part, int | float)
+    return rope_state(values, max_position, rotary, int(dims * part) if known else None)
+
+
+def _attention_dropout(c: Config) -> tuple[str, float] | None:
+    for key in ("attention_dropout", "attn_pdrop"):
+        p = c.values.get(key, c.defaults.get(key))
+        if isinstance(p, int | float) and p > 0:
+            return key, float(p)
+    return None
 
 
 def _layer(c: Config, family: Family, of: MixerOf, mlp: Mlp) -> LayerShape:

@@ -95,6 +95,7 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "memory": asdict(plan.job.memory),
         "fits": plan.fits,
         "runs": plan.runs,
+        "rope_scaling": _rope_dict(plan),
         "host_bytes": dict(plan.offloaded.host_bytes),
         "host_node_bytes": plan.offloaded.host_node_bytes,
         "disk_node_bytes": plan.offloaded.disk_node_bytes,
@@ -114,6 +115,13 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "reasons": list(plan.reasons),
         "command": command(plan),
     }
+
+
+def _rope_dict(plan: Plan) -> dict[str, Any] | None:
+    scaling = plan.model.scaling(plan.job.context)
+    if scaling is None:
+        return None
+    return {name: getattr(scaling, name) for name in ("kind", "factor", "original", "positions")}
 
 
 def method_dict(method: Method) -> dict[str, Any]:
@@ -137,10 +145,15 @@ def command(plan: Plan) -> str | None:
         return None
     words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
+    scaling = plan.model.scaling(job.context)
+    if scaling is not None:
+        words += [f"{flag} {shlex.quote(value)}" for flag, value in scaling.flags.items()]
     words += memory_flags(job.memory)
     words += [] if job.weight_sharding else ["--no-fsdp"]
     words.insert(0, _model_flag(plan.model.name))
-    nodes, per_node = -(-mesh.gpus // plan.hardware.gpus_per_node), min(mesh.gpus, plan.hardware.gpus_per_node)
+    # torchrun starts as many ranks on each node: 12 GPUs in nodes of 8 are two nodes of 6.
+    per_node = max(n for n in range(1, min(mesh.gpus, plan.hardware.gpus_per_node) + 1) if mesh.gpus % n == 0)
+    nodes = mesh.gpus // per_node
     if nodes == 1:
         return " ".join(["longspan train", *words, f"--nproc {mesh.gpus}"])
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"

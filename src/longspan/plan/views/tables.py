@@ -12,6 +12,7 @@ from rich.text import Text
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
+from longspan.plan.limits import not_in_this_version
 from longspan.plan.memory import LeverRow, what_would_do
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
@@ -178,6 +179,13 @@ def _nothing_fits(found: Search, model: ModelShape, job: Job, gpus: int, hardwar
     if not found.plans:
         return Text("no mesh can hold this job", style="bold red")
     nearest = found.plans[0]
+    if nearest.fits:  # and is not recommended
+        return Text(
+            f"what fits is only planned, `longspan train` does not run it: the fastest is {nearest.mesh}, and "
+            f"{'; '.join(not_in_this_version(model, nearest.job, nearest.mesh))}. "
+            f"{what_would_do(model, job, gpus, hardware)}",
+            style="bold red",
+        )
     longest = max(found.plans, key=lambda plan: plan.max_context)
     so_far = (
         f"the longest context that fits is {longest.max_context:,} ({longest.mesh})"
