@@ -18,6 +18,7 @@ from longspan.core.rope import (
     scaled_table,
     scaling_for,
 )
+from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.ranks import launch
 
 
@@ -56,6 +57,7 @@ def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_I
         LongspanError: if there is none, it is no language model's, or its position range is shorter than the context
             and cannot be made longer.
     """
+    _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
     _check_json(flag, name)
     from transformers import AutoConfig
@@ -139,6 +141,17 @@ def _check_kept(where: str, text: Any, scaling: RopeScaling) -> None:
 def position_range(config: Any) -> int | None:
     """How many positions a model knows; None where it does not say, or its RoPE grows with the length ("dynamic")."""
     return positions_of(config).reach
+
+
+def _refuse_planners_name(flag: str, name: str) -> None:
+    """`longspan plan` knows sizes by short names, which name no weights."""
+    short = name.lower()
+    if short in CONFIGS and existing_path(flag, name) is None:
+        take = f"--model {HUB[short]}" if short in HUB else ELSEWHERE[short]
+        raise LongspanError(
+            f"{flag} {name} is a name that `longspan plan` has for a model's sizes, and names no weights; give {take}, "
+            "or a folder that is here"
+        )
 
 
 def _check_json(flag: str, name: str) -> None:

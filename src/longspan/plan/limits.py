@@ -105,9 +105,7 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
         return said
     if job.memory.cpu_offload and mesh.weights == 1:
         said.append("cpu_offload moves what FSDP shards over several ranks: this version has none on one")
-    if model.attention_dropout is not None:
-        name, p = model.attention_dropout
-        said.append(f"attention dropout ({name}={p:g}) is not in this version: set {name} to 0 in its config.json")
+    said += model.refused
     if not job.tiled_loss:
         said.append("a loss of whole logits is planned, `longspan train` does not have it in this version")
     if job.optimizer != "adamw":

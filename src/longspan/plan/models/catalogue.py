@@ -145,3 +145,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-30b": {**_GPT, **_sizes(64, 6144, 24576, 64)},
 }
 """A config by the name that `read_model` takes, in lower case."""
+
+HUB: dict[str, str] = {
+    **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
+    **{f"llama-3.1-{size}b": f"meta-llama/Llama-3.1-{size}B" for size in (8, 70, 405)},
+    **{f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "gemma-3-1b": "google/gemma-3-1b-pt",
+}
+"""Where the Hugging Face hub has weights of a built-in model that `longspan train --model` takes as they are."""
+
+ELSEWHERE: dict[str, str] = {
+    # Published with a vision tower, which is not sharded; quantized; not at all.
+    **{f"gemma-3-{size}b": f"--model FOLDER_OF_THE_TEXT_PART_OF_GEMMA-3-{size}B" for size in (4, 12, 27)},
+    **{f"gpt-oss-{size}b": f"--model FOLDER_OF_GPT-OSS-{size}B_IN_BF16" for size in (20, 120)},
+    "deepseek-v3": "--model FOLDER_OF_DEEPSEEK-V3_IN_BF16",
+    **{f"gpt-{size}b": f"--config CONFIG_OF_GPT-{size}B" for size in ("1.2", "7", "30")},
+}
+"""Of the others, what stands in a command for what the user has to make first."""

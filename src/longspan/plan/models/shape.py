@@ -94,7 +94,7 @@ class ModelShape:
         assumption: what had to be assumed to read the config, None where nothing was.
         positions: what the config says of them.
         rope: the RoPE scaling that is asked for.
-        attention_dropout: its name in the config, and the probability, where attention has dropout.
+        refused: what of it this version does not train, in words.
     """
 
     name: str
@@ -107,7 +107,7 @@ class ModelShape:
     assumption: str | None = None
     positions: RopeState = UNSTATED
     rope: RopeAsked = AUTO
-    attention_dropout: tuple[str, float] | None = None
+    refused: tuple[str, ...] = ()
 
     def scaling(self, context: int) -> RopeScaling | None:
         """The RoPE scaling that a context needs, as `longspan train` decides it; None where positions suffice.

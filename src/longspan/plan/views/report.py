@@ -12,7 +12,7 @@ from longspan.core.memory import LONGEST, Memory
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
-from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
 
@@ -139,7 +139,11 @@ def method_dict(method: Method) -> dict[str, Any]:
 
 
 def command(plan: Plan) -> str | None:
-    """The command that runs a plan, where this version has one, quoted for a shell. DATA stands for the user's text."""
+    """The command that runs a plan, where this version has one, quoted for a shell.
+
+    What is written in capitals stands for what the user has: DATA for text, and of a built-in model of which the hub
+    has no weights that can be trained as they are, for a folder with such.
+    """
     job, mesh = plan.job, plan.mesh
     if job.mode != "train" or not plan.runs:
         return None
@@ -187,7 +191,7 @@ def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
 
 def _model_flag(name: str) -> str:
     if name in CONFIGS:
-        return f"--model PATH_OR_HUB_NAME_OF_{name.upper()}"
+        return f"--model {HUB[name]}" if name in HUB else ELSEWHERE[name]
     path = Path(name)
     file = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
     plain = f"./{file}" if str(file).startswith("-") else str(file)  # or it would be a flag
