@@ -49,12 +49,14 @@ Said = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def say(capfd: pytest.CaptureFixture[str]) -> Said:
-    """Runs a command of longspan: its exit code, stdout and stderr."""
+    """Runs a command of longspan: its exit code, stdout, and what it says itself on stderr."""
 
     def run(*words: str) -> tuple[int, str, str]:
         capfd.readouterr()
         code = main(list(words))
-        return code, *capfd.readouterr()
+        out, error = capfd.readouterr()
+        # transformers warns there as well.
+        return code, out, "\n".join(line for line in error.splitlines() if line.startswith("longspan: "))
 
     return run
 
@@ -190,7 +192,7 @@ def test_what_train_does_not_run_is_not_recommended(name: str, asked: str, why: 
 def test_a_planners_name_is_no_model(folder: Path, say: Said) -> None:
     for name, way_out in (("llama-3.1-8b", "--model meta-llama/Llama-3.1-8B"), ("gpt-7b", "--config CONFIG_OF_GPT-7B")):
         code, _, error = say("train", "--model", name, "--data", str(folder / "text.txt"), "--dry-run")
-        assert code == 2 and error.count("\n") == 1 and way_out in error
+        assert code == 2 and error.count("\n") == 0 and way_out in error
 
 
 def test_nodes_that_do_not_divide_the_gpus() -> None:
