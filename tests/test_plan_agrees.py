@@ -32,6 +32,8 @@ FILES: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", **SMALL, "num_key_value_heads": 8, "pad_token_id": 0,
              "max_position_embeddings": 8192, "rope_scaling": {"type": "longrope", **LONGROPE}},
     "gpt2": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8, "attn_pdrop": 0.0},
+    "short": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8, "attn_pdrop": 0.0,
+              "n_positions": 500},
     "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8},
     "gemma3": {"model_type": "gemma3", "text_config": {**SMALL, "head_dim": 16, "num_key_value_heads": 2},
                "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -111,6 +113,7 @@ def cases() -> Iterator[tuple[str, str]]:
     yield "phi3", "--gpus 2 --context 100k --rope-scaling longrope --longrope-factors longrope.json"
     yield "gpt2", "--gpus 2 --context 1k"
     yield "gpt2", "--gpus 2 --context max"
+    yield "short", "--gpus 2 --context max"
 
 
 @pytest.mark.parametrize(("name", "asked"), list(cases()))

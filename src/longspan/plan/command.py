@@ -76,11 +76,6 @@ def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
     """
     if config.context != "max":
         scaling_for(model.positions, model.rope, config.context, model.name)
-    elif model.furthest is not None and model.furthest < STEP:
-        raise LongspanError(
-            f"--context max looks for multiples of {STEP:,} tokens, and {model.name} has {model.furthest:,} positions; "
-            f"give --context {model.furthest}"
-        )
     job = config.job()
     if hardware.on_cpu and (job.memory.cpu_offload or job.memory.offload == "host"):
         flag = "--cpu-offload" if job.memory.cpu_offload else "--offload host"

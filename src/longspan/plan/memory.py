@@ -229,7 +229,7 @@ def longest(
                 if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
                     at_it.append(mesh)
                 continue
-            found = longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
+            found = _whole(model, longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR))
             if found > reached:
                 reached, at_it = found, [mesh]
     if not reached:
@@ -244,10 +244,15 @@ def longest_on(
     """The longest context, in multiples of 1,024 tokens, that fits on one mesh by any levers; None: none does."""
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     found = [
-        longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
+        _whole(model, longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR))
         for memory in _leanest(job, hardware, fixed, mesh.weights)
     ]
     return max(found, default=0) or None
+
+
+def _whole(model: ModelShape, context: int) -> int:
+    """In multiples of `STEP`, but for the end of the model's positions."""
+    return context if context == model.furthest else context // STEP * STEP
 
 
 def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Hardware) -> bool:

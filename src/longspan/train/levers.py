@@ -37,7 +37,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     hardware = hardware_of(device, held)
     # As it is: how long it reaches with the RoPE scaling that is asked for follows from both.
     model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
-    shape = dataclasses.replace(shape_of(model_config), rope=config.rope())
+    shape = shape_of(model_config)
     job = Job(
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
@@ -54,7 +54,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         if found is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
-        end = shape.furthest
+        end = dataclasses.replace(shape, rope=config.rope()).furthest
         context = found if end is None else min(found, end)
         bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
         said.append(f"--context max: {context:,} tokens{bound}")
