@@ -315,7 +315,7 @@ def test_nothing_that_fits_is_said_item_by_item_with_the_way_out() -> None:
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
-    for gpus in (1, 4):
+    for gpus in (2, 4):
         found = longest(LLAMA, Job(context=1), gpus, H100)
         assert found is not None and found.fits and found.runs and found.job.context % 1024 == 0
         longer = replace(found.job, context=found.job.context + 1024)
@@ -330,8 +330,8 @@ def goal(name: str, gpus: int, fixed: dict[str, Any] | None = None, hardware: Ha
 
 
 def test_the_goals() -> None:
-    assert goal("llama-3.1-8b", 1) >= 600_000
-    assert goal("llama-3.1-8b", 1, {"cpu_offload": False}) == 0  # 128 GB of weights, gradients and AdamW
+    assert goal("llama-3.1-8b", 1, {"cpu_offload": True}) >= 600_000  # on paper: FSDP has no offload on one rank
+    assert goal("llama-3.1-8b", 1) == 0  # 128 GB of weights, gradients and AdamW
     assert goal("llama-3.1-8b", 8) >= 5_000_000
     assert goal("llama-3.1-70b", 32) >= 4_000_000
 
@@ -367,10 +367,10 @@ def test_auto_and_max_on_the_command_line(capsys: pytest.CaptureFixture[str]) ->
     best = report["recommended"]
     assert best["fits"] and best["memory"]["checkpointing"] != "none" and best["reasons"][0].startswith("memory: ")
     assert report["job"]["memory"] == best["memory"]
-    report = json.loads(shown(capsys, "--gpus", "1", "--context", "max", "--json"))
+    report = json.loads(shown(capsys, "--gpus", "2", "--context", "max", "--json"))
     best = report["recommended"]
     assert report["job"]["context"] == best["max_context"] // 1024 * 1024 >= 600_000
-    assert best["memory"]["cpu_offload"] and best["host_node_bytes"] == sum(best["host_bytes"].values())
+    assert best["memory"]["cpu_offload"] and best["host_node_bytes"] == 2 * sum(best["host_bytes"].values())
     assert f"--context {report['job']['context']}" in best["command"] and "--cpu-offload" in best["command"]
     assert main(["plan", "--model", "llama-3.1-405b", "--gpu", "l40s", "--gpus", "1", "--context", "max"]) == 2
     assert "not even 1,024 tokens fit" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import positions_of
 from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
 from tests.said import says
@@ -128,6 +130,8 @@ def _kind_of(layer: Any, config: Any) -> tuple[str, int | None]:
 
 def _assert_as_transformers(shape: ModelShape, config: dict[str, Any]) -> None:
     model = _build(config)
+    theirs = positions_of(model.config)
+    assert shape.positions == (theirs if theirs.rotary else replace(theirs, dims=shape.positions.dims))
     prefix, layers = _layers_of(model)
     by_layer = [sorted(_ours(layer.parameters)) for layer in shape.layers]
     assert by_layer == [sorted(_shapes_of(layer)) for layer in layers]

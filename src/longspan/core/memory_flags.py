@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryLevel
 
-Flags = TypeVar("Flags", bound="MemoryFlags")
+Flags = TypeVar("Flags")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,10 @@ def flags_to_add(given: Memory, wanted: Memory) -> list[str]:
 
 
 def flags_last(kind: type[Flags]) -> type[Flags]:
-    """A config class whose help and messages name its own fields first, and these after them."""
-    inherited = {field.name for field in fields(MemoryFlags)}
-    found: dict[str, Any] = kind.__dataclass_fields__
+    """A config class whose help and messages name its own fields first, and those that it shares after them."""
+    inherited = {field.name for base in kind.__mro__[1:] if is_dataclass(base) for field in fields(base)}
+    config: Any = kind
+    found: dict[str, Any] = config.__dataclass_fields__
     own = {name: field for name, field in found.items() if name not in inherited}
-    kind.__dataclass_fields__ = {**own, **found}
+    config.__dataclass_fields__ = {**own, **found}
     return kind

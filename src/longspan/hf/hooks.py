@@ -32,6 +32,7 @@ from longspan.hf.support import (
     labels_each_row,
     labels_each_token,
     no_router_loss,
+    refuse_dropout,
     router_top_k,
 )
 
@@ -357,13 +358,8 @@ class ForwardHooks:
             self.pooled.check(batch)
         if model.training and self.levers is not None:
             self.levers.check(self._wants_router_loss(model, batch))
-        if model.training and self.dropout is not None:
-            layer, p, key = self.dropout
-            raise LongspanError(
-                f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; switch the "
-                f"model's dropout off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set "
-                f"{key}=0.0 in the config that the model is made from, or call model.eval()"
-            )
+        if model.training:
+            refuse_dropout(self.dropout)
         if self.gradients is not None:
             self.gradients.check(model)
 

@@ -37,7 +37,15 @@ from longspan.hf.hooks import ForwardHooks
 from longspan.hf.levers import Auto, LeverModules, Levers, draws
 from longspan.hf.registry import ModelBinding, bind_layers
 from longspan.hf.savers import refuse_savers
-from longspan.hf.support import check_model, decoder_of, switch_dropout_off, transformers_model
+from longspan.hf.support import (
+    Place,
+    attention_dropout,
+    check_model,
+    decoder_of,
+    refuse_dropout,
+    switch_dropout_off,
+    transformers_model,
+)
 from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
@@ -134,13 +142,8 @@ def parallelize(
     try:
         levers = FASTEST if memory == "auto" else memory_of(memory)
         inner = _checked(model, sp, options)
-        LeverModules(inner).check(levers)
+        _check_levers(inner, levers, sharded=fsdp and sp.world_size > 1)
         auto = Auto(inner, sp, fsdp, mp_policy) if memory == "auto" else None
-        if levers.cpu_offload and not (fsdp and sp.world_size > 1):
-            raise LongspanError(
-                "cpu_offload=True is FSDP's, which shards weights over several ranks, and here nothing is sharded; use "
-                "fsdp=True on several ranks"
-            )
         check_cpu_offload(sp.device, levers.cpu_offload)
         store = store_for(levers, sp.device)
         facts = _facts(model, sp, options)
@@ -175,6 +178,44 @@ def parallelize(
     if check_at_rest:
         hooks.rest = RestCheck(inner)
     return model
+
+
+def check_ahead(
+    model: PreTrainedModel,
+    *,
+    device: torch.device,
+    ring_size: int,
+    ranks: int,
+    fsdp: bool,
+    kernel: AnyKernel,
+    levers: Memory,
+) -> None:
+    """What `parallelize`, or the first forward in training, would refuse of a model, before there are any ranks.
+
+    Args:
+        model: it may be on the meta device.
+        device: of the ranks.
+        ring_size: blocks of a sequence.
+        ranks: of the job.
+        fsdp: whether weights are sharded where there are several ranks.
+        kernel: the local attention.
+        levers: of memory.
+
+    Raises:
+        LongspanError: naming the layer and the reason.
+    """
+    check_model(model, Place(device, ring_size), kernel, lean=levers.lean)
+    _check_levers(model, levers, sharded=fsdp and ranks > 1)
+    refuse_dropout(attention_dropout(model))
+
+
+def _check_levers(model: PreTrainedModel, levers: Memory, *, sharded: bool) -> None:
+    LeverModules(model).check(levers)
+    if levers.cpu_offload and not sharded:
+        raise LongspanError(
+            "cpu_offload=True is FSDP's, which shards weights over several ranks, and here nothing is sharded; use "
+            "fsdp=True on several ranks"
+        )
 
 
 def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> PreTrainedModel:
@@ -213,7 +254,7 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
                 f"fsdp=True with weights='same', then model.to_empty and load its shards"
             )
     lean = options["memory"] != "auto" and memory_of(options["memory"]).lean
-    check_model(inner, sp, options["kernel"], lean=lean)
+    check_model(inner, Place(sp.device, sp.ring_size), options["kernel"], lean=lean)
     return inner
 
 

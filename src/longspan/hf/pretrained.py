@@ -9,6 +9,17 @@ from typing import Any, Literal
 
 from longspan.core.checked import existing_path, means_a_path, near, read_text, spell
 from longspan.core.errors import LongspanError
+from longspan.core.rope import (
+    AS_IS,
+    RopeAsked,
+    RopeScaling,
+    RopeState,
+    full_table,
+    rope_state,
+    scaled_table,
+    scaling_for,
+)
+from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.ranks import launch
 
 HUB_WAIT_S = 5
@@ -101,17 +112,23 @@ def not_found(flag: str, name: str, kind: Literal["model", "dataset"], offline: 
     )
 
 
-def read_model_config(flag: str, name: str, context: int) -> Any:
-    """The Hugging Face config of a model, by name, folder or file.
+def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
+    """The Hugging Face config of a model, by name, folder or file, with the RoPE scaling that is asked for.
 
     Args:
         flag: the option that named it, for messages.
         name: what `AutoConfig.from_pretrained` takes.
         context: tokens of the sequences it is for.
+        rope: the RoPE scaling.
+
+    Returns:
+        The config, and the scaling that it was given, if any.
 
     Raises:
-        LongspanError: if there is none, it is no language model's, or its position range is shorter than the context.
+        LongspanError: if there is none, it is no language model's, or its position range is shorter than the context
+            and cannot be made longer.
     """
+    _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
     _check_json(flag, name)
     from transformers import AutoConfig
@@ -120,8 +137,7 @@ def read_model_config(flag: str, name: str, context: int) -> Any:
         found = AutoConfig.from_pretrained(name)
     except Exception as error:
         raise LongspanError(f"{flag} {name}: no model config can be read there: {first_line(error)}") from error
-    check_language_model(f"{flag} {name}", found, context)
-    return found
+    return found, check_language_model(f"{flag} {name}", found, context, rope)
 
 
 def kind_of(config: Any) -> str | None:
@@ -148,13 +164,17 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def check_language_model(where: str, found: Any, context: int) -> None:
-    """Refuse the config of what is no language model, or of one for shorter sequences.
+def check_language_model(where: str, found: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
+    """Refuse the config of what is no language model, or of one for shorter sequences; give it a RoPE scaling.
 
     Args:
         where: what the config is of, for messages.
-        found: the Hugging Face config.
+        found: the Hugging Face config; changed in place where a scaling is taken.
         context: tokens of the sequences it is for.
+        rope: the RoPE scaling.
+
+    Returns:
+        The scaling that was taken.
 
     Raises:
         LongspanError: with the numbers and the way out.
@@ -170,22 +190,71 @@ def check_language_model(where: str, found: Any, context: int) -> None:
         raise LongspanError(f"{where} is not the config of a language model: its vocab_size is {spell(vocabulary)}")
     if not _has_text_model(found):
         raise LongspanError(f"{where} is of the type {found.model_type}, of which transformers has no language model")
-    limit = position_range(found)
-    if limit is not None and context > limit:
+    scaling = scaling_for(positions_of(found), rope, context, where)
+    if scaling is not None:
+        _scale(found.get_text_config(), scaling)
+        _check_kept(where, found.get_text_config(), scaling)
+    return scaling
+
+
+def positions_of(config: Any) -> RopeState:
+    """What a Hugging Face config says of its positions."""
+    text = config.get_text_config()
+    limit: object = getattr(text, "max_position_embeddings", None)
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise LongspanError(f"max_position_embeddings {spell(limit)} of the model's config must be an integer above 0")
+    rotary = isinstance(getattr(text, "rope_parameters", None), dict)
+    return rope_state(text.to_dict(), limit, rotary, _rotary_dims(text) if rotary else None)
+
+
+def _rotary_dims(text: Any) -> int | None:
+    """Of a head, the dimensions that are turned, as transformers counts them; None where the config does not say."""
+    dims = getattr(text, "head_dim", None)
+    if dims is None and getattr(text, "num_attention_heads", None):
+        dims = text.hidden_size // text.num_attention_heads
+    _, table = full_table(text.rope_parameters)
+    part = table.get("partial_rotary_factor") or 1.0
+    return int(dims * part) if isinstance(dims, int) and isinstance(part, int | float) else None
+
+
+def _scale(text: Any, scaling: RopeScaling) -> None:
+    """Change a text config in place: what is made from it, or saved with it, has the scaling."""
+    key, table = full_table(text.rope_parameters)
+    scaled = scaled_table(table, scaling)
+    text.rope_parameters = scaled if key is None else {**text.rope_parameters, key: scaled}
+    text.max_position_embeddings = scaling.positions
+    if hasattr(text, "original_max_position_embeddings"):  # Phi-3: transformers takes this one before the table's
+        text.original_max_position_embeddings = scaling.original
+
+
+def _check_kept(where: str, text: Any, scaling: RopeScaling) -> None:
+    """Refuse a scaling that is gone, or another one, once the model has been saved and loaded."""
+    try:
+        again = type(text).from_dict(text.to_dict())
+        why = "" if again.rope_parameters == text.rope_parameters else f"it makes {spell(again.rope_parameters)} of it"
+    except Exception as error:  # whatever a config class raises
+        why = first_line(error)
+    if why:
         raise LongspanError(
-            f"--context {context} is longer than the {limit} positions of {where} (max_position_embeddings); "
-            f"give --context {limit} or less, or a config with RoPE scaling and a larger max_position_embeddings"
+            f"--rope-scaling {scaling.kind}: transformers does not take it for {where} ({type(text).__name__}): {why}; "
+            f"take another scaling, or change its config.json by hand"
         )
 
 
 def position_range(config: Any) -> int | None:
     """How many positions a model knows; None where it does not say, or its RoPE grows with the length ("dynamic")."""
-    text = config.get_text_config()
-    limit: object = getattr(text, "max_position_embeddings", None)
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise LongspanError(f"max_position_embeddings {spell(limit)} of the model's config must be an integer above 0")
-    rope = getattr(text, "rope_parameters", None)
-    return None if isinstance(rope, dict) and rope.get("rope_type") == "dynamic" else limit
+    return positions_of(config).reach
+
+
+def _refuse_planners_name(flag: str, name: str) -> None:
+    """`longspan plan` knows sizes by short names, which name no weights."""
+    short = name.lower()
+    if short in CONFIGS and existing_path(flag, name) is None:
+        take = f"--model {HUB[short]}" if short in HUB else ELSEWHERE[short]
+        raise LongspanError(
+            f"{flag} {name} is a name that `longspan plan` has for a model's sizes, and names no weights; give {take}, "
+            "or a folder that is here"
+        )
 
 
 def _check_json(flag: str, name: str) -> None:

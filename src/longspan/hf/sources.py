@@ -257,7 +257,7 @@ class FirstRank:
         values = {} if whole is None else dict(whole.named_buffers(remove_duplicate=False))
         for name, x in buffers.items():
             data = values[name].to(sp.device) if values else torch.empty(x.shape, dtype=x.dtype, device=sp.device)
-            data = data.contiguous()
+            data = data.clone(memory_format=torch.contiguous_format)  # longrope writes into its buffer in a forward
             dist.broadcast(_bytes(data), group_src=0, group=sp.world_group)
             put(model, name, data.cpu())
         return cls(model, whole, parameters)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,6 @@ from longspan.compat.transformers_api import router_loss, uses_registry
 from longspan.core.errors import LongspanError
 from longspan.hf.loss import balance, balance_sums
 from longspan.hf.pretrained import kind_of, without_dropout
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
 
 HELP = "it cannot be sharded in this version"
 
@@ -125,6 +123,21 @@ def switch_dropout_off(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
+def refuse_dropout(found: tuple[str, float, str] | None) -> None:
+    """Refuse to train with what `attention_dropout` has found.
+
+    Raises:
+        LongspanError: with the way out.
+    """
+    if found is not None:
+        layer, p, key = found
+        raise LongspanError(
+            f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; switch the model's "
+            f"dropout off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set {key}=0.0 in the "
+            f"config that the model is made from, or call model.eval()"
+        )
+
+
 def router_top_k(model: PreTrainedModel) -> int | None:
     """Experts per token of a mixture of experts whose auxiliary loss is `longspan.hf.loss.load_balancing_loss`.
 
@@ -153,7 +166,20 @@ def router_top_k(model: PreTrainedModel) -> int | None:
 # What is refused.
 
 
-def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, *, lean: bool = False) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where a model will run, as far as it decides what can be computed.
+
+    Attributes:
+        device: of the ranks.
+        ring_size: blocks of a sequence.
+    """
+
+    device: torch.device
+    ring_size: int = 1
+
+
+def check_model(model: PreTrainedModel, place: Place, kernel: AnyKernel, *, lean: bool = False) -> None:
     """Refuse a model that would not compute the same when its sequence is sharded.
 
     Raises:
@@ -161,14 +187,14 @@ def check_model(model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel,
     """
     name, kind = type(model).__name__, kind_of(model.config)
     try:
-        _check_model(model, name, sp, kernel, lean)
+        _check_model(model, name, place, kernel, lean)
     except LongspanError as error:
         if kind is None or kind in str(error):
             raise
         raise LongspanError(f"{name} is {kind}, and what is taken is a model of tokens alone: {error}") from error
 
 
-def _check_model(model: PreTrainedModel, name: str, sp: SequenceSharding, kernel: AnyKernel, lean: bool) -> None:
+def _check_model(model: PreTrainedModel, name: str, place: Place, kernel: AnyKernel, lean: bool) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "
@@ -196,7 +222,7 @@ def _check_model(model: PreTrainedModel, name: str, sp: SequenceSharding, kernel
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )
     for path, layer in layers.items():
-        _check_layer(path, layer, model.config.get_text_config(), kernel, sp, lean)
+        _check_layer(path, layer, model.config.get_text_config(), kernel, place, lean)
 
 
 def _check_modules(model: PreTrainedModel, name: str) -> None:
@@ -252,11 +278,11 @@ def no_router_loss(name: str) -> str:
     )
 
 
-def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, sp: SequenceSharding, lean: bool) -> None:
+def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, place: Place, lean: bool) -> None:
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
     try:  # autocast or a policy may still change the dtype: one that flash attention takes is not refused yet
-        choose_kernel(kernel, Need(Mask(), scores, sp.device, ring=sp.ring_size, dtype=torch.bfloat16, lse=lean))
+        choose_kernel(kernel, Need(Mask(), scores, place.device, ring=place.ring_size, dtype=torch.bfloat16, lse=lean))
     except LongspanError as error:
         raise LongspanError(f"layer {path}: {error}") from error

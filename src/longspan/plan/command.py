@@ -11,6 +11,7 @@ from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST
+from longspan.core.rope import scaling_for
 from longspan.plan.advice import WouldDo, spelled_would_do, what_would_do, would_do
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
@@ -36,8 +37,9 @@ def run(config: PlanConfig) -> int:
         LongspanError: for an unknown model or GPU, impossible sizes, or a file that cannot be written.
     """
     config.check()
-    model = read_model(config.model)
+    model = dataclasses.replace(read_model(config.model), rope=config.rope())
     hardware = _hardware(config)
+    _check(config, model, hardware)
     job, found = _searched(config, model, hardware)
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
     advice = _advice(config, found, model, job, hardware) if found.recommended is None else None
@@ -83,6 +85,22 @@ def run(config: PlanConfig) -> int:
 
             _write("picture", config.png, lambda path: draw(points, path), config.json)
     return 0 if found.fastest is not None else 1
+
+
+def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
+    """Refuse what no mesh would change: positions that the model cannot have, levers that the hardware has no use for.
+
+    Raises:
+        LongspanError: with the way out.
+    """
+    if config.context != "max":
+        scaling_for(model.positions, model.rope, config.context, model.name)
+    job = config.job()
+    if hardware.on_cpu and (job.memory.cpu_offload or job.memory.offload == "host"):
+        flag = "--cpu-offload" if job.memory.cpu_offload else "--offload host"
+        raise LongspanError(
+            f"{flag} moves from a GPU to its host's memory, and --gpu {config.gpu} has none; leave it out"
+        )
 
 
 def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -10,13 +10,14 @@ from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, chec
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.rope import RopeChoice, RopeFlags
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 
 
 @flags_last
 @dataclass(frozen=True)
-class PlanConfig(MemoryFlags):
+class PlanConfig(MemoryFlags, RopeFlags):
     """What fits on which GPUs, which mesh is best, and what it costs, before anyone rents one.
 
     Needs neither torch nor a GPU. A GB is 1e9 bytes.
@@ -71,6 +72,10 @@ class PlanConfig(MemoryFlags):
     GPU and batch."""
     png: Path | None = None
     """Draw memory and time against context (needs matplotlib)."""
+    rope_scaling: RopeChoice = field(default="auto", kw_only=True)
+    """How rotary positions go on beyond those of the model, in the command that is printed: by yarn (or linear, where
+    the model has that) where the context needs it (auto), not at all (as-is: such a context is refused), or by linear,
+    dynamic (NTK), yarn or longrope scaling."""
 
     @property
     def chooses(self) -> bool:
@@ -104,6 +109,7 @@ class PlanConfig(MemoryFlags):
             LongspanError: with the number and the way out.
         """
         self.job()
+        self.rope()
         if self.context == "max" and self.mode == "decode":
             raise LongspanError("--context max is for train and prefill; of decode the table has the longest cache")
         check_number("--gpus", self.gpus, 1, MOST_GPUS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from longspan.core.errors import LongspanError
 from longspan.plan.job import AXES, RUNS
 
 if TYPE_CHECKING:
@@ -21,6 +22,22 @@ LONGEST_RING = 1 << 11
 
 def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
     """Why a mesh cannot hold a job, whatever the memory; None where it can."""
+    return positions_refusal(model, job) or mesh_refusal(model, job, mesh)
+
+
+def positions_refusal(model: ModelShape, job: Job) -> str | None:
+    """Why no mesh can hold the context, as the model has no such positions; None where it has, or can be given them."""
+    if job.mode == "train" and job.context < 2:
+        return f"context {job.context}: a sequence needs 2 tokens to learn from"
+    try:
+        model.scaling(job.context)
+    except LongspanError as error:
+        return str(error)
+    return None
+
+
+def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
+    """The same, of the mesh alone."""
     if job.batch % mesh.data:
         return (
             f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "
@@ -63,8 +80,11 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
             f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated, "
             f"+{extra / GB:.1f} GB {kept} per GPU"
         )
-    if model.max_position is not None and job.context > model.max_position:
-        yield f"the model's positions end at {model.max_position}: this context needs RoPE scaling"
+    scaling = model.scaling(job.context)
+    if scaling is not None:
+        flags = " ".join(f"{flag} {value}" for flag, value in scaling.flags.items())
+        needed = "" if model.positions.reach is None else f"the model's positions end at {model.positions.reach:,}: "
+        yield f"{needed}{scaling} ({flags})"
     if model.assumption:
         yield model.assumption
     if job.mode != "train":
@@ -83,6 +103,9 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":
         return said
+    if job.memory.cpu_offload and mesh.weights == 1:
+        said.append("cpu_offload moves what FSDP shards over several ranks: this version has none on one")
+    said += model.refused
     if not job.tiled_loss:
         said.append("a loss of whole logits is planned, `longspan train` does not have it in this version")
     if job.optimizer != "adamw":

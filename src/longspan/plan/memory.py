@@ -20,7 +20,7 @@ from longspan.plan.cost.memory import memory as memory_items
 from longspan.plan.cost.offload import offloaded
 from longspan.plan.cost.times import step_times
 from longspan.plan.job import RUNS, Job, Mesh
-from longspan.plan.limits import refusal
+from longspan.plan.limits import mesh_refusal, refusal
 from longspan.plan.search import (
     Plan,
     Search,
@@ -56,12 +56,12 @@ _LATTICE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None) -> list[Memory]:
-    """The combinations that are looked at, `fixed` levers as they are given."""
+def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None, ranks: int = 2) -> list[Memory]:
+    """The combinations that are looked at on so many ranks, `fixed` levers as they are given."""
     axes = dict(_LATTICE)
     if hardware.on_cpu:  # its ranks compute in the host's memory as it is
         axes |= {"offload": ("none",), "cpu_offload": (False,)}
-    if not job.weight_sharding:
+    if not job.weight_sharding or ranks == 1:  # it moves what FSDP shards
         axes["cpu_offload"] = (False,)
     if job.mode != "train":  # nothing is kept for a backward
         axes |= {"checkpointing": ("none",), "offload": ("none",), "tiled_norms": (False,)}
@@ -86,7 +86,7 @@ def fastest_levers(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> tuple[Memory, str] | None:
     """`longspan.plan.advice.choose`; None where nothing fits."""
-    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed, mesh.weights)]
 
     def order(each: Job) -> tuple[float, int]:
         # Of combinations that take the same time, to four digits, the one of fewest levers.
@@ -116,7 +116,7 @@ def least_memory(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan:
     """The combination that needs least of the GPU's memory."""
-    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed, mesh.weights)]
 
     def short(each: Job) -> tuple[bool, int]:
         held = sum(memory_items(model, each, mesh, hardware).values())
@@ -156,9 +156,9 @@ def search_levers(
 # The longest context.
 
 
-def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
+def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None, ranks: int) -> list[Memory]:
     """Of the lattice, the combinations one of which needs least: two moments may weigh differently."""
-    every = lattice(job, hardware, fixed)
+    every = lattice(job, hardware, fixed, ranks)
     if job.mode != "train":
         return every
     given = fixed or {}
@@ -173,7 +173,7 @@ def longest(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan | None:
     """The longest context, in multiples of 1,024 tokens, that fits on so many GPUs, on the mesh and with the levers
-    that are the fastest at it; None where none does. Of what this version runs alone.
+    that are the fastest at it; None where none does. Of what this version runs alone, but for levers that are fixed.
 
     Raises:
         LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
@@ -185,13 +185,13 @@ def longest(
     candidates.sort(key=lambda mesh: -mesh.sequence)
     reached, at_it = 0, list[Mesh]()
     for mesh in candidates:
-        for memory in leanest(job, hardware, fixed):
+        for memory in leanest(job, hardware, fixed, mesh.weights):
             with_it = replace(job, memory=memory)
             if reached and not _fits_at(model, with_it, reached + STEP, mesh, hardware):
                 if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
                     at_it.append(mesh)
                 continue
-            found = longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
+            found = _whole(model, longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR))
             if found > reached:
                 reached, at_it = found, [mesh]
     if not reached:
@@ -206,10 +206,15 @@ def longest_on(
     """The longest context, in multiples of 1,024 tokens, that fits on one mesh by any levers; None: none does."""
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     found = [
-        longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
-        for memory in leanest(job, hardware, fixed)
+        _whole(model, longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR))
+        for memory in leanest(job, hardware, fixed, mesh.weights)
     ]
     return max(found, default=0) or None
+
+
+def _whole(model: ModelShape, context: int) -> int:
+    """In multiples of `STEP`, but for the end of the model's positions."""
+    return context if context == model.furthest else context // STEP * STEP
 
 
 def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Hardware) -> bool:
@@ -220,7 +225,7 @@ def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Ha
 def may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
     """Whether this version runs the mesh, and it can hold the job at some context."""
     runs = all(getattr(mesh, axis) == 1 for axis in ("data", "ring", "ulysses", "tensor") if axis not in RUNS)
-    return runs and refusal(model, replace(job, context=max(job.context, STEP * mesh.sequence)), mesh) is None
+    return runs and mesh_refusal(model, replace(job, context=max(job.context, STEP * mesh.sequence)), mesh) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,7 +249,7 @@ class LeverRow:
     max_context: int
 
 
-def _rows(job: Job, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
+def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
     yield "none", FASTEST
     for kept in CHECKPOINTING[1:]:
         yield f"checkpointing {kept}", Memory(checkpointing=kept)
@@ -255,7 +260,7 @@ def _rows(job: Job, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
     yield "tiled norms", Memory(tiled_norms=True)
     yield "activation functions kept", Memory(recompute_mlp_act=False)
     yield "head chunks", Memory(head_chunks=0)
-    moves = job.weight_sharding and not hardware.on_cpu
+    moves = job.weight_sharding and not hardware.on_cpu and mesh.weights > 1
     if moves:
         yield "cpu offload", Memory(cpu_offload=True)
     yield "longest", LONGEST
@@ -275,7 +280,7 @@ def lever_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> l
     if job.mode != "train":
         raise LongspanError(f"--levers is about what a backward needs, and --mode is {job.mode}; take --mode train")
     rows: list[LeverRow] = []
-    for name, memory in _rows(job, hardware):
+    for name, memory in _rows(job, mesh, hardware):
         plan = cost(model, replace(job, memory=memory), mesh, hardware)
         before = rows[0].plan.memory_total_bytes if rows else plan.memory_total_bytes
         most = longest_context(model, plan.job, mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP

@@ -302,7 +302,8 @@ def fits_in_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) 
 
 
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:
-    """The largest context whose memory fits, by bisection: memory never falls as the context grows.
+    """The largest context whose memory fits and that the model has positions for, by bisection: memory never falls as
+    the context grows.
 
     Args:
         limit: where to stop looking.
@@ -320,4 +321,4 @@ def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware,
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return low if model.furthest is None else min(low, model.furthest)

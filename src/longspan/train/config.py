@@ -19,11 +19,12 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory import Memory
 from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.rope import RopeFlags
 
 
 @flags_last
 @dataclass(frozen=True)
-class TrainConfig(MemoryFlags):
+class TrainConfig(MemoryFlags, RopeFlags):
     """Train a Hugging Face causal LM on long sequences, each sharded over several ranks.
 
     Alone, this starts its ranks itself; under torchrun (several machines) it joins them. SIGTERM or Ctrl-C saves a
@@ -162,6 +163,9 @@ class TrainConfig(MemoryFlags):
     grace: int = 25
     """Seconds that the ranks get to save and end after SIGTERM or Ctrl-C; then they are killed. Give longer where a
     step and a save take longer."""
+    dry_run: bool = False
+    """Check the run as far as that needs no ranks and no weights (model, text, folders, checkpoint, RoPE scaling,
+    levers), say what it would do, and end. Nothing is written."""
     max_restarts: int = 0
     """How often the ranks are started again, from the newest checkpoint, after one of them died or was lost. Under
     torchrun, give its --max-restarts."""
@@ -224,6 +228,7 @@ class TrainConfig(MemoryFlags):
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
         self._check_ranges()
         self.levels()
+        self.rope()
         if self.context != "max" and self.context < max(2, self.ring * self.ulysses):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "

@@ -11,6 +11,7 @@ from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import differences
 from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
+from longspan.core.rope import RopeScaling
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.hf.pretrained import read_model_config, without_dropout
 from longspan.ranks import launch
@@ -32,6 +33,7 @@ class Inputs:
         resume: the checkpoint to go on from, or None.
         identity: what a run that goes on from this one must have in common with it, as it is kept in checkpoints.
         passed_over: what is wrong with newer checkpoints than `resume`.
+        rope: the RoPE scaling that `model_config` was given, or None.
     """
 
     model_config: Any
@@ -40,6 +42,7 @@ class Inputs:
     resume: Checkpoint | None
     identity: dict[str, Any]
     passed_over: tuple[str, ...] = ()
+    rope: RopeScaling | None = None
 
     def sequences(self, context: int) -> SequenceStream:
         """The sequences that are still to be trained on."""
@@ -74,14 +77,14 @@ def open_here(config: TrainConfig) -> Inputs:
         from longspan.compat.torchao_api import check_torchao
 
         check_torchao()
-    model_config = load_model_config(config)
+    model_config, rope = load_model_config(config)
     tokenizer = load_tokenizer(config.tokenizer_name)
     _check_vocabulary(config, model_config, tokenizer)
     source = DocumentSource(
         config.data, text_field=config.text_field, split=config.split, shuffle=config.shuffle, seed=config.seed
     )
     identity = run_identity(config, model_config, tokenizer, source)
-    return Inputs(model_config, tokenizer, source, None, identity)
+    return Inputs(model_config, tokenizer, source, None, identity, rope=rope)
 
 
 def find_resume(config: TrainConfig, opened: Inputs, ranks: Ranks, *, verify: bool = True) -> Inputs:
@@ -112,11 +115,8 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     )
 
 
-def check_inputs(config: TrainConfig) -> str | None:
+def check_inputs(config: TrainConfig) -> Inputs:
     """`open_inputs`, and read the first sequence: all that can go wrong before any weight is loaded.
-
-    Returns:
-        What `finished` says.
 
     Raises:
         LongspanError: as `open_inputs`, for text that is unreadable or too short for one sequence, for an `--out` that
@@ -134,18 +134,22 @@ def check_inputs(config: TrainConfig) -> str | None:
         raise LongspanError(f"--out {config.out} cannot be written: {error}") from error
     if config.export != "never":
         checkpoint.check_replaceable(config.exported)
-    return finished(config, inputs)
+    return inputs
 
 
-def load_model_config(config: TrainConfig) -> Any:
-    """The model's Hugging Face config.
+def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:
+    """The model's Hugging Face config, and the RoPE scaling that it was given.
 
     Raises:
-        LongspanError: if there is none, or its position range is shorter than the context.
+        LongspanError: if there is none, or its position range is shorter than the context and cannot be made longer.
     """
-    flag = "--model" if config.model else "--config"
-    found = read_model_config(flag, str(config.model or config.config), config.tokens)
-    return found if config.dropout is None else without_dropout(found)
+    found, scaling = read_model_config(*model_flag(config), config.tokens, config.rope())
+    return found if config.dropout is None else without_dropout(found), scaling
+
+
+def model_flag(config: TrainConfig) -> tuple[str, str]:
+    """The option that names the model's config, and what it names."""
+    return ("--model" if config.model else "--config"), str(config.model or config.config)
 
 
 def model_origin(config: TrainConfig, model_config: Any) -> Origin:

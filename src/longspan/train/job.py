@@ -14,7 +14,7 @@ from longspan.train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> int:
-    """Train, on ranks that are started here or by torchrun.
+    """Train, on ranks that are started here or by torchrun; with `dry_run` say what would be done.
 
     Returns:
         The exit code 0.
@@ -40,11 +40,17 @@ def run(config: TrainConfig) -> int:
         config.check()
         if not launch.under_torchrun() or os.environ.get("RANK") == "0":
             print(*said, sep="\n", flush=True)
+    if config.dry_run:
+        from longspan.train.dry import dry_run
+
+        if launch.is_first_rank():
+            print(*dry_run(config), sep="\n", flush=True)
+        return 0
     if not launch.under_torchrun():  # there the ranks check once they have met: what takes long is then no absence
         check_processes(config.ranks, config.mesh)
-        from longspan.train.inputs import check_inputs
+        from longspan.train.inputs import check_inputs, finished
 
-        nothing_to_do = check_inputs(config)
+        nothing_to_do = finished(config, check_inputs(config))
         if nothing_to_do is not None:
             print(nothing_to_do, flush=True)
             return 0

@@ -27,7 +27,8 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         return config, []
     import torch
 
-    from longspan.train.inputs import load_model_config
+    from longspan.hf.pretrained import read_model_config
+    from longspan.train.inputs import model_flag
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     held = None if config.rank_memory is None else 1e9 * config.rank_memory
@@ -35,7 +36,9 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         ranks_here = min(config.ranks, config.nproc or config.ranks)
         held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
     hardware = hardware_of(device, held)
-    shape = shape_of(load_model_config(dataclasses.replace(config, context=max(2, config.ranks))))
+    # As it is: how long it reaches with the RoPE scaling that is asked for follows from both.
+    model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
+    shape = shape_of(model_config)
     job = Job(
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
@@ -52,7 +55,8 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         if found is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
-        context = found if shape.max_position is None else min(found, shape.max_position)
+        end = dataclasses.replace(shape, rope=config.rope()).furthest
+        context = found if end is None else min(found, end)
         bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
         said.append(f"--context max: {context:,} tokens{bound}")
         job = dataclasses.replace(job, context=context)

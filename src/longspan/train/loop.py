@@ -26,10 +26,8 @@ from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.compat.torch_api import gather_into
 from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
-from longspan.core.counts import parameters
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
-from longspan.core.memory import FASTEST
 from longspan.data import ROUNDS_AHEAD, StepBatch, deal, prefetch, rounds, together
 from longspan.hf.across_ranks import host_group
 from longspan.hf.auto import device_memory
@@ -59,6 +57,7 @@ from longspan.train.metrics import (
 )
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
+from longspan.train.said import what_runs
 
 
 class Trainer:
@@ -288,22 +287,13 @@ class Trainer:
         return int(signum)
 
     def _say_what(self, display: Display) -> None:
-        config, sp = self.config, self.sp
         weights = sum(p.numel() for p in self.model.parameters())
-        display.say(
-            f"{type(self.inputs.model_config).__name__.removesuffix('Config')}, {parameters(weights)}; "
-            f"{sp.world_size} {sp.device.type} ranks, data {sp.data_size} x {_spell_sequence(sp)}; {config.dtype}, "
-            f"FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch {config.sequences} = "
-            f"{config.sequences * config.tokens:,} tokens per step"
-        )
-        levers = config.levels()
-        if levers != FASTEST:
-            display.say(f"memory: {levers.described()}")
-        for problem in self.inputs.passed_over:
-            display.say(f"warning: passed over a damaged checkpoint: {problem}")
+        sp = self.sp
+        for line in what_runs(self.config, self.inputs, weights, sp.device.type, _spell_sequence(sp)):
+            display.say(line)
         if self.step:
             display.say(f"going on after step {self.step}")
-        if self.inputs.resume is not None and (said := changed_settings(self.inputs.resume, config)):
+        if self.inputs.resume is not None and (said := changed_settings(self.inputs.resume, self.config)):
             display.say(said)
 
     # --- one step

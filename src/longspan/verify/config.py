@@ -9,12 +9,15 @@ from typing import Literal
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
+from longspan.core.memory_flags import flags_last
+from longspan.core.rope import RopeFlags
 
 _MOST_TOKENS = 1 << 30
 
 
+@flags_last
 @dataclass(frozen=True)
-class VerifyConfig:
+class VerifyConfig(RopeFlags):
     """Prove on your own model that the sharded run computes what one process computes.
 
     The same batch goes through the plain Hugging Face model on one process and through the sharded one on all ranks;
@@ -114,6 +117,12 @@ class VerifyConfig:
             )
         if self.resume is not None and self.model is not None:
             raise LongspanError(f"--resume {self.resume} and --model {self.model} both name weights; give one of them")
+        if self.resume is not None and self.config is None and self.rope_scaling != "as-is":
+            raise LongspanError(
+                f"--rope-scaling {self.rope_scaling} changes a model's config, and --resume {self.resume} takes the "
+                "one that the run was trained with, its scaling included; leave it out"
+            )
+        self.rope()
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)

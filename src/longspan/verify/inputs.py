@@ -94,7 +94,7 @@ def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, A
         return name, opened
     flag = "--model" if config.model is not None else "--config"
     name = f"{flag} {config.model or config.config}"
-    opened = read_model_config(flag, str(config.model or config.config), config.context)
+    opened, _ = read_model_config(flag, str(config.model or config.config), config.context, config.rope())
     if found is not None:
         check_same_model(found, name, opened)
     return name, opened

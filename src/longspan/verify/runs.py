@@ -28,9 +28,8 @@ from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import together
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
-from longspan.hf.registry import check_model
 from longspan.hf.sources import FirstRank, Origin
-from longspan.hf.support import is_masked_lm
+from longspan.hf.support import Place, check_model, is_masked_lm
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, row_pieces
 from longspan.verify.config import VerifyConfig
@@ -235,7 +234,8 @@ def make_models(
     source = find_source(origin, sp, later=config.resume is not None) if sharded else None
 
     def make() -> nn.Module | None:
-        check_model(origin.on_meta(), sp, config.kernel)  # before the long runs, not after them
+        # Before the long runs, not after them.
+        check_model(origin.on_meta(), Place(sp.device, sp.ring_size), config.kernel)
         if source is not None and link.rank:
             return None
         given = source.whole if isinstance(source, FirstRank) else None

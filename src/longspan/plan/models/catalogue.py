@@ -13,6 +13,13 @@ _LLAMA_3 = {
     "vocab_size": 128256,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
 }
 _QWEN_3 = {
     "model_type": "qwen3",
@@ -28,13 +35,14 @@ _QWEN_3_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-# The text part of the published configs. The 1B has a vocabulary and a context of its own.
+# The text part of the published configs. The 1B has a vocabulary and a context of its own, and no RoPE scaling.
 _GEMMA_3 = {
     "model_type": "gemma3_text",
     "vocab_size": 262208,
     "head_dim": 256,
     "sliding_window": 1024,
     "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
 }
 _GPT_OSS = {
     "model_type": "gpt_oss",
@@ -98,6 +106,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 262144,
         "sliding_window": 512,
         "max_position_embeddings": 32768,
+        "rope_scaling": None,
     },
     "gemma-3-4b": {**_GEMMA_3, **_sizes(34, 2560, 10240, 8), "num_key_value_heads": 4},
     "gemma-3-12b": {**_GEMMA_3, **_sizes(48, 3840, 15360, 16), "num_key_value_heads": 8},
@@ -121,9 +130,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "max_position_embeddings": 163840,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
     },
     "gpt-1.2b": {**_GPT, **_sizes(24, 2048, 8192, 16)},
     "gpt-7b": {**_GPT, **_sizes(32, 4096, 16384, 32)},
     "gpt-30b": {**_GPT, **_sizes(64, 6144, 24576, 64)},
 }
 """A config by the name that `read_model` takes, in lower case."""
+
+HUB: dict[str, str] = {
+    **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
+    **{f"llama-3.1-{size}b": f"meta-llama/Llama-3.1-{size}B" for size in (8, 70, 405)},
+    **{f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "gemma-3-1b": "google/gemma-3-1b-pt",
+}
+"""Where the Hugging Face hub has weights of a built-in model that `longspan train --model` takes as they are."""
+
+ELSEWHERE: dict[str, str] = {
+    # Published with a vision tower, which is not sharded; quantized; not at all.
+    **{f"gemma-3-{size}b": f"--model FOLDER_OF_THE_TEXT_PART_OF_GEMMA-3-{size}B" for size in (4, 12, 27)},
+    **{f"gpt-oss-{size}b": f"--model FOLDER_OF_GPT-OSS-{size}B_IN_BF16" for size in (20, 120)},
+    "deepseek-v3": "--model FOLDER_OF_DEEPSEEK-V3_IN_BF16",
+    **{f"gpt-{size}b": f"--config CONFIG_OF_GPT-{size}B" for size in ("1.2", "7", "30")},
+}
+"""Of the others, what stands in a command for what the user has to make first."""

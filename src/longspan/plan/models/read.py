@@ -12,6 +12,7 @@ from typing import Any
 
 from longspan.core.checked import existing_path, read_text, spell
 from longspan.core.errors import LongspanError
+from longspan.core.rope import RopeState, rope_state
 from longspan.plan.layers import Mlp
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.config import Config
@@ -91,7 +92,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        outer = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
+        outer = {key: config[key] for key in _OUTER if key in config}
         config = {**outer, **text}
     model_type = str(config.get("model_type", "")).removesuffix("_text")
     family = FAMILIES.get(model_type)
@@ -129,6 +130,9 @@ def _refuse_unless_llama_like(config: Mapping[str, Any], name: str, family: Fami
         )
 
 
+_OUTER = ("model_type", "tie_word_embeddings", "vision_config", "audio_config")
+"""Keys of a multimodal model that its text part is read with."""
+
 # Keys of models that are more than, or other than, Llama's layers: state spaces and other recurrences, encoders,
 # experts, latent attention, normed or shared heads, other modalities.
 _FOREIGN = (
@@ -156,7 +160,36 @@ def _shape(c: Config, family: Family, assumption: str | None) -> ModelShape:
     if not tied:
         root.append(Parameter("lm_head.weight", (vocab, c.d)))
     layers = tuple(distinct[slot] for slot in slots)
-    return ModelShape(c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption)
+    head_dim = next((layer.mixer.head_dim for layer in layers if layer.mixer.deals_heads), 0)
+    state = _positions(c, max_position, rotary=not positions, head_dim=head_dim)
+    return ModelShape(
+        c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption, state, refused=_refused(c)
+    )
+
+
+def _positions(c: Config, max_position: int | None, *, rotary: bool, head_dim: int) -> RopeState:
+    """What the config says of its positions, a key that it leaves out as its class has it."""
+    said = any(isinstance(c.values.get(key), Mapping) for key in ("rope_parameters", "rope_scaling"))
+    defaults = {key: value for key, value in c.defaults.items() if not (said and key == "rope_parameters")}
+    values = {**defaults, **{key: value for key, value in c.values.items() if value is not None}}
+    dims = values.get("qk_rope_head_dim", head_dim)
+    part = values.get("partial_rotary_factor", values.get("rotary_pct", 1.0))
+    known = isinstance(dims, int) and isinstance(part, int | float)
+    return rope_state(values, max_position, rotary, int(dims * part) if known else None)
+
+
+def _refused(c: Config) -> tuple[str, ...]:
+    """What of the config `longspan train` refuses."""
+    said = []
+    for key in ("attention_dropout", "attn_pdrop"):
+        p = c.values.get(key, c.defaults.get(key))
+        if isinstance(p, int | float) and p > 0:
+            said.append(
+                f"attention dropout ({key}={p:g}) is not trained in this version: set {key} to 0 in config.json"
+            )
+    if c.values.get("vision_config") or c.values.get("audio_config"):
+        said.append("a model with a vision or audio tower is not trained in this version: plan and train its text part")
+    return tuple(said)
 
 
 def _layer(c: Config, family: Family, of: MixerOf, mlp: Mlp) -> LayerShape:

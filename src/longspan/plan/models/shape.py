@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
+
 if TYPE_CHECKING:
     from longspan.plan.layers import Mixer, Mlp
 
@@ -90,6 +92,9 @@ class ModelShape:
         layers: in order; repeated layers are the same object.
         root: weights outside the layers: embeddings, learnt positions, final norm, and the head unless tied.
         assumption: what had to be assumed to read the config, None where nothing was.
+        positions: what the config says of them.
+        rope: the RoPE scaling that is asked for.
+        refused: what of it this version does not train, in words.
     """
 
     name: str
@@ -100,6 +105,25 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     root: tuple[Parameter, ...]
     assumption: str | None = None
+    positions: RopeState = UNSTATED
+    rope: RopeAsked = AUTO
+    refused: tuple[str, ...] = ()
+
+    def scaling(self, context: int) -> RopeScaling | None:
+        """The RoPE scaling that a context needs, as `longspan train` decides it; None where positions suffice.
+
+        Raises:
+            LongspanError: where the model cannot be given such positions, with the way out.
+        """
+        reach, asked = self.positions.reach, self.rope
+        if asked.scaling != "as-is" and asked.factor is None and (reach is None or context <= reach):
+            return None
+        return scaling_for(self.positions, asked, context, self.name)
+
+    @property
+    def furthest(self) -> int | None:
+        """The longest context that its positions reach with the scaling that is asked for; None: there is no end."""
+        return furthest(self.positions, self.rope)
 
     @cached_property
     def root_params(self) -> int:

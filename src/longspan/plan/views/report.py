@@ -13,7 +13,7 @@ from longspan.plan.advice import WouldDo
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
-from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
 
@@ -116,6 +116,7 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "memory": asdict(plan.job.memory),
         "fits": plan.fits,
         "runs": plan.runs,
+        "rope_scaling": _rope_dict(plan),
         "host_bytes": dict(plan.offloaded.host_bytes),
         "host_node_bytes": plan.offloaded.host_node_bytes,
         "disk_node_bytes": plan.offloaded.disk_node_bytes,
@@ -137,6 +138,13 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
     }
 
 
+def _rope_dict(plan: Plan) -> dict[str, Any] | None:
+    scaling = plan.model.scaling(plan.job.context)
+    if scaling is None:
+        return None
+    return {name: getattr(scaling, name) for name in ("kind", "factor", "original", "positions")}
+
+
 def method_dict(method: Method) -> dict[str, Any]:
     """One row of the comparison."""
     return {
@@ -152,16 +160,25 @@ def method_dict(method: Method) -> dict[str, Any]:
 
 
 def command(plan: Plan) -> str | None:
-    """The command that runs a plan, where this version has one, quoted for a shell. DATA stands for the user's text."""
+    """The command that runs a plan, where this version has one, quoted for a shell.
+
+    What is written in capitals stands for what the user has: DATA for text, and of a built-in model of which the hub
+    has no weights that can be trained as they are, for a folder with such.
+    """
     job, mesh = plan.job, plan.mesh
     if job.mode != "train" or not plan.runs:
         return None
     words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
+    scaling = plan.model.scaling(job.context)
+    if scaling is not None:
+        words += [f"{flag} {shlex.quote(value)}" for flag, value in scaling.flags.items()]
     words += memory_flags(job.memory)
     words += [] if job.weight_sharding else ["--no-fsdp"]
     words.insert(0, _model_flag(plan.model.name))
-    nodes, per_node = -(-mesh.gpus // plan.hardware.gpus_per_node), min(mesh.gpus, plan.hardware.gpus_per_node)
+    # torchrun starts as many ranks on each node: 12 GPUs in nodes of 8 are two nodes of 6.
+    per_node = max(n for n in range(1, min(mesh.gpus, plan.hardware.gpus_per_node) + 1) if mesh.gpus % n == 0)
+    nodes = mesh.gpus // per_node
     if nodes == 1:
         return " ".join(["longspan train", *words, f"--nproc {mesh.gpus}"])
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
@@ -195,7 +212,7 @@ def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
 
 def _model_flag(name: str) -> str:
     if name in CONFIGS:
-        return f"--model PATH_OR_HUB_NAME_OF_{name.upper()}"
+        return f"--model {HUB[name]}" if name in HUB else ELSEWHERE[name]
     path = Path(name)
     file = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
     plain = f"./{file}" if str(file).startswith("-") else str(file)  # or it would be a flag

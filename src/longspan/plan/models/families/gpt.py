@@ -56,7 +56,12 @@ FAMILIES = {
     "gpt2": Family(
         softmax(_gpt2_attention, all_of_hidden),
         dense(_gpt2_mlp, gated=False),
-        {"tie_word_embeddings": True, "max_position_embeddings": 1024, "intermediate_size": None},
+        {
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "intermediate_size": None,
+            "attn_pdrop": 0.1,
+        },
         spellings={
             "hidden_size": ("n_embd", "hidden_size"),
             "num_hidden_layers": ("n_layer", "num_hidden_layers"),
@@ -71,7 +76,7 @@ FAMILIES = {
     "gpt_neox": Family(
         softmax(_neox_attention, all_of_hidden),
         dense(_neox_mlp, gated=False),
-        {"attention_bias": True, "max_position_embeddings": 2048},
+        {"attention_bias": True, "max_position_embeddings": 2048, "rotary_pct": 0.25},
         order=("input_layernorm", "post_attention_layernorm", "attention", "mlp"),
         root=("gpt_neox.embed_in", "", "gpt_neox.final_layer_norm"),
         norm_bias=True,
@@ -87,6 +92,15 @@ FAMILIES = {
             "num_experts_per_tok": 4,
             "attention_bias": True,
             "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
         spellings=LOCAL_EXPERTS,
         types=sliding_first,

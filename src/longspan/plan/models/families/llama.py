@@ -48,7 +48,10 @@ FAMILIES = {
         types=sliding_everywhere,
     ),
     "phi3": Family(
-        softmax(_phi3_attention), dense(_phi3_mlp), {"max_position_embeddings": 4096}, types=sliding_everywhere
+        softmax(_phi3_attention),
+        dense(_phi3_mlp),
+        {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        types=sliding_everywhere,
     ),
     "olmo2": Family(
         softmax(partial(attention, qk_norm="all heads")),

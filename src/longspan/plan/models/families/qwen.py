@@ -101,6 +101,7 @@ FAMILIES = {
             "linear_num_key_heads": 16,
             "linear_num_value_heads": 32,
             "full_attention_interval": 4,
+            "partial_rotary_factor": 0.25,
             "max_position_embeddings": 32768,
         },
         types=partial(full_at_intervals, "full_attention_interval", "linear_attention"),

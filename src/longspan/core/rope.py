@@ -1,0 +1,413 @@
+"""RoPE scaling: how a model of so many positions is given more of them. One arithmetic for `plan`, `train`, `verify`.
+
+A model's rotary embeddings turn queries and keys by angles that it has learnt for its original positions. A scaling
+says what the angles of further ones are, by a factor of the original positions: `linear` divides all of them, `dynamic`
+raises the base with the length of the sequence, `yarn` divides the slow ones alone, `longrope` divides each by a number
+of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from longspan.core.checked import LARGEST_COUNT, check_number, existing_path, read_text, spell
+from longspan.core.errors import LongspanError
+
+RopeKind = Literal["linear", "dynamic", "yarn", "longrope"]
+RopeChoice = Literal["as-is", "auto", "linear", "dynamic", "yarn", "longrope"]
+
+KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+
+ONLY: dict[str, tuple[RopeKind, ...]] = {"phi3": ("longrope",)}
+"""The kinds that transformers takes for a model type, where these are not all."""
+
+_LARGEST_FACTOR = 1 << 20
+_STATES_ITS_ORIGINAL = ("yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class RopeAsked:
+    """What a user asks for.
+
+    Attributes:
+        scaling: `as-is`: what the model's config says. `auto`: yarn, or what the config has already with a larger
+            factor, where the context needs it. Or a kind.
+        factor: positions over original positions; None: what the context needs, a whole number.
+        original: positions that the model was trained with before any scaling; None: as its config says.
+        short: of longrope, what each angle is divided by in sequences of at most the original positions.
+        long: the same in longer ones.
+        file: where `short` and `long` were read.
+    """
+
+    scaling: RopeChoice = "as-is"
+    factor: float | None = None
+    original: int | None = None
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    file: str = ""
+
+
+AS_IS, AUTO = RopeAsked(), RopeAsked("auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeFlags:
+    """RoPE scaling as flags of a command."""
+
+    rope_scaling: RopeChoice = "as-is"
+    """How rotary positions go on beyond those of the model: as its config says, or by linear, dynamic (NTK), yarn or
+    longrope scaling in its place. auto: where the context needs it, yarn (or linear, where the config has that)."""
+    rope_factor: float | None = None
+    """Positions over the original ones, those before any scaling. By default what the context needs, a whole number."""
+    rope_original: int | None = None
+    """The original positions, where the model's config does not say them, or wrongly."""
+    longrope_factors: Path | None = None
+    """JSON with "short_factor" and "long_factor", or a config.json that has them, for longrope."""
+
+    def rope(self) -> RopeAsked:
+        """What is asked for.
+
+        Raises:
+            LongspanError: for flags that do not go together, numbers that cannot be, or a file that cannot be read.
+        """
+        given = {
+            "--rope-factor": self.rope_factor,
+            "--rope-original": self.rope_original,
+            "--longrope-factors": self.longrope_factors,
+        }
+        if self.rope_scaling == "as-is":
+            for flag, value in given.items():
+                if value is not None:
+                    raise LongspanError(
+                        f"{flag} {value} is of a RoPE scaling, and --rope-scaling is as-is; name one: "
+                        f"{', '.join(KINDS)}"
+                    )
+        if self.rope_factor is not None:
+            check_number("--rope-factor", self.rope_factor, 1, _LARGEST_FACTOR)
+        if self.rope_original is not None:
+            check_number("--rope-original", self.rope_original, 1, LARGEST_COUNT)
+        if (self.rope_scaling == "longrope") != (self.longrope_factors is not None):
+            raise LongspanError(
+                f"--longrope-factors {self.longrope_factors} is of --rope-scaling longrope, and --rope-scaling is "
+                f"{self.rope_scaling}; leave one of them out"
+                if self.longrope_factors is not None
+                else "--rope-scaling longrope needs what each angle is divided by, which is searched for each model; "
+                "give --longrope-factors FILE, JSON with short_factor and long_factor, or take --rope-scaling yarn"
+            )
+        asked = RopeAsked(self.rope_scaling, self.rope_factor, self.rope_original)
+        if self.longrope_factors is None:
+            return asked
+        short, long = _read_factors(self.longrope_factors)
+        return replace(asked, short=short, long=long, file=str(self.longrope_factors))
+
+
+def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    flag = "--longrope-factors"
+    if existing_path(flag, str(path)) is None:
+        raise LongspanError(f"{flag} {path} does not exist; give JSON with short_factor and long_factor")
+    try:
+        found = json.loads(read_text(flag, path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, LongspanError):
+            raise
+        raise LongspanError(f"{flag} {path} is not JSON: {error}; give short_factor and long_factor") from error
+    found = found if isinstance(found, dict) else {}
+    within = next(
+        (found[key] for key in ("rope_parameters", "rope_scaling") if isinstance(found.get(key), dict)), found
+    )
+    lists = []
+    for key in ("short_factor", "long_factor"):
+        numbers = within.get(key)
+        if not isinstance(numbers, list) or not numbers:
+            raise LongspanError(f"{flag} {path} has no list {key}; give both, short_factor and long_factor")
+        for x in numbers:
+            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
+                raise LongspanError(f"{flag} {path}: {key} holds {spell(x)}; all of them are numbers above 0")
+        lists.append(tuple(float(x) for x in numbers))
+    if len(lists[0]) != len(lists[1]):
+        raise LongspanError(
+            f"{flag} {path}: short_factor has {len(lists[0])} numbers and long_factor {len(lists[1])}; give both one "
+            "for each angle of a head"
+        )
+    return lists[0], lists[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a config says.
+
+
+@dataclass(frozen=True)
+class RopeState:
+    """What a model's config says of its positions.
+
+    Attributes:
+        positions: tokens that it is made for (`max_position_embeddings`); None where it does not say.
+        rotary: whether they are rotary; otherwise they are learnt.
+        kind: of the scaling it has, as transformers calls it; "default": none.
+        factor: of that scaling.
+        stated: original positions that the config states.
+        dims: of a head, those that are turned; None where it is not known.
+        kinds: the scalings that it can be given.
+    """
+
+    positions: int | None
+    rotary: bool = True
+    kind: str = "default"
+    factor: float | None = None
+    stated: int | None = None
+    dims: int | None = None
+    kinds: tuple[RopeKind, ...] = KINDS
+
+    @property
+    def reach(self) -> int | None:
+        """The longest sequence it takes as it is; None where there is no end."""
+        return None if self.rotary and self.kind == "dynamic" else self.positions
+
+    @property
+    def original(self) -> int | None:
+        """Positions before any scaling."""
+        if self.kind in _STATES_ITS_ORIGINAL:
+            return self.stated or self.positions
+        if self.kind == "linear" and self.positions is not None and self.factor is not None:
+            return max(1, int(self.positions / self.factor))
+        return self.positions
+
+    @property
+    def scaling(self) -> str:
+        """The scaling it has, in words; empty where it has none."""
+        if self.kind == "default":
+            return ""
+        factor = "" if self.factor is None else f" x {self.factor:g}"
+        return f"{self.kind}{factor}"
+
+
+UNSTATED = RopeState(None)
+
+
+def full_table(parameters: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The rotary table of the layers that attend to the whole sequence.
+
+    Layers with a window have a table of their own in some models (Gemma-3), and need no further positions: within a
+    window nothing is further away than before.
+
+    Returns:
+        Its key where there are several tables, and what it says.
+
+    Raises:
+        LongspanError: where there are several and none is of such layers.
+    """
+    tables = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
+    if not tables:
+        return None, parameters
+    if "full_attention" not in tables:
+        raise LongspanError(
+            f"the model's config has rotary tables for {', '.join(tables)}, and none for full_attention: RoPE scaling "
+            "does not know which to change; change the config.json by hand"
+        )
+    return "full_attention", tables["full_attention"]
+
+
+def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    keys = ("rope_parameters", "rope_scaling")
+    return next((config[key] for key in keys if isinstance(config.get(key), Mapping)), dict[str, Any]())
+
+
+def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, dims: int | None = None) -> RopeState:
+    """Read a config, in the spelling of transformers 5 (`rope_parameters`) or of 4 (`rope_scaling`).
+
+    Args:
+        config: the keys of a `config.json` (of a multimodal model its text part).
+        positions: its `max_position_embeddings`.
+        rotary: whether the model has rotary embeddings.
+        dims: of a head, those that are turned.
+    """
+    said = _parameters(config)
+    tables = {key: value for key, value in said.items() if isinstance(value, Mapping)}
+    table: Mapping[str, Any] = tables.get("full_attention", {}) if tables else said
+    kind = table.get("rope_type", table.get("type")) or "default"
+    factor, stated = table.get("factor"), table.get("original_max_position_embeddings")
+    stated = config.get("original_max_position_embeddings") or stated  # Phi-3 has it there, and transformers prefers it
+    if not isinstance(stated, int):
+        stated = None
+    kind = "longrope" if kind == "su" else "default" if kind == "mrope" else str(kind)
+    if factor is None and kind in _STATES_ITS_ORIGINAL and positions and stated:
+        factor = positions / stated
+    kinds = ONLY.get(str(config.get("model_type", "")), KINDS)
+    factor = float(factor) if isinstance(factor, int | float) else None
+    return RopeState(positions, rotary, kind, factor, stated, dims, kinds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is done.
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A scaling that a model is given.
+
+    Attributes:
+        kind: of it.
+        factor: positions over the original ones.
+        original: positions before any scaling.
+        positions: `max_position_embeddings` of the scaled config.
+        short, long: as in `RopeAsked`.
+        file: likewise.
+        replaced: the scaling that the config has, in words; empty where it has none.
+        asked_original: whether the original positions are the user's.
+    """
+
+    kind: RopeKind
+    factor: float
+    original: int
+    positions: int
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    file: str = ""
+    replaced: str = ""
+    asked_original: bool = False
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flags that say it, and their values."""
+        said = {"--rope-scaling": self.kind, "--rope-factor": f"{self.factor!r}".removesuffix(".0")}
+        if self.asked_original:
+            said["--rope-original"] = str(self.original)
+        return {**said, "--longrope-factors": self.file} if self.file else said
+
+    def __str__(self) -> str:
+        end = "and grows with the sequence" if self.kind == "dynamic" else f"= {self.positions:,} positions"
+        instead = f", in place of the config's {self.replaced}" if self.replaced else ""
+        return f"RoPE scaling: {self.kind}, {self.original:,} original positions x {self.factor:g} {end}{instead}"
+
+
+def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) -> RopeScaling | None:
+    """The scaling that sequences of `context` tokens are given; None: the config stays as it is.
+
+    Args:
+        state: what the model's config says.
+        asked: what the user asks for.
+        context: tokens of a sequence.
+        where: what the config is of, for messages.
+
+    Raises:
+        LongspanError: where the model cannot be given such positions, with the numbers and the way out.
+    """
+    within = state.reach is None or context <= state.reach
+    if asked.scaling == "as-is":
+        if not within:
+            raise LongspanError(f"{_too_long(state, context, where)}{_way_out(state, context)}")
+        return None
+    if asked.scaling == "auto" and within:
+        return None
+    if not state.rotary:
+        if not within:
+            raise LongspanError(f"{_too_long(state, context, where)}{_way_out(state, context)}")
+        raise LongspanError(f"--rope-scaling {asked.scaling}: {where} has no rotary embeddings; leave it out")
+    if state.kind not in ("default", "llama3", *KINDS):
+        raise LongspanError(
+            f"--rope-scaling {asked.scaling}: {where} has RoPE of the kind {state.kind}, which no scaling takes the "
+            f"place of; give --context {state.positions} or less, or change its config.json by hand"
+        )
+    kind = _kind_for(state) if asked.scaling == "auto" else asked.scaling
+    if kind not in state.kinds:
+        longrope = " --longrope-factors FILE" if "longrope" in state.kinds else ""
+        raise LongspanError(
+            f"--rope-scaling {kind}: transformers takes only {', '.join(state.kinds)} for a model of the type of "
+            f"{where}; give --rope-scaling {state.kinds[0]}{longrope}, or --context {state.positions} or less"
+        )
+    original = asked.original or state.original
+    if original is None:
+        raise LongspanError(
+            f"--rope-scaling {kind}: {where} does not say how many positions it has (max_position_embeddings); give "
+            "--rope-original"
+        )
+    if within and asked.factor is None:
+        have = "any number" if state.reach is None else f"{state.reach:,}"
+        own = f" by {state.scaling}" if state.scaling else ""
+        raise LongspanError(
+            f"--rope-scaling {asked.scaling}: the {context:,} tokens of --context are within the positions of {where} "
+            f"({have}{own}), so no factor follows from them; give --rope-factor, or leave it out (auto does)"
+        )
+    needed = max(1, -(-context // original))
+    factor = float(needed) if asked.factor is None else asked.factor
+    reach = int(original * factor)
+    if kind != "dynamic" and context > reach:
+        raise LongspanError(
+            f"--rope-factor {factor:g} x {original} original positions of {where} are {reach} positions, and --context "
+            f"is {context}; give --rope-factor {needed}, or leave it out, or --context {reach} or less"
+        )
+    if kind == "longrope" and state.dims is not None and len(asked.long) != state.dims // 2:
+        raise LongspanError(
+            f"--longrope-factors {asked.file} has {len(asked.long)} numbers, and a head of {where} has "
+            f"{state.dims // 2} angles ({state.dims} rotary dimensions); give as many"
+        )
+    return RopeScaling(
+        kind,
+        factor,
+        original,
+        original if kind == "dynamic" else reach,  # transformers' dynamic RoPE begins to scale there
+        asked.short,
+        asked.long,
+        asked.file,
+        state.scaling,
+        asked.original is not None,
+    )
+
+
+def furthest(state: RopeState, asked: RopeAsked) -> int | None:
+    """The longest context that `scaling_for` does not refuse for its length; None where there is no end."""
+    if not state.rotary or asked.scaling == "as-is":
+        return state.reach
+    original = asked.original or state.original
+    if asked.factor is None or original is None or asked.scaling == "dynamic":
+        return None
+    scaled = int(original * asked.factor)
+    return max(scaled, state.reach or scaled) if asked.scaling == "auto" else scaled
+
+
+def _kind_for(state: RopeState) -> RopeKind:
+    """The scaling that changes least of what the model has learnt: yarn leaves fast angles alone, and a model that was
+    trained with all of them divided keeps that."""
+    return "linear" if state.kind == "linear" else "yarn"
+
+
+def _too_long(state: RopeState, context: int, where: str) -> str:
+    learnt = "" if state.rotary else "learnt "
+    return (
+        f"--context {context} is longer than the {state.positions} {learnt}positions of {where} "
+        "(max_position_embeddings)"
+    )
+
+
+def _way_out(state: RopeState, context: int) -> str:
+    if not state.rotary:
+        return f", which no RoPE scaling lengthens; give --context {state.positions} or less"
+    kind, original = _kind_for(state), state.original or 1
+    kind = kind if kind in state.kinds else state.kinds[0]
+    factors = " --longrope-factors FILE" if kind == "longrope" else ""
+    return (
+        f"; give --context {state.positions} or less, or --rope-scaling {kind}{factors} "
+        f"(x {-(-context // original)} of its {original} original positions)"
+    )
+
+
+def scaled_table(table: Mapping[str, Any], scaling: RopeScaling) -> dict[str, Any]:
+    """The `rope_parameters` of a scaling, from those that the config has.
+
+    What belongs to the model whatever the scaling stays (its base, the part of a head that is turned). Of a scaling of
+    the same kind the rest stays too (yarn's betas and mscale), but for an attention factor, which belongs to a factor.
+    """
+    same = table.get("rope_type", table.get("type")) == scaling.kind
+    stays = [key for key in table if same or key in ("rope_theta", "partial_rotary_factor", "mrope_section")]
+    found = {key: table[key] for key in stays if key not in ("attention_factor", "type")}
+    found |= {"rope_type": scaling.kind, "factor": float(scaling.factor)}
+    if scaling.kind in ("yarn", "longrope"):
+        found["original_max_position_embeddings"] = scaling.original
+    if scaling.kind == "longrope":
+        found |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+    return found

@@ -1,0 +1,206 @@
+"""What `longspan plan` recommends, `longspan train` takes: every command that is printed is run with `--dry-run`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.cli import main
+from longspan.plan import Job, Mesh, cost, read_hardware, read_model, search
+from longspan.plan.models import CONFIGS
+from longspan.plan.models.catalogue import ELSEWHERE, HUB
+from longspan.plan.views.report import command
+
+SMALL = {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+}
+LONGROPE = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+FILES: dict[str, dict[str, Any]] = {
+    "linear": {"model_type": "llama", **SMALL, "max_position_embeddings": 4096,
+               "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "dynamic": {"model_type": "llama", **SMALL, "max_position_embeddings": 4096,
+                "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "phi3": {"model_type": "phi3", **SMALL, "num_key_value_heads": 8, "pad_token_id": 0,
+             "max_position_embeddings": 8192, "rope_scaling": {"type": "longrope", **LONGROPE}},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8, "attn_pdrop": 0.0},
+    "short": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8, "attn_pdrop": 0.0,
+              "n_positions": 500},
+    "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8},
+    "gemma3": {"model_type": "gemma3", "text_config": {**SMALL, "head_dim": 16, "num_key_value_heads": 2},
+               "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                                 "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
+}  # fmt: skip
+LEVERS = (
+    "--grad-checkpointing",
+    "--memory longest",
+    "--memory auto",
+    "--memory longest --offload disk --head-chunks 0",
+)
+
+Said = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(capfd: pytest.CaptureFixture[str]) -> Said:
+    """Runs a command of longspan: its exit code, stdout, and what it says itself on stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(list(words))
+        out, error = capfd.readouterr()
+        # transformers warns there as well.
+        return code, out, "\n".join(line for line in error.splitlines() if line.startswith("longspan: "))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of a million bytes, and configs: `FILES`, and the built-in ones with fewer layers."""
+    folder = tmp_path_factory.mktemp("agrees")
+    (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 25_000)
+    for name, config in FILES.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
+    for name, config in CONFIGS.items():
+        layers = 6 if "gemma" in name else 4  # of each kind one
+        (folder / f"{name}.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    (folder / "longrope.json").write_text(json.dumps(LONGROPE))
+    return folder
+
+
+def commands(report: dict[str, Any]) -> list[str]:
+    """The recommended one, and those of two more meshes and of the methods."""
+    plans = [report["recommended"], *report["plans"], *(method["plan"] for method in report["methods"])]
+    said = dict.fromkeys(plan["command"] for plan in plans if plan is not None and plan["command"] is not None)
+    return list(said)[: 3 + len(report["methods"])]
+
+
+def as_run(said: str, folder: Path, name: str) -> list[str]:
+    """A printed command's words behind `longspan`, with a text and, for a built-in model, a config that is here."""
+    words = shlex.split(said)
+    words = words[words.index("train") :]
+    words[words.index("DATA")] = str(folder / "text.txt")
+    if name in CONFIGS:
+        at = words.index(HUB[name] if name in HUB else ELSEWHERE[name].split()[1])
+        words[at - 1 : at + 1] = ["--config", str(folder / f"{name}.json")]
+    return [*words, "--out", str(folder / "out"), "--dry-run"]
+
+
+def cases() -> Iterator[tuple[str, str]]:
+    """Models x GPUs x contexts x levers: each model and each of the others often, and not all of their product."""
+    gpus = ("--gpu h100 --gpus 8", "--gpu a100-40gb --gpus 12 --batch 4", "--gpu cpu --gpus 4 --dtype fp32",
+            "--gpu b200 --gpus 32", "--gpu mi300x --gpus 1")  # fmt: skip
+    for i, name in enumerate(CONFIGS):
+        yield name, f"{gpus[i % 5]} --context {('8k', '300k', '512k')[i % 3]} {LEVERS[i % 4]}"
+    for i, name in enumerate(("llama-3.1-8b", "gemma-3-4b", "gpt-oss-20b", "mistral-7b", "qwen3-0.6b")):
+        yield name, f"--gpus {8 >> i % 3} --context 512k --memory auto --compare"
+    yield "llama-3.1-8b", "--gpus 8 --context 512k --grad-checkpointing"  # the README's
+    yield "llama-3.1-8b", "--gpus 2 --context 512k --memory longest --rope-scaling dynamic --offload host --cpu-offload"
+    yield "qwen3-8b", "--gpus 4 --context 300k --rope-scaling yarn --rope-original 32768 --no-fsdp --memory auto"
+    yield "qwen3-0.6b", "--gpus 1 --gpu l40s --context max --dtype fp32 --offload none"
+    yield "linear", "--gpus 2 --context 100k"
+    yield "dynamic", "--gpus 2 --context 100k"
+    yield "phi3", "--gpus 2 --context 8k"
+    yield "phi3", "--gpus 2 --context 100k --rope-scaling longrope --longrope-factors longrope.json"
+    yield "gpt2", "--gpus 2 --context 1k"
+    yield "gpt2", "--gpus 2 --context max"
+    yield "short", "--gpus 2 --context max"
+
+
+@pytest.mark.parametrize(("name", "asked"), list(cases()))
+def test_every_command_that_plan_prints_is_one_that_train_takes(
+    name: str, asked: str, folder: Path, say: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    model = name if name in CONFIGS else str(folder / f"{name}.json")
+    code, out, error = say("plan", "--model", model, *asked.split(), "--json")
+    assert code in (0, 1), error
+    report = json.loads(out)
+    assert (report["recommended"] is not None) == (code == 0)
+    assert report["recommended"] is None or report["recommended"]["command"] is not None
+    for said in commands(report):
+        code, out, error = say(*as_run(said, folder, name))
+        assert code == 0, (said, error)
+        scaling = next((line for line in out.splitlines() if line.startswith("RoPE scaling: ")), None)
+        planned = [reason for plan in report["plans"] for reason in plan["reasons"] if "RoPE scaling: " in reason]
+        assert (scaling is not None) == ("--rope-scaling" in said) == bool(planned)
+        assert scaling is None or all(scaling in reason for reason in planned), (scaling, planned)
+    assert not (folder / "out").exists()
+
+
+def test_built_in_models_have_a_source_and_most_a_command() -> None:
+    """Or the test above would test nothing."""
+    found = [
+        bool(search(read_model(name), Job(context=8192), 8, read_hardware("b200")).recommended) for name in CONFIGS
+    ]
+    assert sum(found) > len(CONFIGS) / 2
+    assert set(CONFIGS) == {*HUB, *ELSEWHERE} and not HUB.keys() & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "message"),
+    [
+        ("gpt2", "--context 2048", "longer than the 1024 learnt positions of"),
+        ("llama-3.1-8b", "--context 512k --rope-scaling as-is", "or --rope-scaling yarn (x 64 of its 8192 original"),
+        ("llama-3.1-8b", "--context 512k --rope-scaling yarn --rope-factor 8", "are 65536 positions, and"),
+        ("llama-3.1-8b", "--context 8k --rope-scaling yarn", "the 8,192 tokens of --context are within the positions"),
+        ("phi3", "--context 100k", "transformers takes only longrope"),
+    ],
+)  # fmt: skip
+def test_plan_and_train_refuse_the_same_in_the_same_words(
+    name: str, asked: str, message: str, folder: Path, say: Said
+) -> None:
+    model = name if name in CONFIGS else str(folder / f"{name}.json")
+    code, _, by_plan = say("plan", "--model", model, "--gpus", "2", *asked.split())
+    assert code == 2 and message in by_plan
+    if "--rope-scaling" not in asked:
+        asked += " --rope-scaling auto"  # plan's default
+    file = str(folder / f"{name}.json")
+    code, _, by_train = say("train", "--config", file, "--data", str(folder / "text.txt"), *asked.split(), "--dry-run")
+    assert code == 2
+    assert by_train.replace(f"--config {file}", model) == by_plan
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "why"),
+    [
+        ("gpt2-dropout", "--context 1k", "attention dropout (attn_pdrop=0.1)"),
+        ("gemma3", "--context 1k", "a model with a vision or audio tower"),
+        ("llama-3.1-8b", "--gpus 1 --context 8k --memory longest --cpu-offload", "cpu_offload moves what FSDP shards"),
+        ("llama-3.1-8b", "--context 8k --optimizer sgd", "`longspan train` has AdamW only"),
+        ("llama-3.1-70b", "--gpus 16 --context 8k --memory longest", "is planned from its formulas"),
+    ],
+)  # fmt: skip
+def test_what_train_does_not_run_is_not_recommended(name: str, asked: str, why: str, folder: Path, say: Said) -> None:
+    model = name if name in CONFIGS else str(folder / f"{name}.json")
+    code, out, error = say("plan", "--model", model, *asked.split(), "--json")
+    assert code == 1, error
+    report = json.loads(out)
+    assert report["recommended"] is None and not any(plan["fits"] and plan["runs"] for plan in report["plans"])
+    fitting = [plan for plan in report["plans"] if plan["fits"]]
+    assert fitting and all(any(why in reason for reason in plan["reasons"]) for plan in fitting)
+    _, out, _ = say("plan", "--model", model, *asked.split())
+    assert "what fits is only planned" in out and "run:" not in out
+
+
+def test_a_planners_name_is_no_model(folder: Path, say: Said) -> None:
+    for name, way_out in (("llama-3.1-8b", "--model meta-llama/Llama-3.1-8B"), ("gpt-7b", "--config CONFIG_OF_GPT-7B")):
+        code, _, error = say("train", "--model", name, "--data", str(folder / "text.txt"), "--dry-run")
+        assert code == 2 and error.count("\n") == 0 and way_out in error
+
+
+def test_nodes_that_do_not_divide_the_gpus() -> None:
+    """torchrun starts as many ranks on each node."""
+    for gpus, nodes, per_node in ((8, 1, 8), (12, 2, 6), (16, 2, 8), (18, 3, 6)):
+        plan = cost(read_model("qwen3-0.6b"), Job(context=8192), Mesh(ring=gpus), read_hardware("h100"))
+        said = str(command(plan))
+        assert nodes == 1 or f"--nnodes {nodes} --nproc-per-node {per_node} " in said
