@@ -214,9 +214,10 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_bytes", [True, False])
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, by_bytes: bool) -> None:
     size, count, few = 4 * MIB, 64, 5
-    store = DiskStore(str(tmp_path), CPU, in_flight=few * size)
+    store = DiskStore(str(tmp_path), CPU, **({"in_flight": few * size} if by_bytes else {"tensors": few}))
     store.reserve(count * size)
     alive: set[int] = set()
     stored: list[Any] = []

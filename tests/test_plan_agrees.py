@@ -189,7 +189,7 @@ def test_what_train_does_not_run_is_not_recommended(name: str, asked: str, why: 
     fitting = [plan for plan in report["plans"] if plan["fits"]]
     assert fitting and all(any(why in reason for reason in plan["reasons"]) for plan in fitting)
     _, out, _ = say("plan", "--model", model, *asked.split())
-    assert "what fits is only planned" in out and "run:" not in out
+    assert "nothing that fits is recommended" in out and "run:" not in out
 
 
 def test_a_planners_name_is_no_model(folder: Path, say: Said) -> None:

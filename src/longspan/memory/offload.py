@@ -85,4 +85,7 @@ def store_for(memory: Memory, device: torch.device) -> Store | None:
             f"offload='disk' is made for CPUs and CUDA devices under Linux, and this is {device.type} under "
             f"{sys.platform}"
         )
-    return DiskStore(memory.offload_folder or tempfile.gettempdir(), device)
+    folder = memory.offload_folder or tempfile.gettempdir()
+    if device.type == "cpu":  # what is on its way lies in the memory that is to be saved: one leaves while one is made
+        return DiskStore(folder, device, tensors=2, ahead=0)
+    return DiskStore(folder, device)

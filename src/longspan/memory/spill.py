@@ -65,6 +65,8 @@ class DiskStore:
         folder: on a disk that is local to this machine.
         device: of the tensors.
         in_flight: bytes that may wait to be written; a `put` beyond waits.
+        tensors: so many tensors of one size may wait, whatever their bytes: on a CPU they lie in the memory that is to
+            be saved. None: no such limit.
         ahead: bytes that are read before they are asked for, at least.
         piece: bytes of a single write or read, a multiple of 4096.
         direct: False goes through the page cache.
@@ -80,6 +82,7 @@ class DiskStore:
         device: torch.device,
         *,
         in_flight: int = IN_FLIGHT,
+        tensors: int | None = None,
         ahead: int = AHEAD,
         piece: int = PIECE,
         direct: bool = True,
@@ -88,7 +91,7 @@ class DiskStore:
         self.traffic = Traffic()
         self.abandoned: deque[_Entry] = deque()
         self._file = SpillFile(folder, direct)
-        self._in_flight, self._ahead, self._piece = in_flight, ahead, piece
+        self._in_flight, self._tensors, self._ahead, self._piece = in_flight, tensors, ahead, piece
         self._by_way = by_way or device.type != "cpu"
         self._owner = Owner()
         self._slots = Slots(BLOCK)
@@ -186,7 +189,8 @@ class DiskStore:
             entry.check()
 
     def _has_room(self, nbytes: int) -> bool:
-        return not self._flying or self._flying + nbytes <= self._in_flight
+        most = self._in_flight if self._tensors is None else min(self._in_flight, self._tensors * nbytes)
+        return not self._flying or self._flying + nbytes <= most
 
     def _sweep(self) -> None:
         while self.abandoned:

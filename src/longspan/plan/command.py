@@ -84,7 +84,9 @@ def run(config: PlanConfig) -> int:
             from longspan.plan.views.drawing import draw
 
             _write("picture", config.png, lambda path: draw(points, path), config.json)
-    return 0 if found.fastest is not None else 1
+    # What `longspan train` does not run is no plan to one who wants to train.
+    taken = found.recommended if job.mode == "train" else found.fastest
+    return 0 if taken is not None else 1
 
 
 def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
