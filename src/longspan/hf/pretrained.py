@@ -57,6 +57,7 @@ def check_names(model: str | None, config: Path | None, data: str | None, tokeni
         LongspanError: as `check_source`.
     """
     if model is not None:
+        _refuse_planners_name("--model", model)
         check_source("--model", model)
     if config is not None:
         check_source("--config", str(config), local=True)
