@@ -367,7 +367,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama", {}, {"input_ids": torch.full((4, 21), 99)}, {}, "`input_ids` holds 99, the vocabulary has 61 ids"),
     ("Bert", {}, {"token_type_ids": torch.full((4, 21), 2)}, {}, "`token_type_ids` holds 2 to 2, the model has 2"),
     ("GPT2", {}, {"position_ids": torch.arange(-1, 20)}, {}, "`position_ids` holds -1, the model's learnt positions"),
-    ("Llama", {}, {"use_cache": True}, {}, "keeps no KV cache"),
+    ("Llama", {}, {"use_cache": True}, {}, "ShardedCache(model)"),
     ("Llama", {}, {"output_attentions": True}, {}, "output_attentions=True is not supported"),
     ("Llama", {}, ROUTER, {}, "output_router_logits=True asks LlamaForCausalLM for an auxiliary loss over all tokens"),
     ("Llama", {}, {"logits_to_keep": 1}, {}, "logits_to_keep counts from the end"),

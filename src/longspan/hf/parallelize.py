@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
-from longspan.core.heads import split_heads
+from longspan.core.heads import HeadShard, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
 from longspan.hf.alike import BatchCheck
@@ -255,6 +255,7 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
             )
     lean = options["memory"] != "auto" and memory_of(options["memory"]).lean
     check_model(inner, Place(sp.device, sp.ring_size), options["kernel"], lean=lean)
+    _shards_of(inner, sp)
     return inner
 
 
@@ -295,14 +296,17 @@ def _set_hooks(
     return hooks
 
 
-def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:
+def _shards_of(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard, ...]:
+    """The heads of each Ulysses rank; refused where the mesh cannot hold them."""
     config = model.config.get_text_config()
-    q_heads = config.num_attention_heads
+    q_heads: int = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    idle = sum(
-        share.q_heads == 0
-        for share in split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
-    )
+    return split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+
+
+def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:
+    shards = _shards_of(model, sp)
+    idle, q_heads = sum(shard.q_heads == 0 for shard in shards), shards[-1].q_stop
     if idle:
         fits = max(u for u in range(1, q_heads + 1) if sp.size % u == 0)
         warnings.warn(
