@@ -78,10 +78,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commands(report: dict[str, Any]) -> list[str]:
-    """The recommended one, and those of two more meshes and of the methods."""
+    """The recommended one, and those of another mesh and of the methods."""
     plans = [report["recommended"], *report["plans"], *(method["plan"] for method in report["methods"])]
     said = dict.fromkeys(plan["command"] for plan in plans if plan is not None and plan["command"] is not None)
-    return list(said)[: 3 + len(report["methods"])]
+    return list(said)[: 2 + len(report["methods"])]
 
 
 def as_run(said: str, folder: Path, name: str) -> list[str]:
