@@ -32,11 +32,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives data exchange kernels layout local loss \
 	plan_shapes regions ring shard tolerance ulysses verify_compare))
 
+# One process each: they run beside those of several ranks, which leave the cores idle while they wait for each other.
+ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments checked compat digests flex layout local \
+	operators plan plan_agrees plan_counts plan_figures plan_levers plan_page plan_shapes plan_tables regions saved syncs \
+	tiled tolerance verify_compare))
+
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 
-.PHONY: help demo test check fast lint bench gpu oldest cpus fuzz chaos clean
+.PHONY: help demo test check fast ranks alone lint bench gpu oldest cpus fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -48,8 +53,14 @@ demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then ve
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
 test: lint  ## lint, then all tests, and the fast tier again on the kernels of lesser CPUs
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory --output-sync -j2 $(addprefix fast-,$(filter default avx2,$(CPUS))))
+	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS),@$(MAKE) --no-print-directory --output-sync=line -j2 \
+	    ranks alone $(addprefix fast-,$(filter default avx2,$(CPUS))))
+
+ranks: $(STAMP)
+	@$(BIN)/python -m pytest $(addprefix --ignore=,$(ALONE))
+
+alone: $(STAMP)
+	@$(BIN)/python -m pytest --quiet -p no:cacheprovider $(ALONE)
 
 check: lint  ## before every commit: lint and the fast tier, on this CPU's kernels and on those of one without AVX
 	@$(MAKE) --no-print-directory --output-sync -j2 fast fast-default
