@@ -17,10 +17,11 @@ from transformers.cache_utils import Cache
 
 from longspan.attn.segments import padding_segments
 from longspan.cache.attend import Step, begin
+from longspan.cache.codec import codec_of
 from longspan.cache.store import Store
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
-from longspan.core.places import Places
+from longspan.core.places import RUN, Places
 from longspan.hf.batch import SequenceInfo
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.segments import Segments
-
-FEW = 4
-"""New tokens per rank, up to which all ranks compute all of them: cutting them would save less than it costs."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +75,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
     Args:
         model: what `longspan.parallelize` returned.
         room: tokens to have room for from the start; without it a layer's room grows by an eighth when it is full.
+        dtype: "exact": keys and values are held as the model computes them, and what is generated is what one process
+            generates. "int8", "fp8": a byte per element, and an fp32 scale per head and token; an approximation
+            (docs/cache.md has its error).
 
     Attributes:
         places: which ring rank holds which tokens.
         stores: each layer's keys and values on this rank.
 
     Raises:
-        LongspanError: for a model that is not parallelized.
+        LongspanError: for a model that is not parallelized, or an unknown dtype.
     """
 
-    def __init__(self, model: Any, room: int = 0) -> None:
+    def __init__(self, model: Any, room: int = 0, dtype: str = "exact") -> None:
         hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
         if hooks is None:
             raise LongspanError(
@@ -96,7 +97,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.sp: SequenceSharding = hooks.sp
         self.places = Places(self.sp.ring_size)
-        self.room = -(-room // self.sp.ring_size) if room else 0
+        self.codec = codec_of(dtype)
+        self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
         self.announced = 0
         self._step: Step | None = None  # of the forward under way
@@ -112,14 +114,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: for what does not fit the cache, or is not computed with one.
         """
         _refuse(batch)
-        if self._step is not None:
-            raise LongspanError(
-                f"a forward with this cache did not end (it broke off behind {self._step.past} tokens), so its layers "
-                f"may differ; make a new one"
-            )
+        self.check_sound()
         tokens: Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
         rows, new = tokens.shape[:2]
         past = self.places.length
+        if not new:
+            raise LongspanError(
+                f"there is no new token behind the {past} that the cache holds; give those that follow, or crop it"
+            )
         if self.batch_size not in (-1, rows):
             raise LongspanError(f"the cache holds {self.batch_size} rows, the batch has {rows}; make a new cache")
         segments = _segments(batch.get("attention_mask"), rows, past + new)
@@ -137,8 +139,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
         """This rank's part of new tokens, and what it must know of all; from now on the cache counts them."""
         sp, past = self.sp, self.places.length
-        cut = sp.size > 1 and tokens.new > FEW * sp.size
-        step = begin(sp, self.places, tokens.new, cut=cut)
+        step = begin(sp, self.places, tokens.new)
+        cut = step.cut
         keep = batch.get("logits_to_keep")
         info = CachedInfo(
             length=past + tokens.new,
@@ -157,19 +159,39 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self._step = step
         return out, info
 
+    def check_sound(self) -> None:
+        """Refuse a cache in which some layers hold more tokens than others.
+
+        Raises:
+            LongspanError: with the tokens that all of them hold.
+        """
+        if self._step is not None:
+            raise LongspanError(
+                f"a forward with this cache did not end (it broke off behind {self._step.past} tokens), so its layers "
+                f"may differ; make a new one, or reset it"
+            )
+
     def end(self) -> None:
         """The forward has ended."""
         self._step = None
 
-    def store(self, layer: int) -> Store:
-        """A layer's keys and values on this rank."""
+    def store(self, layer: int, reach: int | None = None) -> Store:
+        """A layer's keys and values on this rank.
+
+        Args:
+            layer: its number.
+            reach: tokens of its window or chunk, where it has one.
+        """
         if layer not in self.stores:
-            self.stores[layer] = Store(self.room)
+            self.stores[layer] = Store(self.room if reach is None else min(self.room, reach), self.codec)
         return self.stores[layer]
 
     def spell(self) -> str:
         """What must be alike on every rank."""
-        return f"a cache of {self.places.length} tokens"
+        rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
+        code = "" if self.codec.name == "exact" else f", {self.codec.name}"
+        broken = "" if self._step is None else ", in which a forward broke off"
+        return f"a cache of {self.places.length} tokens{rows}{code}{broken}"
 
     # --- what transformers asks
 
@@ -202,8 +224,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Rows; -1 while there are none."""
-        held = next((store for store in self.stores.values() if not store.empty), None)
-        return -1 if held is None else held.held[0].shape[0]
+        return next((store.rows for store in self.stores.values() if store.rows is not None), -1)
 
     @property
     def is_compileable(self) -> bool:
@@ -218,7 +239,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def is_croppable(self) -> bool:
         """Whether every layer holds all tokens."""
-        return all(store.dropped == 0 for store in self.stores.values())
+        return all(store.start == 0 for store in self.stores.values())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -233,22 +254,25 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.places, self.stores, self._step = Places(self.sp.ring_size), {}, None
 
     def crop(self, max_length: int) -> None:
-        """Keep the first tokens alone.
+        """Keep the first tokens alone, on every rank alike.
 
         Args:
-            max_length: how many; below 0: all but so many (the one way that all versions of transformers have).
+            max_length: below 0: remove so many; 0: nothing is done (both as in transformers); above 0: keep so many.
 
         Raises:
-            LongspanError: for a layer whose sliding window has left behind what it would need again.
+            LongspanError: for a layer whose sliding window has left behind what it would need again, or after a
+                forward that broke off.
         """
-        length = self.places.length + max_length if max_length < 0 else max_length
-        if length >= self.places.length:
+        past = self.places.length
+        length = max_length if max_length > 0 else max(0, past + max_length)
+        if length >= past:
             return
-        behind = [layer for layer, store in self.stores.items() if store.dropped]
-        if behind:
+        self.check_sound()
+        behind = next((layer for layer, store in self.stores.items() if store.start), None)
+        if behind is not None:
             raise LongspanError(
-                f"layer {behind[0]} has a sliding window, and does not hold what lies before it any more: the cache of "
-                f"{self.places.length} tokens cannot be cropped to {length}"
+                f"layer {behind} has a sliding window and holds the tokens from {self.stores[behind].start} on alone: "
+                f"the cache of {past} tokens cannot be cropped to {length}; make a new one for the first {length}"
             )
         self.places.crop(length)
         for store in self.stores.values():
