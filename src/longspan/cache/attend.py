@@ -10,7 +10,8 @@ one all-gather of the partial outputs gives every rank all of them.
 
 Per rank and layer a chunk of C tokens on u x r ranks sends, beside the exchange of Ulysses on the C / r tokens of a
 block, C / r * Hq / u * (r - 1) heads of q, and as many of the output, in fp32 and with their log-sum-exp; a few tokens
-that all compute Hq / u * (r u - 1) such heads of output each.
+that all compute Hq / u * (r u - 1) such heads of output each, without a ring as they are, not in fp32. The planner has
+the bytes (`longspan.plan.layers.exchange`).
 
 Shape suffixes: B batch, L my tokens of a chunk, S tokens of a block of it, N new tokens, T tokens that I hold, H query
 heads, K KV heads, D head_dim; lower-case h, k: those of this rank.
@@ -146,12 +147,13 @@ def attend(
     q_BShD, k_BSkD, v_BSkD = _to_heads(step, prepared, q, k, v)
     rows = [slice(*run) for run in step.owned]
     k_new, v_new = (_rows(x, rows).transpose(1, 2) for x in (k_BSkD, v_BSkD))
+    store.heads, store.mine = (q.shape[2], k.shape[2]), (mine.kv_start, mine.kv_stop)
     store.append(k_new, v_new)
     del k_new, v_new, k_BSkD, v_BSkD
     partial = _attended(step, prepared, store, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
     store.keep_from(kept_from, step.places.count(step.sp.ring_rank, kept_from))
-    out = _home(step, prepared, partial, scores) if step.cut else _everywhere(step, prepared, partial, scores)
-    return out.to(q.dtype), prepared.choice
+    out = (_home if step.cut else _everywhere)(step, prepared, partial, scores, q.dtype)
+    return out, prepared.choice
 
 
 def kept_from(length: int, window: int | None, chunk: int | None) -> int:
@@ -283,7 +285,7 @@ def _all_blocks(step: Step, q_BShD: Tensor) -> Tensor:
 # Partial outputs added up.
 
 
-def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores) -> Tensor:
+def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
     """My tokens' output, `[B, L, H, Dv]`."""
     sp, mine = step.sp, prepared.mine
     parts = partial[None]
@@ -296,18 +298,20 @@ def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores) -> T
         parts = torch.empty_like(send)
         if send.numel():
             dist.all_to_all_single(parts.view(-1), send.view(-1), group=sp.ring_group)
-    out = _merged(parts, scores.of_heads(mine.q_start, mine.q_stop)).transpose(1, 2)
+    out = _merged(parts, scores.of_heads(mine.q_start, mine.q_stop)).to(dtype).transpose(1, 2)
     if sp.ulysses_size == 1:
         return out
     assert sp.ulysses_group is not None
     return gather_heads(out, prepared.shards, sp.ulysses_group)
 
 
-def _everywhere(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores) -> Tensor:
+def _everywhere(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
     """All heads' output of all new tokens, on every rank: `[B, N, H, Dv]`."""
-    sp, shards = step.sp, prepared.shards
+    sp, shards, mine = step.sp, prepared.shards, prepared.mine
+    if sp.ring_size == 1:  # nothing to add up over ranks, so what travels is the output alone
+        partial = _merged(partial[None], scores.of_heads(mine.q_start, mine.q_stop)).to(dtype)
     if sp.size == 1:
-        return _merged(partial[None], scores).transpose(1, 2)
+        return partial.transpose(1, 2)
     B, _, N, width = partial.shape
     most = max(shard.q_heads for shard in shards)
     send = partial.new_zeros(B, most, N, width)
@@ -315,12 +319,11 @@ def _everywhere(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores
     assert sp.group is not None
     every = send.new_empty(sp.ring_size, sp.ulysses_size, *send.shape)
     gather_into(every.view(-1), send.view(-1), group=sp.group)
-    outs = [
-        _merged(every[:, u, :, : shard.q_heads], scores.of_heads(shard.q_start, shard.q_stop))
-        for u, shard in enumerate(shards)
-        if shard.q_heads
-    ]
-    return torch.cat(outs, 1).transpose(1, 2)
+    outs = [every[:, u, :, : shard.q_heads] for u, shard in enumerate(shards)]
+    if sp.ring_size == 1:
+        return torch.cat([out[0] for out in outs], 1).transpose(1, 2)
+    whole = torch.cat(outs, 2)  # of all heads, in order
+    return _merged(whole, scores).to(dtype).transpose(1, 2)
 
 
 def _merged(parts_RBhNW: Tensor, scores: Scores) -> Tensor:

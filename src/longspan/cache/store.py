@@ -30,11 +30,14 @@ class Store:
     Attributes:
         start: the first token of the sequence that is held, here or on another rank of the ring: alike on all.
         count: tokens that are held here.
+        heads: query heads and KV heads of the layer, on all ranks together.
+        mine: KV heads [start, stop) that are held here.
     """
 
     def __init__(self, room: int = 0, codec: Codec = PLAIN) -> None:
         self.room, self.codec = room, codec
         self.start = self.count = 0
+        self.heads, self.mine = (0, 0), (0, 0)
         self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, room, width]
         self._at = 0  # where the first token lies in them
 
@@ -72,6 +75,13 @@ class Store:
             self._parts[i] = _empty(x, room)
             self._parts[i][:, :, : self.count] = x[:, :, self._at : self._at + self.count]
         self._at = 0
+
+    def fill(self, parts: list[Tensor], start: int) -> None:
+        """Hold what was written elsewhere: the parts of the keys, then those of the values, from token `start` on."""
+        self.count, self.start, self._at = parts[0].shape[2], start, 0
+        self._parts = parts
+        if self.room > self.count:
+            self._move(self.room)
 
     def keep_from(self, start: int, count: int) -> None:
         """Let go of the tokens before `start`.

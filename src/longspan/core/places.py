@@ -2,7 +2,8 @@
 
 The layout of a batch (`Layout`) moves every token when the length changes. In a cache no token moves: a chunk of a
 prompt is dealt to the ring by the layout of that chunk (zigzag: as many pairs of a query and a key for each rank,
-within the chunk as before it), and what is generated goes in short runs to whichever rank holds the fewest tokens.
+within the chunk as before it), a few tokens at once in equal runs, and what is generated goes in short runs to
+whichever rank holds the fewest tokens.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Places:
         cut = is_cut(layout, tokens)
         if cut:
             self.deal([layout.block_spans(tokens, rank) for rank in range(layout.ring)], tokens)
+        elif tokens > 1:
+            self.spread(tokens)
         else:
-            self.grow(tokens)
+            self.grow(1)
         return cut
 
     def deal(self, blocks: Sequence[Sequence[Span]], tokens: int) -> None:
@@ -78,12 +81,23 @@ class Places:
         self.length += tokens
         self._left = 0
 
+    def spread(self, tokens: int) -> None:
+        """Append so many tokens of one forward, which every rank has computed, in a run for each rank."""
+        each = -(-tokens // len(self.runs))
+        while tokens:
+            self._owner, self._left = self._emptiest(), min(each, tokens)
+            tokens -= self._left
+            self.grow(self._left)
+
+    def _emptiest(self) -> int:
+        counts = [self.count(rank) for rank in range(len(self.runs))]
+        return counts.index(min(counts))
+
     def grow(self, tokens: int) -> None:
-        """Append so many tokens that every rank has computed, in runs."""
+        """Append so many tokens, one by one, that every rank has computed, in runs."""
         while tokens:
             if not self._left:
-                counts = [self.count(rank) for rank in range(len(self.runs))]
-                self._owner, self._left = counts.index(min(counts)), RUN
+                self._owner, self._left = self._emptiest(), RUN
             taken = min(tokens, self._left)
             _append(self.runs[self._owner], (self.length, self.length + taken))
             self.length, self._left, tokens = self.length + taken, self._left - taken, tokens - taken

@@ -7,7 +7,10 @@ transformers it is a `Cache`: it counts all tokens, and can be kept from one cal
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +19,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from longspan.attn.segments import padding_segments
+from longspan.cache import folder as files
 from longspan.cache.attend import Step, begin
 from longspan.cache.codec import codec_of
 from longspan.cache.store import Store
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
+from longspan.core.heads import split_heads
 from longspan.core.places import RUN, Places
 from longspan.hf.batch import SequenceInfo
 
@@ -95,6 +100,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"longspan.parallelize returned"
             )
         super().__init__(layers=[])
+        self.config = hooks.config
         self.sp: SequenceSharding = hooks.sp
         self.places = Places(self.sp.ring_size)
         self.codec = codec_of(dtype)
@@ -292,6 +298,91 @@ class ShardedCache(Cache):  # type: ignore[misc]
         rows = torch.arange(max(0, self.batch_size)).repeat_interleave(repeats)
         self.reorder_cache(rows)
 
+    # --- on a disk
+
+    def save(self, folder: str | Path) -> None:
+        """Write it to a folder, a file per rank; collective in the sequence group. `load` reads it on any mesh.
+
+        Args:
+            folder: new or empty, or of a cache, which is replaced when this one is whole; seen by all ranks, and of
+                each replica its own.
+
+        Raises:
+            LongspanError: on every rank: for a cache that is empty or broke off, a folder that holds something else,
+                or a disk's error.
+        """
+        path, rank, group = Path(folder), self.sp.rank, self.sp.group
+
+        def begin_writing() -> None:
+            self.check_sound()
+            if not self.is_initialized:
+                raise LongspanError("the cache holds no tokens; save it after a forward")
+            if rank == 0:
+                files.check_target(path)
+                shutil.rmtree(files.partial(path), ignore_errors=True)
+                files.partial(path).mkdir(parents=True)
+
+        def write() -> files.Part:
+            tensors = {f"{i}.{n}": x for i, store in self.stores.items() for n, x in enumerate(store.held)}
+            written = files.write_part(path, rank, tensors)
+            heads = {str(i): store.mine for i, store in self.stores.items()}
+            return files.Part(*written, tuple(self.places.runs[self.sp.ring_rank]), heads)
+
+        def end() -> None:
+            if rank == 0:
+                layers = {str(i): {"heads": store.heads, "start": store.start} for i, store in self.stores.items()}
+                index = {"length": self.places.length, "rows": self.batch_size, "dtype": self.codec.name}
+                files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
+
+        files.together(group, begin_writing)
+        parts = files.together(group, write)
+        files.together(group, end)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Any, room: int = 0) -> ShardedCache:
+        """A cache that was saved, on this model's mesh; collective in the sequence group.
+
+        Args:
+            folder: where `save` wrote it.
+            model: with the config, and the weights, of the one that it was saved of. Weights are not compared.
+            room: as for a new cache.
+
+        Raises:
+            LongspanError: on every rank: for files that are missing or damaged, or a model of another config, naming
+                what differs.
+        """
+        path, empty = Path(folder), cls(model)
+        sp = empty.sp
+
+        def check() -> tuple[dict[str, Any], list[files.Part]]:
+            index, parts = files.read_index(path)
+            mine, saved = _facts(empty.config), index["model"]
+            differ = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
+            if differ:
+                shown = ", ".join(f"{key}: {saved.get(key)} there, {mine.get(key)} here" for key in differ[:5])
+                raise LongspanError(f"{path} is the cache of another model: {shown}")
+            for part in parts[sp.rank :: sp.size]:
+                files.check_file(path, part)
+            return index, parts
+
+        index, parts = files.together(sp.group, check)[sp.rank]
+        cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"])
+        cache.places.add(sp.layout, index["length"])
+
+        def read() -> None:
+            names = [str(n) for n in range(4 if cache.codec.name != "exact" else 2)]
+            for layer, facts in index["layers"].items():
+                store, (q_heads, kv_heads) = cache.store(int(layer), room or None), facts["heads"]
+                shards = split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+                mine = shards[sp.ulysses_rank]
+                store.heads, store.mine = (q_heads, kv_heads), (mine.kv_start, mine.kv_stop)
+                runs = tuple(cache.places.runs[sp.ring_rank])
+                tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, store.mine)
+                store.fill([x.to(sp.device) for x in tensors], facts["start"])
+
+        files.together(sp.group, read)
+        return cache
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that this rank holds."""
@@ -321,6 +412,13 @@ def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor
     assert sp.group is not None
     dist.broadcast(found, group=sp.group, group_src=owner)
     return found
+
+
+def _facts(config: Any) -> dict[str, str]:
+    """What a model must have in common with that of a saved cache."""
+    apart = {"_name_or_path", "transformers_version", "architectures", "use_cache"}
+    found = config.get_text_config().to_dict()
+    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in found.items() if key not in apart}
 
 
 def _refuse(batch: Mapping[str, Any]) -> None:
