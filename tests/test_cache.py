@@ -17,9 +17,9 @@ from longspan.plan import Job, Mesh
 from longspan.plan.layers import exchange
 from longspan.plan.models import shape_from_config
 from tests.counting import count_sent
+from tests.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
 from tests.models import build, sharding
 from tests.pool import RankError, RankPool
-from tests.test_generate import CHANGES, NEW, PROMPT, _check, _generate, _parallelized, _plain, _prompt
 
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -51,12 +51,12 @@ def _as_planned() -> None:
             cache = longspan.ShardedCache(model)
             chunk = 32
             with torch.no_grad(), count_sent() as sent:
-                ids = _prompt(2, PROMPT)["input_ids"]
+                ids = prompt(2, PROMPT)["input_ids"]
                 model(input_ids=ids[:, :chunk], past_key_values=cache, logits_to_keep=1)
             assert _of_layers(sent) == _planned(shape, job, mesh, chunk, sp), (name, ring)
             with torch.no_grad():
                 model(input_ids=ids[:, chunk:], past_key_values=cache, logits_to_keep=1)
-            tokens = 70 if name == "Llama" and ring == 2 else 3
+            tokens = 66 if name == "Llama" and ring == 2 else 3
             for _ in range(tokens):
                 with torch.no_grad(), count_sent() as sent:
                     model(input_ids=ids[:, :1], past_key_values=cache)
@@ -138,27 +138,27 @@ def test_a_store_grows_by_an_eighth_and_gives_back_what_a_window_leaves() -> Non
 
 def _coded(expected: tuple[Tensor, Tensor], limits: dict[str, float]) -> None:
     for ring in (1, 2):
-        model, _ = _parallelized("Llama", ring, False)
+        model, _ = parallelized("Llama", ring, False)
         exact = longspan.ShardedCache(model, room=PROMPT + NEW)
-        _generate(model, {**_prompt(), "past_key_values": exact})
+        generated(model, {**prompt(), "past_key_values": exact})
         for code, limit in limits.items():
             cache = longspan.ShardedCache(model, dtype=code)
-            logits = _generate(model, {**_prompt(), "past_key_values": cache})[1]
+            logits = generated(model, {**prompt(), "past_key_values": cache})[1]
             error = float((logits - expected[1]).norm() / expected[1].norm())
             assert limit / 100 < error < limit, (code, error)
             assert cache.nbytes == exact.nbytes * (8 + 4) // (4 * 8)  # head_dim 8 in fp32
 
 
 def test_codes_on_a_model(pool2: RankPool) -> None:
-    pool2.run(_coded, _plain("Llama"), {"int8": 0.01, "fp8": 0.05})
+    pool2.run(_coded, plain("Llama"), {"int8": 0.01, "fp8": 0.05})
 
 
 def _saved(folder: Path, first: Tensor, name: str, code: str) -> None:
-    model, _ = _parallelized(name, 2, False)
+    model, _ = parallelized(name, 2, False)
     cache = longspan.ShardedCache(model, dtype=code)
     for _ in range(2):  # the second replaces the first
         if cache.get_seq_length() == 0:
-            _generate(model, {**_prompt(), "past_key_values": cache})
+            generated(model, {**prompt(), "past_key_values": cache})
         cache.save(folder)
 
 
@@ -166,18 +166,18 @@ def _loaded(folder: Path, name: str, second: Tensor, expected: Any, rings: list[
     """A second turn with a cache of another mesh."""
     found = []
     for ring in rings:
-        model, _ = _parallelized(name, ring, False)
+        model, _ = parallelized(name, ring, False)
         cache = longspan.ShardedCache.load(folder, model)
         assert cache.get_seq_length() == PROMPT + NEW - 1
-        out = _generate(model, {"input_ids": second, "past_key_values": cache})
+        out = generated(model, {"input_ids": second, "past_key_values": cache})
         if expected is not None:
-            _check(out, expected)
+            check_generated(out, expected)
         found.append(out)
     return found
 
 
 def _not_loaded(folder: Path, name: str) -> str:
-    model, _ = _parallelized(name, 1, False)
+    model, _ = parallelized(name, 1, False)
     with pytest.raises(longspan.LongspanError) as error:
         longspan.ShardedCache.load(folder, model)
     return str(error.value)
@@ -185,17 +185,17 @@ def _not_loaded(folder: Path, name: str) -> str:
 
 @pytest.mark.parametrize(("name", "code"), [("Llama", "exact"), ("Gemma3Text", "exact"), ("Llama", "fp8")])
 def test_a_saved_cache_goes_on_on_another_mesh(get_pool: Any, tmp_path: Path, name: str, code: str) -> None:
-    folder, more = tmp_path / "cache", _prompt(n=9, seed=8)["input_ids"]
-    first = _plain(name)[0]
+    folder, more = tmp_path / "cache", prompt(n=9, seed=8)["input_ids"]
+    first = plain(name)[0]
     second = torch.cat([first, more], 1)
-    expected = _generate(build(name).eval(), {"input_ids": second}) if code == "exact" else None
+    expected = generated(build(name).eval(), {"input_ids": second}) if code == "exact" else None
     get_pool(4).run(_saved, folder, first, name, code)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
     assert len(list(folder.glob("part-*"))) == 4
     runs = get_pool(2).run(_loaded, folder, name, second, expected, [1, 2])
     runs += get_pool(4).run(_loaded, folder, name, second, expected, [2, 4])
     for out in (out for run in runs for out in run):
-        _check(out, runs[0][0])  # of a code too, whose bytes are read as they were written
+        check_generated(out, runs[0][0])  # of a code too, whose bytes are read as they were written
 
 
 def test_a_cache_that_is_not_whole_is_refused(pool2: RankPool, tmp_path: Path) -> None:
