@@ -2,76 +2,201 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 import longspan
-from tests.models import build, sharding
+from longspan.core.layout import Layout
+from longspan.core.places import Places, tokens_held
+from tests.generating import FAMILY, NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt
+from tests.models import sharding
 from tests.pool import RankPool
 
-PROMPT, NEW = 37, 8
-GENERATED = ["Llama", "Qwen3", "Mistral", "Gemma3Text", "GptOss", "GPT2", "Llama4Text", "Mixtral"]
-
-
-def _prompt(rows: int = 1, n: int = PROMPT, padded: bool = False) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, 61, (rows, n), generator=g)
-    mask = torch.ones_like(ids)
-    if padded:
-        for row in range(rows):
-            mask[row, : 5 * row] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def _generate(model: Any, inputs: dict[str, Tensor], **more: Any) -> tuple[Tensor, Tensor]:
-    """Ids, and the logits of every new token."""
-    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
-    out = model.generate(
-        **inputs, generation_config=GenerationConfig(**options, return_dict_in_generate=True, output_logits=True)
-    )
-    return out.sequences, torch.stack(out.logits, 1)
-
-
-@functools.cache
-def _plain(family: str, rows: int = 1, padded: bool = False, sampled: bool = False) -> tuple[Tensor, Tensor]:
-    model = build(family).eval()
-    torch.manual_seed(3)
-    return _generate(model, _prompt(rows, padded=padded), **(SAMPLED if sampled else {}))
-
-
+GENERATED = ["Llama", "Qwen3", "Mistral", "Gemma3Text", "GptOss", "GPT2", "Llama4Text", "Mixtral", "DeepseekV3"]
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+BEAMS: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
 
 
-def _check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5 * float(expected[1].abs().max()))
+def _on_meshes(name: str, meshes: list[tuple[int, bool]], cases: list[tuple[dict[str, Any], Any, Any]]) -> None:
+    for ring, fsdp in meshes:
+        model, sp = parallelized(name, ring, fsdp)
+        for options, inputs, expected in cases:
+            if name == "dynamic":  # transformers' frequencies are those of the longest sequence that it has seen
+                model, sp = parallelized(name, ring, fsdp)
+            torch.manual_seed(3 if sp.rank == 0 else 4)
+            check_generated(generated(model, inputs, **options), expected)
 
 
-def _on_meshes(family: str, meshes: list[tuple[int, bool]], cases: list[tuple[dict[str, Any], Any, Any]]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of ranks without heads
-        for ring, fsdp in meshes:
-            sp = sharding(ring=ring)
-            model = longspan.parallelize(build(family).eval(), sp, fsdp=fsdp)
-            for options, inputs, expected in cases:
-                torch.manual_seed(3 if sp.rank == 0 else 4)
-                _check(_generate(model, inputs, **options), expected)
-
-
-def _cases(family: str) -> list[tuple[dict[str, Any], Any, Any]]:
+def _cases(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
     return [
-        ({}, _prompt(), _plain(family)),
-        ({"prefill_chunk_size": 11}, _prompt(), _plain(family)),
-        ({}, _prompt(3, padded=True), _plain(family, 3, True)),
+        ({}, prompt(), plain(name)),
+        ({"prefill_chunk_size": 11}, prompt(), plain(name)),
+        ({}, prompt(3, padded=True), plain(name, 3, True)),
     ]
 
 
-@pytest.mark.parametrize("family", GENERATED)
-def test_greedy_on_4_ranks(pool4: RankPool, family: str) -> None:
-    pool4.run(_on_meshes, family, [(1, True), (2, False), (4, False)], _cases(family))
+@pytest.mark.parametrize("name", [*GENERATED, *FAMILY])
+def test_greedy_on_4_ranks(pool4: RankPool, name: str) -> None:
+    pool4.run(_on_meshes, name, [(1, True), (2, False), (4, False)], _cases(name))
+
+
+def _ways(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
+    """Sampling, beams, an end of sequence that stops some rows early."""
+    ends = int(plain(name, 3, True)[0][0, PROMPT + 2])
+    stopped = {"eos_token_id": ends}
+    return [
+        (options, prompt(3, padded=True), plain(name, 3, True, tuple(options.items())))
+        for options in (SAMPLED, BEAMS, stopped)
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "meshes"), [(1, [(1, False)]), (2, [(2, True)]), (8, [(2, False), (8, True)])])
+def test_ways_of_generating_on_more_meshes(get_pool: Any, ranks: int, meshes: list[tuple[int, bool]]) -> None:
+    for name in ("Llama", "Gemma3Text") if ranks == 8 else ("Llama", "GptOss"):
+        cases = _cases(name)[1:] + (_ways(name) if name == "Llama" else [])
+        get_pool(ranks).run(_on_meshes, name, meshes, cases)
+
+
+class _Kept(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[Tensor] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens.append(value)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def _turns(expected: list[tuple[Tensor, Tensor]], more: Tensor) -> None:
+    """A cache kept for a second turn, cropped to the middle of the first, and gone on with; on three meshes."""
+    for ring in (1, 2, 4):
+        model, _ = parallelized("Llama", ring, False)
+        cache, kept = longspan.ShardedCache(model), _Kept()
+        first = generated(model, {**prompt(), "past_key_values": cache}, kept)
+        check_generated(first, expected[0])
+        assert kept.ended and torch.equal(torch.cat([x.view(-1) for x in kept.tokens]), first[0][0])
+        assert cache.get_seq_length() == PROMPT + NEW - 1 and cache.is_croppable
+        second = torch.cat([first[0], more], 1)
+        check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected[1])
+        cache.crop(0)
+        assert cache.get_seq_length() == PROMPT + 2 * NEW + more.shape[1] - 1
+        cache.crop(-30)
+        cache.crop(20)
+        assert cache.get_seq_length() == 20
+        check_generated(generated(model, {**prompt(), "past_key_values": cache}), expected[0])
+
+
+def test_turns_of_a_conversation(pool4: RankPool) -> None:
+    more = prompt(n=9, seed=8)["input_ids"]
+    first = plain("Llama")
+    second = generated(made("Llama"), {"input_ids": torch.cat([first[0], more], 1)})
+    pool4.run(_turns, [first, second], more)
+
+
+def _replicas(fsdp: bool, prompts: list[Any], expected: list[Any]) -> str:
+    """Two replicas with prompts of other lengths, of which one ends early."""
+    model, sp = parallelized("Llama", 1, fsdp, data=2)
+    mine = sp.data_rank
+    new = (NEW, 3)[mine]
+    for chunk in (None, 16):
+        check_generated(generated(model, prompts[mine], max_new_tokens=new, prefill_chunk_size=chunk), expected[mine])
+    short = {"input_ids": torch.full((1, (PROMPT, 2)[mine]), 5)}
+    with pytest.raises(longspan.LongspanError) as error:
+        generated(model, short, prefill_chunk_size=8)
+    return str(error.value)
+
+
+def test_replicas_with_prompts_of_their_own(pool4: RankPool) -> None:
+    prompts = [prompt(), prompt(n=21, seed=9)]
+    model = made("Llama")
+    expected = [generated(model, p, max_new_tokens=new) for p, new in zip(prompts, (NEW, 3), strict=True)]
+    for fsdp in (True, False):
+        said = set(pool4.run(_replicas, fsdp, prompts, expected))
+        assert said == {
+            "the replicas' prompts come in 5 chunks, since one of them has 37 tokens, and 2 tokens (rank 2) are not "
+            "cut into so many; give the replicas prompts of about one length, or a larger prefill_chunk_size"
+        }
+
+
+def _refusals() -> list[str]:
+    """What every rank is told."""
+    model, sp = parallelized("Llama", 2, False)
+    other = longspan.ShardedCache(model)
+    ids = prompt()["input_ids"]
+    said = []
+
+    def refused(**batch: Any) -> None:
+        with torch.no_grad(), pytest.raises(longspan.LongspanError) as error:
+            model(**batch)
+        said.append(str(error.value))
+
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=other)
+        if sp.rank == 3:
+            other.crop(-5)
+    refused(input_ids=ids[:, :1], past_key_values=other)
+    cache = longspan.ShardedCache(model)
+    refused(input_ids=(ids + (sp.rank == 1)) % 61, past_key_values=cache)
+    layer = model.model.layers[1]
+    hook = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        model(input_ids=ids, past_key_values=cache)
+    hook.remove()
+    with torch.no_grad():
+        model(input_ids=ids)  # another forward does not make it whole
+    refused(input_ids=ids[:, :1], past_key_values=cache)
+    refused(input_ids=ids[:, :0], past_key_values=longspan.ShardedCache(model))
+    return said
+
+
+def test_caches_that_differ_or_broke_off_are_refused(pool4: RankPool) -> None:
+    lengths, prompts, broken, nothing = zip(*pool4.run(_refusals), strict=True)
+    assert len(set(lengths)) == len(set(prompts)) == 1
+    assert "a cache of 37 tokens in 1 rows' on ranks 0, 1, 2" in lengths[0] and "of 32 tokens" in lengths[0]
+    assert "ranks 1 were given another one than ranks 0, 2, 3" in prompts[0]
+    assert all("it broke off behind 0 tokens" in text for text in broken)
+    assert all("there is no new token behind the 0" in text for text in nothing)
+
+
+def _with_adapters(inputs: Any, expected: Any) -> None:
+    model, _ = _adapted(), None
+    model = longspan.parallelize(model, sharding(ring=2), fsdp=False)
+    check_generated(generated(model, inputs), expected)
+
+
+def _adapted() -> Any:
+    import peft
+
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(made("Llama"), config).eval()
+
+
+def test_adapters(pool2: RankPool) -> None:
+    expected = generated(_adapted(), prompt())
+    assert not torch.equal(expected[1], plain("Llama")[1])
+    pool2.run(_with_adapters, prompt(), expected)
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "kind"), [(2, 2, "zigzag"), (3, 1, "contiguous"), (1, 4, "contiguous")])
+def test_what_a_rank_holds_in_closed_form(ring: int, ulysses: int, kind: str) -> None:
+    """Against placing every token, for prompts of few and many chunks and starts in all parts of them."""
+    layout = Layout(ring, ulysses, kind)
+    for chunk in (11, 24, 48, 96):
+        for tokens in (1, 7, 48, 150, 203, 480):
+            for more in (0, 5, 70, 300):
+                places, rest = Places(ring), tokens
+                while rest:
+                    places.add(layout, min(chunk, rest))
+                    rest -= min(chunk, rest)
+                for _ in range(more):
+                    places.grow(1)
+                for start in (0, 3, tokens // 2, tokens - 1, tokens, tokens + more // 2):
+                    counted = tuple(places.count(rank, start) for rank in range(ring))
+                    assert tokens_held(layout, tokens, more, start, chunk) == counted

@@ -131,9 +131,12 @@ def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh
     assume(mesh.weights > 1)
     larger = replace(mesh, **{axis: 2 * getattr(mesh, axis)})
     fewer, more = planned(model, job, mesh), planned(model, job, larger)
-    assert more.memory_total_bytes <= fewer.memory_total_bytes
+    # A ring's first block is full, and as long as the padding makes it: a token more for each rank that shares it.
+    padding = 4 * job.batch * larger.ulysses * sum(layer.kv_elements_per_token for layer in model.layers)
+    padding = 0 if job.mode == "train" else padding
+    assert more.memory_total_bytes <= fewer.memory_total_bytes + padding
     for name in ("weights", "optimizer", "kv_cache"):
-        assert more.memory_bytes[name] <= fewer.memory_bytes[name], name
+        assert more.memory_bytes[name] <= fewer.memory_bytes[name] + (padding if name == "kv_cache" else 0), name
 
 
 @pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
@@ -193,9 +196,11 @@ def test_a_window_costs_its_window() -> None:
     for layout, messages in (("contiguous", 1), ("zigzag", 2)):
         plan = cost(model, replace(job, layout=layout), Mesh(ring=8), A100)  # type: ignore[arg-type]
         assert [c.count for c in plan.comm if c.axis == "ring"] == [messages * len(model.layers)]
-    assert (
-        plan.memory_bytes["kv_cache"] < cost(model, replace(job, context=8192), Mesh(), A100).memory_bytes["kv_cache"]
-    )
+    one = cost(model, replace(job, context=8192), Mesh(), A100).memory_bytes["kv_cache"]
+    # The last 4,096 tokens of a prompt lie on one rank of a zigzag ring.
+    assert plan.memory_bytes["kv_cache"] == one == cost(model, job, Mesh(ring=4), A100).memory_bytes["kv_cache"]
+    spread = replace(job, layout="contiguous", context=1 << 14)
+    assert cost(model, spread, Mesh(ring=8), A100).memory_bytes["kv_cache"] < one
 
 
 # ---- Which mesh.

@@ -221,10 +221,11 @@ def test_matrices_are_what_is_not_a_norm_a_bias_or_a_sink() -> None:
     assert layer.mixer == Softmax(64, 8, 64, 64, Window(128), sinks=True)
 
 
-def test_latent_attention_caches_the_latent_vector() -> None:
+def test_latent_attention_caches_keys_and_values() -> None:
+    """As transformers does: not the vector of 576 elements that they are made of."""
     layer = read_model("deepseek-v3").layers[0]
     assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64)
-    assert layer.kv_elements_per_token == 512 + 64
+    assert layer.kv_elements_per_token == 128 * (192 + 128)
 
 
 def test_linear_layers_have_a_state_and_no_cache() -> None:

@@ -10,7 +10,8 @@ one all-gather of the partial outputs gives every rank all of them.
 
 Per rank and layer a chunk of C tokens on u x r ranks sends, beside the exchange of Ulysses on the C / r tokens of a
 block, C / r * Hq / u * (r - 1) heads of q, and as many of the output, in fp32 and with their log-sum-exp; a few tokens
-that all compute Hq / u * (r u - 1) such heads of output each.
+that all compute Hq / u * (r u - 1) such heads of output each, without a ring as they are, not in fp32. The planner has
+the bytes (`longspan.plan.layers.exchange`).
 
 Shape suffixes: B batch, L my tokens of a chunk, S tokens of a block of it, N new tokens, T tokens that I hold, H query
 heads, K KV heads, D head_dim; lower-case h, k: those of this rank.
@@ -89,24 +90,21 @@ class _Prepared:
     choice: Choice
 
 
-def begin(sp: SequenceSharding, places: Places, new: int, *, cut: bool) -> Step:
+def begin(sp: SequenceSharding, places: Places, new: int) -> Step:
     """Append new tokens to `places`, and say where they are.
 
     Args:
         sp: the sharding.
         places: of the tokens so far; they grow.
         new: tokens.
-        cut: whether they are cut over the ranks.
     """
-    rank, past = sp.ring_rank, places.length
+    rank, past, layout = sp.ring_rank, places.length, sp.layout
+    cut = places.add(layout, new)
     if cut:
-        layout = sp.layout
-        places.deal([layout.block_spans(new, r) for r in range(sp.ring_size)], new)
         starts = accumulate((b - a for a, b in layout.block(new, rank)), initial=0)
         runs = zip(starts, layout.block(new, rank), strict=False)
         owned = tuple((at, at + min(b, new) - a) for at, (a, b) in runs if a < new)
     else:
-        places.grow(new)
         owned = tuple((a - past, b - past) for a, b in places.held(rank, past))
     return Step(sp, places, new, cut, owned)
 
@@ -120,18 +118,20 @@ def attend(
     mask: Mask,
     scores: Scores,
     kernel: AnyKernel = "auto",
+    kept_from: int = 0,
 ) -> tuple[Tensor, Choice]:
     """Store the new tokens' keys and values, and attend to all that are held anywhere.
 
     Args:
         step: the forward.
-        store: this layer's; what its window has left behind is dropped.
+        store: this layer's; what no later token will see is dropped.
         q: new tokens' queries `[B, L, H, D]`: of my tokens where they are cut, else of all.
         k: their keys `[B, L, K, D]`.
         v: their values `[B, L, K, Dv]`.
         mask: of the layer, over the whole sequence; its `q_start` is that of the new tokens.
         scores: of all heads.
         kernel: as for `longspan.attention`, one that gives log-sum-exps.
+        kept_from: the first token that later ones will see (`kept_from`).
 
     Returns:
         The output of the same tokens, `[B, L, H, Dv]`, exactly, and which kernel it was.
@@ -140,37 +140,41 @@ def attend(
         LongspanError: for a kernel that gives no log-sum-exp.
     """
     v_dim = v.shape[3]
-    prepared = step.kernels.get(key := (mask, scores.kind, q.shape, k.shape, v_dim))
+    prepared = step.kernels.get(key := (mask, scores.kind, q.shape, k.shape, v_dim, store.start))
     if prepared is None:
-        prepared = step.kernels[key] = _prepare(step, mask, scores, q, k, v, kernel)
+        prepared = step.kernels[key] = _prepare(step, mask, scores, q, k, v, store.start, kernel)
     mine = prepared.mine
     q_BShD, k_BSkD, v_BSkD = _to_heads(step, prepared, q, k, v)
     rows = [slice(*run) for run in step.owned]
     k_new, v_new = (_rows(x, rows).transpose(1, 2) for x in (k_BSkD, v_BSkD))
+    store.heads, store.mine = (q.shape[2], k.shape[2]), (mine.kv_start, mine.kv_stop)
     store.append(k_new, v_new)
     del k_new, v_new, k_BSkD, v_BSkD
     partial = _attended(step, prepared, store, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
-    _leave_behind(step, store, mask)
-    out = _home(step, prepared, partial, scores) if step.cut else _everywhere(step, prepared, partial, scores)
-    return out.to(q.dtype), prepared.choice
+    store.keep_from(kept_from, step.places.count(step.sp.ring_rank, kept_from))
+    out = (_home if step.cut else _everywhere)(step, prepared, partial, scores, q.dtype)
+    return out, prepared.choice
 
 
-def first_seen(mask: Mask, length: int) -> int:
-    """The first token that a token at `length`, the next, will see: what lies before it need not be held."""
-    return 0 if mask.window is None else max(0, length - mask.window + 1)
+def kept_from(length: int, window: int | None, chunk: int | None) -> int:
+    """The first token that the next one, at `length`, will see: what lies before it need not be held.
 
-
-def _leave_behind(step: Step, store: Store, mask: Mask) -> None:
-    keep = step.places.count(step.sp.ring_rank, first_seen(mask, step.places.length))
-    if store.count > keep:
-        store.drop_first(store.count - keep)
+    Args:
+        length: tokens so far.
+        window: of the layer.
+        chunk: of the layer, which counts from token 0.
+    """
+    first = 0 if window is None else max(0, length - window + 1)
+    return first if chunk is None else max(first, length // chunk * chunk)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Prepared once in a forward for all layers of a kind.
 
 
-def _prepare(step: Step, mask: Mask, scores: Scores, q: Tensor, k: Tensor, v: Tensor, kernel: AnyKernel) -> _Prepared:
+def _prepare(
+    step: Step, mask: Mask, scores: Scores, q: Tensor, k: Tensor, v: Tensor, start: int, kernel: AnyKernel
+) -> _Prepared:
     sp = step.sp
     shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     mine = shards[sp.ulysses_rank]
@@ -185,7 +189,7 @@ def _prepare(step: Step, mask: Mask, scores: Scores, q: Tensor, k: Tensor, v: Te
         )
     index = None if mine.kv_head_index is None else torch.tensor(mine.kv_head_index, device=q.device)
     block = None
-    keys = step.places.held(sp.ring_rank, first_seen(mask, step.past))
+    keys = step.places.held(sp.ring_rank, start)
     if keys and mine.q_heads:
         made = _blocks(step, mask, scores.kind, mine, q, keys, dims)
         block = found.prepare(made)[0]
@@ -250,7 +254,7 @@ def _attended(step: Step, prepared: _Prepared, store: Store, q_BShD: Tensor, sco
         partial[..., :v_dim] = 0
         partial[..., v_dim] = -torch.inf
         return partial
-    k, v = store.held
+    k, v = store.read(q_BShD.dtype)
     if prepared.index is not None:
         k, v = (x.index_select(1, prepared.index) for x in (k, v))
     out, lse = prepared.kernel.forward(q_BhND, k, v, prepared.block, scores)
@@ -281,7 +285,7 @@ def _all_blocks(step: Step, q_BShD: Tensor) -> Tensor:
 # Partial outputs added up.
 
 
-def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores) -> Tensor:
+def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
     """My tokens' output, `[B, L, H, Dv]`."""
     sp, mine = step.sp, prepared.mine
     parts = partial[None]
@@ -294,18 +298,20 @@ def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores) -> T
         parts = torch.empty_like(send)
         if send.numel():
             dist.all_to_all_single(parts.view(-1), send.view(-1), group=sp.ring_group)
-    out = _merged(parts, scores.of_heads(mine.q_start, mine.q_stop)).transpose(1, 2)
+    out = _merged(parts, scores.of_heads(mine.q_start, mine.q_stop)).to(dtype).transpose(1, 2)
     if sp.ulysses_size == 1:
         return out
     assert sp.ulysses_group is not None
     return gather_heads(out, prepared.shards, sp.ulysses_group)
 
 
-def _everywhere(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores) -> Tensor:
+def _everywhere(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
     """All heads' output of all new tokens, on every rank: `[B, N, H, Dv]`."""
-    sp, shards = step.sp, prepared.shards
+    sp, shards, mine = step.sp, prepared.shards, prepared.mine
+    if sp.ring_size == 1:  # nothing to add up over ranks, so what travels is the output alone
+        partial = _merged(partial[None], scores.of_heads(mine.q_start, mine.q_stop)).to(dtype)
     if sp.size == 1:
-        return _merged(partial[None], scores).transpose(1, 2)
+        return partial.transpose(1, 2)
     B, _, N, width = partial.shape
     most = max(shard.q_heads for shard in shards)
     send = partial.new_zeros(B, most, N, width)
@@ -313,12 +319,11 @@ def _everywhere(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores
     assert sp.group is not None
     every = send.new_empty(sp.ring_size, sp.ulysses_size, *send.shape)
     gather_into(every.view(-1), send.view(-1), group=sp.group)
-    outs = [
-        _merged(every[:, u, :, : shard.q_heads], scores.of_heads(shard.q_start, shard.q_stop))
-        for u, shard in enumerate(shards)
-        if shard.q_heads
-    ]
-    return torch.cat(outs, 1).transpose(1, 2)
+    outs = [every[:, u, :, : shard.q_heads] for u, shard in enumerate(shards)]
+    if sp.ring_size == 1:
+        return torch.cat([out[0] for out in outs], 1).transpose(1, 2)
+    whole = torch.cat(outs, 2)  # of all heads, in order
+    return _merged(whole, scores).to(dtype).transpose(1, 2)
 
 
 def _merged(parts_RBhNW: Tensor, scores: Scores) -> Tensor:

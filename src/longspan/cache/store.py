@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from longspan.cache.codec import PLAIN
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from longspan.cache.codec import Codec
 
 _ROOM = 64  # tokens that a store has room for at least
 _GROWS = 8  # by an eighth, where nobody has said how long it will be
@@ -12,85 +21,124 @@ class Store:
     """One layer's keys and values, in the order in which they came.
 
     They grow in place into room that is made ahead; where it is full, an eighth more is made, for one layer at a time.
+    Room that is mostly empty, because no later token sees what was there, is given back.
 
     Args:
         room: tokens to have room for from the start, where that is known.
+        codec: how keys and values are written.
 
     Attributes:
-        count: tokens that are held.
-        dropped: tokens before them that are not any more (a sliding window has left them behind).
+        start: the first token of the sequence that is held, here or on another rank of the ring: alike on all.
+        count: tokens that are held here.
+        heads: query heads and KV heads of the layer, on all ranks together.
+        mine: KV heads [start, stop) that are held here.
     """
 
-    def __init__(self, room: int = 0) -> None:
-        self.room, self.count, self.dropped = room, 0, 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._start = 0
+    def __init__(self, room: int = 0, codec: Codec = PLAIN) -> None:
+        self.room, self.codec = room, codec
+        self.start = self.count = 0
+        self.heads, self.mine = (0, 0), (0, 0)
+        self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, room, width]
+        self._at = 0  # where the first token lies in them
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
-        """Take in the next tokens' keys and values, copied."""
-        tokens = k_BKTD.shape[2]
-        self._make_room(k_BKTD, v_BKTD, tokens)
-        assert self._keys is not None and self._values is not None
-        at = slice(self._start + self.count, self._start + self.count + tokens)
-        self._keys[:, :, at] = k_BKTD
-        self._values[:, :, at] = v_BKTD
-        self.count += tokens
+        """Take in the next tokens' keys and values, copied.
 
-    def _make_room(self, k: Tensor, v: Tensor, tokens: int) -> None:
+        Raises:
+            LongspanError: for another dtype, number of rows, heads or head_dims than those that are held.
+        """
+        new = [*self.codec.encode(k_BKTD), *self.codec.encode(v_BKTD)]
+        self._make_room(new, k_BKTD.shape[2])
+        at = slice(self._at + self.count, self._at + self.count + k_BKTD.shape[2])
+        for part, x in zip(self._parts, new, strict=True):
+            part[:, :, at] = x
+        self.count += k_BKTD.shape[2]
+
+    def _make_room(self, new: list[Tensor], tokens: int) -> None:
         needed = self.count + tokens
-        if self._keys is None or self._values is None:
-            self._keys, self._values = (_empty(x, max(needed, self.room, _ROOM)) for x in (k, v))
+        if not self._parts:
+            self._parts = [_empty(x, max(needed, self.room, _ROOM)) for x in new]
             return
-        held = self._keys.shape[2]
-        if self._start + needed <= held:
-            return
-        room = held if needed <= held else max(needed, held + held // _GROWS, self.room)
-        self._keys = _moved(self._keys, self._start, self.count, room)
-        self._values = _moved(self._values, self._start, self.count, room)
-        self._start = 0
+        for part, x in zip(self._parts, new, strict=True):
+            if part.dtype != x.dtype or _without_tokens(part) != _without_tokens(x):
+                raise LongspanError(
+                    f"the cache holds {_spell(part)}, the new tokens have {_spell(x)} ([rows, KV heads, head_dim]); "
+                    f"call the model as before, or make a new cache"
+                )
+        held = self._parts[0].shape[2]
+        if self._at + needed > held:
+            self._move(held if needed <= held else max(needed, held + held // _GROWS, self.room))
 
-    def drop_first(self, tokens: int) -> None:
-        """Let go of the first so many tokens."""
-        self._start, self.count, self.dropped = self._start + tokens, self.count - tokens, self.dropped + tokens
+    def _move(self, room: int) -> None:
+        """Into tensors of so much room, one after the other."""
+        for i, x in enumerate(self._parts):
+            self._parts[i] = _empty(x, room)
+            self._parts[i][:, :, : self.count] = x[:, :, self._at : self._at + self.count]
+        self._at = 0
+
+    def fill(self, parts: list[Tensor], start: int) -> None:
+        """Hold what was written elsewhere: the parts of the keys, then those of the values, from token `start` on."""
+        self.count, self.start, self._at = parts[0].shape[2], start, 0
+        self._parts = parts
+        if self.room > self.count:
+            self._move(self.room)
+
+    def keep_from(self, start: int, count: int) -> None:
+        """Let go of the tokens before `start`.
+
+        Args:
+            start: the first token that later ones see.
+            count: tokens of this rank from it on.
+        """
+        if start <= self.start:
+            return
+        self._at, self.count, self.start = self._at + self.count - count, count, start
+        if self._parts and self._parts[0].shape[2] > max(_ROOM, 2 * count):
+            self._move(max(_ROOM, count + count // _GROWS))
 
     def crop(self, count: int) -> None:
         """Keep the first `count` tokens alone."""
         self.count = min(self.count, count)
 
-    @property
-    def held(self) -> tuple[Tensor, Tensor]:
-        """Keys [B, K, T, D] and values [B, K, T, Dv], views."""
-        assert self._keys is not None and self._values is not None
-        at = slice(self._start, self._start + self.count)
-        return self._keys[:, :, at], self._values[:, :, at]
+    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys [B, K, T, D] and values [B, K, T, Dv] in `dtype`: views where they are held as they are."""
+        held = self.held
+        half = len(held) // 2
+        return self.codec.decode(held[:half], dtype), self.codec.decode(held[half:], dtype)
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing has come yet."""
-        return self._keys is None
+    def held(self) -> list[Tensor]:
+        """What is held, as it is written: the parts of the keys, then those of the values; views."""
+        return [x[:, :, self._at : self._at + self.count] for x in self._parts]
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch; None where nothing has come yet."""
+        return self._parts[0].shape[0] if self._parts else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens that are held."""
-        return 0 if self._keys is None else sum(x.nbytes for x in self.held)
+        return sum(x.nbytes for x in self.held)
 
     @property
     def allocated(self) -> int:
         """Bytes of the tensors, room included."""
-        return 0 if self._keys is None or self._values is None else self._keys.nbytes + self._values.nbytes
+        return sum(x.nbytes for x in self._parts)
 
     def select_rows(self, rows: Tensor) -> None:
         """Rows of the batch, int64, in the place of those that are there (beam search)."""
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = (x.index_select(0, rows.to(x.device)) for x in (self._keys, self._values))
+        for i, x in enumerate(self._parts):
+            self._parts[i] = x.index_select(0, rows.to(x.device))
 
 
 def _empty(x_BKTD: Tensor, room: int) -> Tensor:
     return x_BKTD.new_empty(*x_BKTD.shape[:2], room, x_BKTD.shape[3])
 
 
-def _moved(x: Tensor, start: int, count: int, room: int) -> Tensor:
-    out = _empty(x, room)
-    out[:, :, :count] = x[:, :, start : start + count]
-    return out
+def _without_tokens(x_BKTD: Tensor) -> list[int]:
+    return [*x_BKTD.shape[:2], x_BKTD.shape[3]]
+
+
+def _spell(x_BKTD: Tensor) -> str:
+    return f"{str(x_BKTD.dtype).removeprefix('torch.')} {_without_tokens(x_BKTD)}"

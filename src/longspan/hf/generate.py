@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,14 @@ import torch
 import torch.distributed as dist
 
 from longspan.core.errors import LongspanError
+from longspan.core.places import CHUNK
+from longspan.hf.across_ranks import gather_numbers
 from longspan.hf.kv_cache import ShardedCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
-
-CHUNK = 8192
-"""Tokens per rank of a prompt's chunk, unless `prefill_chunk_size` says otherwise: what bounds a prefill's memory."""
 
 
 class Generate:
@@ -44,22 +44,54 @@ class Generate:
         model = self.model
         settings = generation_config if generation_config is not None else model.generation_config
         _refuse(settings, more)
-        cache = more.get("past_key_values")
-        if cache is None:
-            cache = more["past_key_values"] = ShardedCache(model)
         tokens = next((x for x in (inputs, more.get("input_ids"), more.get("inputs_embeds")) if x is not None), None)
         length = 0 if tokens is None else tokens.shape[1]
+        cache = more.get("past_key_values")
+        if cache is None:
+            cache = more["past_key_values"] = ShardedCache(model, room=_room(settings, more, length))
         mask = more.get("attention_mask")
-        cache.announced = length if mask is None else mask.shape[1]
+        # Without padding: position ids count real tokens.
+        cache.announced = length if mask is None else int(mask.sum(-1).max())
         chunk = more.get("prefill_chunk_size", getattr(settings, "prefill_chunk_size", None))
         if chunk is None and length > CHUNK * self.sp.size:
-            more["prefill_chunk_size"] = CHUNK * self.sp.size
+            chunk = CHUNK * self.sp.size
+        chunk = self._chunks_alike(length - cache.get_seq_length(), chunk)
+        if chunk is not None and generation_config is not None:  # transformers wants arguments in one place
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.prefill_chunk_size = chunk
+        elif chunk is not None:
+            more["prefill_chunk_size"] = chunk
+        if self.sp.data_size > 1:
+            more["synced_gpus"] = True  # a replica that has finished goes on with the others' forwards
         if self.sp.size > 1:
             self._draw_alike()
         try:
             return type(model).generate(model, inputs, generation_config, **more)
         finally:
             cache.announced = 0
+
+    def _chunks_alike(self, tokens: int, chunk: int | None) -> int | None:
+        """The size of a prompt's chunks, such that every replica has as many: their forwards are collective.
+
+        Raises:
+            LongspanError: on every rank, where a replica's prompt does not have so many tokens.
+        """
+        if self.sp.data_size == 1 or self.sp.world_group is None:
+            return chunk
+        mine = [tokens, chunk or tokens]
+        every = gather_numbers(mine, self.sp.world_group, self.sp.device)
+        most = max(-(-tokens // max(1, chunk)) for tokens, chunk in every)
+        if most <= 1:
+            return chunk
+        found = [next((c for c in range(-(-n // most), 0, -1) if -(-n // c) == most), 0) for n, _ in every]
+        if not all(found):
+            few = found.index(0)
+            raise LongspanError(
+                f"the replicas' prompts come in {most} chunks, since one of them has "
+                f"{max(n for n, _ in every)} tokens, and {every[few][0]} tokens (rank {few}) are not cut into so many; "
+                f"give the replicas prompts of about one length, or a larger prefill_chunk_size"
+            )
+        return found[self.sp.data_rank * self.sp.size]
 
     def _draw_alike(self) -> None:
         """Every rank of the sequence group draws what its first one does."""
@@ -71,6 +103,12 @@ class Generate:
             shared = state.to(device)
             dist.broadcast(shared, group=self.sp.group, group_src=0)
             module.set_rng_state(shared.cpu())
+
+
+def _room(settings: Any, more: dict[str, Any], prompt: int) -> int:
+    """Tokens to have room for: the prompt, and what may be generated, as far as that is not much more."""
+    asked = more.get("max_new_tokens", getattr(settings, "max_new_tokens", None)) or 0
+    return prompt + min(asked, max(prompt // 8, 1024))
 
 
 def _refuse(settings: Any, more: dict[str, Any]) -> None:

@@ -128,6 +128,7 @@ class ForwardHooks:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, ShardedCache):
             return self._enter_with_cache(model, cache, args, kwargs)
+        self.cached = None  # of a forward that broke off
         if self.gradients is not None:
             self.gradients.forget_unfinished()
         scored = bool(kwargs.pop("fused_lm_head", False))

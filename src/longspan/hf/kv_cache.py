@@ -7,7 +7,10 @@ transformers it is a `Cache`: it counts all tokens, and can be kept from one cal
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +19,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from longspan.attn.segments import padding_segments
+from longspan.cache import folder as files
 from longspan.cache.attend import Step, begin
+from longspan.cache.codec import codec_of
 from longspan.cache.store import Store
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
-from longspan.core.places import Places
+from longspan.core.heads import split_heads
+from longspan.core.places import RUN, Places
 from longspan.hf.batch import SequenceInfo
 
 if TYPE_CHECKING:
@@ -28,9 +34,6 @@ if TYPE_CHECKING:
 
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.segments import Segments
-
-FEW = 4
-"""New tokens per rank, up to which all ranks compute all of them: cutting them would save less than it costs."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
     Args:
         model: what `longspan.parallelize` returned.
         room: tokens to have room for from the start; without it a layer's room grows by an eighth when it is full.
+        dtype: "exact": keys and values are held as the model computes them, and what is generated is what one process
+            generates. "int8", "fp8": a byte per element, and an fp32 scale per head and token; an approximation
+            (docs/cache.md has its error).
 
     Attributes:
         places: which ring rank holds which tokens.
         stores: each layer's keys and values on this rank.
 
     Raises:
-        LongspanError: for a model that is not parallelized.
+        LongspanError: for a model that is not parallelized, or an unknown dtype.
     """
 
-    def __init__(self, model: Any, room: int = 0) -> None:
+    def __init__(self, model: Any, room: int = 0, dtype: str = "exact") -> None:
         hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
         if hooks is None:
             raise LongspanError(
@@ -94,9 +100,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"longspan.parallelize returned"
             )
         super().__init__(layers=[])
+        self.config = hooks.config
         self.sp: SequenceSharding = hooks.sp
         self.places = Places(self.sp.ring_size)
-        self.room = -(-room // self.sp.ring_size) if room else 0
+        self.codec = codec_of(dtype)
+        self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
         self.announced = 0
         self._step: Step | None = None  # of the forward under way
@@ -112,14 +120,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: for what does not fit the cache, or is not computed with one.
         """
         _refuse(batch)
-        if self._step is not None:
-            raise LongspanError(
-                f"a forward with this cache did not end (it broke off behind {self._step.past} tokens), so its layers "
-                f"may differ; make a new one"
-            )
+        self.check_sound()
         tokens: Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
         rows, new = tokens.shape[:2]
         past = self.places.length
+        if not new:
+            raise LongspanError(
+                f"there is no new token behind the {past} that the cache holds; give those that follow, or crop it"
+            )
         if self.batch_size not in (-1, rows):
             raise LongspanError(f"the cache holds {self.batch_size} rows, the batch has {rows}; make a new cache")
         segments = _segments(batch.get("attention_mask"), rows, past + new)
@@ -137,8 +145,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
         """This rank's part of new tokens, and what it must know of all; from now on the cache counts them."""
         sp, past = self.sp, self.places.length
-        cut = sp.size > 1 and tokens.new > FEW * sp.size
-        step = begin(sp, self.places, tokens.new, cut=cut)
+        step = begin(sp, self.places, tokens.new)
+        cut = step.cut
         keep = batch.get("logits_to_keep")
         info = CachedInfo(
             length=past + tokens.new,
@@ -157,19 +165,39 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self._step = step
         return out, info
 
+    def check_sound(self) -> None:
+        """Refuse a cache in which some layers hold more tokens than others.
+
+        Raises:
+            LongspanError: with the tokens that all of them hold.
+        """
+        if self._step is not None:
+            raise LongspanError(
+                f"a forward with this cache did not end (it broke off behind {self._step.past} tokens), so its layers "
+                f"may differ; make a new one, or reset it"
+            )
+
     def end(self) -> None:
         """The forward has ended."""
         self._step = None
 
-    def store(self, layer: int) -> Store:
-        """A layer's keys and values on this rank."""
+    def store(self, layer: int, reach: int | None = None) -> Store:
+        """A layer's keys and values on this rank.
+
+        Args:
+            layer: its number.
+            reach: tokens of its window or chunk, where it has one.
+        """
         if layer not in self.stores:
-            self.stores[layer] = Store(self.room)
+            self.stores[layer] = Store(self.room if reach is None else min(self.room, reach), self.codec)
         return self.stores[layer]
 
     def spell(self) -> str:
         """What must be alike on every rank."""
-        return f"a cache of {self.places.length} tokens"
+        rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
+        code = "" if self.codec.name == "exact" else f", {self.codec.name}"
+        broken = "" if self._step is None else ", in which a forward broke off"
+        return f"a cache of {self.places.length} tokens{rows}{code}{broken}"
 
     # --- what transformers asks
 
@@ -202,8 +230,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Rows; -1 while there are none."""
-        held = next((store for store in self.stores.values() if not store.empty), None)
-        return -1 if held is None else held.held[0].shape[0]
+        return next((store.rows for store in self.stores.values() if store.rows is not None), -1)
 
     @property
     def is_compileable(self) -> bool:
@@ -218,7 +245,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def is_croppable(self) -> bool:
         """Whether every layer holds all tokens."""
-        return all(store.dropped == 0 for store in self.stores.values())
+        return all(store.start == 0 for store in self.stores.values())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -233,22 +260,25 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.places, self.stores, self._step = Places(self.sp.ring_size), {}, None
 
     def crop(self, max_length: int) -> None:
-        """Keep the first tokens alone.
+        """Keep the first tokens alone, on every rank alike.
 
         Args:
-            max_length: how many; below 0: all but so many (the one way that all versions of transformers have).
+            max_length: below 0: remove so many; 0: nothing is done (both as in transformers); above 0: keep so many.
 
         Raises:
-            LongspanError: for a layer whose sliding window has left behind what it would need again.
+            LongspanError: for a layer whose sliding window has left behind what it would need again, or after a
+                forward that broke off.
         """
-        length = self.places.length + max_length if max_length < 0 else max_length
-        if length >= self.places.length:
+        past = self.places.length
+        length = max_length if max_length > 0 else max(0, past + max_length)
+        if length >= past:
             return
-        behind = [layer for layer, store in self.stores.items() if store.dropped]
-        if behind:
+        self.check_sound()
+        behind = next((layer for layer, store in self.stores.items() if store.start), None)
+        if behind is not None:
             raise LongspanError(
-                f"layer {behind[0]} has a sliding window, and does not hold what lies before it any more: the cache of "
-                f"{self.places.length} tokens cannot be cropped to {length}"
+                f"layer {behind} has a sliding window and holds the tokens from {self.stores[behind].start} on alone: "
+                f"the cache of {past} tokens cannot be cropped to {length}; make a new one for the first {length}"
             )
         self.places.crop(length)
         for store in self.stores.values():
@@ -267,6 +297,91 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """Each row so many times."""
         rows = torch.arange(max(0, self.batch_size)).repeat_interleave(repeats)
         self.reorder_cache(rows)
+
+    # --- on a disk
+
+    def save(self, folder: str | Path) -> None:
+        """Write it to a folder, a file per rank; collective in the sequence group. `load` reads it on any mesh.
+
+        Args:
+            folder: new or empty, or of a cache, which is replaced when this one is whole; seen by all ranks, and of
+                each replica its own.
+
+        Raises:
+            LongspanError: on every rank: for a cache that is empty or broke off, a folder that holds something else,
+                or a disk's error.
+        """
+        path, rank, group = Path(folder), self.sp.rank, self.sp.group
+
+        def begin_writing() -> None:
+            self.check_sound()
+            if not self.is_initialized:
+                raise LongspanError("the cache holds no tokens; save it after a forward")
+            if rank == 0:
+                files.check_target(path)
+                shutil.rmtree(files.partial(path), ignore_errors=True)
+                files.partial(path).mkdir(parents=True)
+
+        def write() -> files.Part:
+            tensors = {f"{i}.{n}": x for i, store in self.stores.items() for n, x in enumerate(store.held)}
+            written = files.write_part(path, rank, tensors)
+            heads = {str(i): store.mine for i, store in self.stores.items()}
+            return files.Part(*written, tuple(self.places.runs[self.sp.ring_rank]), heads)
+
+        def end() -> None:
+            if rank == 0:
+                layers = {str(i): {"heads": store.heads, "start": store.start} for i, store in self.stores.items()}
+                index = {"length": self.places.length, "rows": self.batch_size, "dtype": self.codec.name}
+                files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
+
+        files.together(group, begin_writing)
+        parts = files.together(group, write)
+        files.together(group, end)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Any, room: int = 0) -> ShardedCache:
+        """A cache that was saved, on this model's mesh; collective in the sequence group.
+
+        Args:
+            folder: where `save` wrote it.
+            model: with the config, and the weights, of the one that it was saved of. Weights are not compared.
+            room: as for a new cache.
+
+        Raises:
+            LongspanError: on every rank: for files that are missing or damaged, or a model of another config, naming
+                what differs.
+        """
+        path, empty = Path(folder), cls(model)
+        sp = empty.sp
+
+        def check() -> tuple[dict[str, Any], list[files.Part]]:
+            index, parts = files.read_index(path)
+            mine, saved = _facts(empty.config), index["model"]
+            differ = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
+            if differ:
+                shown = ", ".join(f"{key}: {saved.get(key)} there, {mine.get(key)} here" for key in differ[:5])
+                raise LongspanError(f"{path} is the cache of another model: {shown}")
+            for part in parts[sp.rank :: sp.size]:
+                files.check_file(path, part)
+            return index, parts
+
+        index, parts = files.together(sp.group, check)[sp.rank]
+        cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"])
+        cache.places.add(sp.layout, index["length"])
+
+        def read() -> None:
+            names = [str(n) for n in range(4 if cache.codec.name != "exact" else 2)]
+            for layer, facts in index["layers"].items():
+                store, (q_heads, kv_heads) = cache.store(int(layer), room or None), facts["heads"]
+                shards = split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+                mine = shards[sp.ulysses_rank]
+                store.heads, store.mine = (q_heads, kv_heads), (mine.kv_start, mine.kv_stop)
+                runs = tuple(cache.places.runs[sp.ring_rank])
+                tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, store.mine)
+                store.fill([x.to(sp.device) for x in tensors], facts["start"])
+
+        files.together(sp.group, read)
+        return cache
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +412,13 @@ def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor
     assert sp.group is not None
     dist.broadcast(found, group=sp.group, group_src=owner)
     return found
+
+
+def _facts(config: Any) -> dict[str, str]:
+    """What a model must have in common with that of a saved cache."""
+    apart = {"_name_or_path", "transformers_version", "architectures", "use_cache"}
+    found = config.get_text_config().to_dict()
+    return {key: json.dumps(value, sort_keys=True, default=str) for key, value in found.items() if key not in apart}
 
 
 def _refuse(batch: Mapping[str, Any]) -> None:

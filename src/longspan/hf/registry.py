@@ -20,7 +20,7 @@ from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
-from longspan.cache.attend import attend
+from longspan.cache.attend import attend, kept_from
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
@@ -234,8 +234,12 @@ def _with_cache(
     if not request.causal:
         raise LongspanError(f"layer {layer.name} is not causal, so it has no KV cache; call the model without one")
     mask = replace(_mask(request, info), q_start=info.step.past)
+    first = kept_from(info.length, request.window, request.chunk)
+    if request.chunk is not None and mask.segments is not None:  # chunks that count from where a row's padding ends
+        first = min(row[-1][0] for row in mask.segments)
+    store = info.cache.store(number, request.window or request.chunk)
     try:
-        out, layer.choice = attend(info.step, info.cache.store(number), *qkv, mask, scores, layer.kernel)
+        out, layer.choice = attend(info.step, store, *qkv, mask, scores, layer.kernel, first)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     return out

@@ -176,12 +176,46 @@ def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
 
 
 def decode(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
-    """One new token over a KV cache sharded by heads (ulysses) and tokens (ring): outputs are gathered or merged."""
+    """One new token over a KV cache sharded by heads (ulysses) and tokens (ring), computed by every rank: one
+    all-gather of the outputs of all heads, or, over a ring, of partial outputs and log-sum-exps in fp32.
+    """
+    heads = max(share.q_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
+    if mesh.sequence == 1:
+        return []
+    if mesh.ring == 1:
+        width, what = job.bytes_per_element * layer.v_head_dim, "O of all heads"
+        return [Sent("all_gather", "ulysses", what, local_batch(job, mesh) * heads * width * (mesh.ulysses - 1))]
+    partial = local_batch(job, mesh) * heads * (layer.v_head_dim + 1) * 4
+    return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (mesh.sequence - 1))]
+
+
+def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
+    """A chunk of a prompt over a KV cache: the exchange, and over a ring queries to the keys and partial outputs home.
+
+    Args:
+        layer: the layer.
+        job: of the prompt; its context does not count.
+        mesh: the mesh.
+        tokens: of the chunk, more than are computed by every rank (`longspan.core.places.is_cut`).
+        ulysses_rank: whose; None: of the one that sends most.
+
+    Returns:
+        What it sends. The ring's bytes do not depend on what the cache holds.
+    """
     shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
-    heads = max(s.q_heads for s in shares)
-    b, batch = job.bytes_per_element, local_batch(job, mesh)
-    merged = batch * heads * (layer.v_head_dim + 1) * 4  # partial outputs and log-sum-exps
-    return [
-        Sent("all_gather", "ulysses", "O of all heads", b * batch * heads * layer.v_head_dim * (mesh.ulysses - 1)),
-        Sent("all_reduce", "ring", "O and log-sum-exp merged", 2 * merged * (mesh.ring - 1) // mesh.ring),
-    ]
+    of_ranks = tuple((share.q_heads, share.kv_heads) for share in shares)
+    b, d, dv = job.bytes_per_element, layer.head_dim, layer.v_head_dim
+    rows = layout_of(job, mesh).local_length(tokens) * local_batch(job, mesh)
+    all_packed, _ = _widths(of_ranks, d, dv)
+    kinds = []
+    for mine in of_ranks if ulysses_rank is None else of_ranks[ulysses_rank : ulysses_rank + 1]:
+        packed, out = _widths((mine,), d, dv)
+        block = rows * mesh.ulysses * mine[0] * (mesh.ring - 1)
+        sent = [
+            Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * b * (all_packed - packed)),
+            Sent("all_gather", "ring", "Q to all keys", block * d * b),
+            Sent("all_to_all", "ring", "O and log-sum-exp home", block * (dv + 1) * 4),
+            Sent("all_to_all", "ulysses", "O to tokens", rows * b * (mesh.ulysses - 1) * out),
+        ]
+        kinds.append([each for each in sent if mesh.size(each.axis) > 1])
+    return max(kinds, key=lambda sent: sum(each.bytes for each in sent))

@@ -34,6 +34,10 @@ class Reach(ABC):
         """Tokens that a query sees at most, out of `n`."""
         return min(n, self.limit or n)
 
+    def kept_from(self, n: int) -> int:
+        """The first of `n` tokens that the next one will see: what a KV cache begins with."""
+        return 0
+
     def pairs(self, n: int) -> float:
         """Pairs (query, key) of a sequence of `n` tokens."""
         return self.limited_to(n)._pairs(n)
@@ -78,6 +82,9 @@ class Window(Reach):
     def limit(self) -> int | None:
         return self.tokens
 
+    def kept_from(self, n: int) -> int:
+        return max(0, n - self.tokens + 1)
+
     def _pairs(self, n: int) -> float:
         w = float(self.tokens)
         return w * (w + 1) / 2 + (float(n) - w) * w
@@ -96,6 +103,9 @@ class Chunk(Reach):
     @property
     def limit(self) -> int | None:
         return self.tokens
+
+    def kept_from(self, n: int) -> int:
+        return n // self.tokens * self.tokens
 
     def _pairs(self, n: int) -> float:
         whole, rest = divmod(n, self.tokens)

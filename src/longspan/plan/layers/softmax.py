@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from longspan.core.cached import vector_bytes
+from longspan.core.places import tokens_held
 from longspan.plan.cost.local import heads_of, local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations
+from longspan.plan.job import layout_of
 from longspan.plan.layers import exchange, on_exchange, on_ring
 from longspan.plan.layers.base import Mixer
 from longspan.plan.layers.reach import CAUSAL, Reach
@@ -24,7 +27,8 @@ class Softmax(Mixer):
 
     Attributes:
         reach: what its queries see.
-        latent_dim: elements per token of MLA's compressed cache, 0 otherwise.
+        latent_dim: elements per token of what MLA compresses keys and values to, 0 otherwise. What is cached, as in
+            transformers, are the keys and values that are made of it.
         sinks: whether each query head has a learnt attention sink.
     """
 
@@ -45,7 +49,7 @@ class Softmax(Mixer):
 
     @property
     def cached_per_token(self) -> int:
-        return self.latent_dim or self.kv_heads * (self.head_dim + self.v_head_dim)
+        return self.kv_heads * (self.head_dim + self.v_head_dim)
 
     def seen(self, context: int) -> int:
         return self.reach.seen(context)
@@ -94,16 +98,29 @@ class Softmax(Mixer):
 
     def cache_bytes(self, job: Job, mesh: Mesh) -> int:
         """Its heads (ulysses), its tokens (ring)."""
-        batch = local_batch(job, mesh)
-        tokens = -(-self.seen(job.context) // mesh.ring)
-        if self.latent_dim:  # one latent vector serves all heads, so heads cannot share it out
-            return batch * tokens * self.latent_dim * job.bytes_per_element
-        heads = max(share.kv_heads for share in heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses))
-        return batch * tokens * heads * (self.head_dim + self.v_head_dim) * job.bytes_per_element
+        return max(self.cache_by_rank(job, mesh))
+
+    def cache_by_rank(
+        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, code: str = "exact"
+    ) -> list[int]:
+        """Bytes of keys and values on each rank of a sequence group.
+
+        Args:
+            job: its context is the prompt.
+            mesh: the mesh.
+            generated: tokens behind the prompt.
+            chunk: tokens of a chunk of the prompt; None as `longspan.core.places` has it.
+            code: how they are written (`longspan.core.cached.CODES`).
+        """
+        first = self.reach.kept_from(job.context + generated)
+        tokens = tokens_held(layout_of(job, mesh), job.context, generated, first, chunk)
+        shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
+        each = sum(vector_bytes(code, dim, job.bytes_per_element) for dim in (self.head_dim, self.v_head_dim))
+        return [local_batch(job, mesh) * count * share.kv_heads * each for count in tokens for share in shares]
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
         kv, u = max(1, self.kv_heads // mesh.tensor), mesh.ulysses
-        if self.latent_dim or u <= kv:
+        if u <= kv:
             return 0.0
         most = max(share.kv_heads for share in heads_of(self.q_heads, self.kv_heads, mesh.tensor, u))
         held = self.cache_bytes(replace(job, mode="prefill", batch=mesh.data), mesh)

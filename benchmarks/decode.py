@@ -1,0 +1,131 @@
+"""Generation: time to first token, tokens per second, bytes of the cache and bytes sent, per mesh, against one process.
+
+    python -m benchmarks.decode [--quick] [--output report.json]
+
+Prints a table, a row per mesh (the first is one process with transformers' own cache) and dtype of the cache: seconds
+of the prefill (to the first token), generated tokens per second, MiB of keys and values on the rank that holds most and
+what the planner says (they must be equal for the exact cache), bytes that a rank sends for one generated token and the
+planner's formula (likewise), and the relative error of the logits of all generated tokens against one process, with the
+tokens forced to be the same. Ranks are processes on CPUs over gloo: the ratios of bytes hold anywhere, times do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import longspan
+from longspan.plan import Job, Mesh
+from longspan.plan.layers import exchange
+from longspan.plan.models import shape_from_config
+from tests.counting import count_sent
+from tests.pool import RankPool
+
+SIZES = {False: (1024, 8, 4096, 64), True: (64, 2, 192, 6)}  # hidden, layers, prompt, generated
+
+
+def _model(quick: bool) -> Any:
+    hidden, layers, prompt, new = SIZES[quick]
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=prompt + new + 1,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def _timed(model: Any, cache: Any, ids: Tensor, prompt: int) -> tuple[float, float, Tensor]:
+    """Seconds of the prefill, tokens per second behind it, logits of every new token."""
+    started = time.perf_counter()
+    logits = [model(input_ids=ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]]
+    first = time.perf_counter()
+    for i in range(prompt, ids.shape[1]):
+        logits.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
+    rate = (ids.shape[1] - prompt) / (time.perf_counter() - first)
+    return first - started, rate, torch.stack(logits, 1)
+
+
+@torch.no_grad()
+def _on_mesh(quick: bool, ring: int, code: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
+    _, _, prompt, _ = SIZES[quick]
+    world = torch.distributed.get_world_size()
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=world // ring))
+    source = _model(quick)
+    shape = shape_from_config(source.config.to_dict(), "benchmark")
+    model = longspan.parallelize(source, sp, fsdp=False, check_batches=0)
+    cache = longspan.ShardedCache(model, room=ids.shape[1] + 1, dtype=code)
+    prefill, rate, logits = _timed(model, cache, ids, prompt)
+    generated = ids.shape[1] - prompt
+    nbytes = cache.nbytes
+    with count_sent() as sent:
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    mesh, job = Mesh(ring=ring, ulysses=world // ring), Job(context=prompt, mode="decode", dtype="fp32")
+    planned = [layer.mixer.cache_by_rank(job, mesh, generated, prompt, code)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
+    per_token = [one.bytes for layer in shape.layers for one in exchange.decode(layer.mixer, job, mesh)]  # type: ignore[arg-type]
+    return {
+        "mesh": str(mesh),
+        "cache": code,
+        "prefill_s": prefill,
+        "tokens_per_s": rate,
+        "cache_bytes": nbytes,
+        "planned_bytes": sum(planned),
+        "sent_per_token": sum(one.bytes for one in sent),
+        "planned_per_token": sum(per_token),
+        "logits_error": float((logits - expected).norm() / expected.norm()),
+    }
+
+
+def measure(quick: bool) -> Iterator[dict[str, Any]]:
+    """One row after the other."""
+    _, _, prompt, new = SIZES[quick]
+    ids = torch.randint(0, 512, (1, prompt + new), generator=torch.Generator().manual_seed(1))
+    model = _model(quick)
+    with torch.no_grad():
+        cache = transformers.DynamicCache(config=model.config)
+        prefill, rate, expected = _timed(model, cache, ids, prompt)
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    yield {
+        "mesh": "one process", "cache": "exact", "prefill_s": prefill, "tokens_per_s": rate, "cache_bytes": nbytes,
+        "planned_bytes": nbytes, "sent_per_token": 0, "planned_per_token": 0, "logits_error": 0.0,
+    }  # fmt: skip
+    for world in (2,) if quick else (2, 4):
+        pool = RankPool(world, timeout=600)
+        for ring in (1, world):
+            for code in ("exact", "int8", "fp8"):
+                rows = pool.run(_on_mesh, quick, ring, code, ids, expected)
+                yield max(rows, key=lambda row: float(row["cache_bytes"]))
+        pool.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: that it runs, not how fast")
+    parser.add_argument("--output", type=Path, help="the rows as JSON too")
+    options = parser.parse_args()
+    rows = []
+    print(
+        f"{'mesh':<12} {'cache':<6} {'prefill':>9} {'tokens/s':>9} {'MiB':>9} {'plan':>9} {'B/token':>9} {'plan':>9} "
+        f"error"
+    )
+    for row in measure(options.quick):
+        rows.append(row)
+        print(
+            f"{row['mesh']:<12} {row['cache']:<6} {row['prefill_s']:>7.3f} s {row['tokens_per_s']:>9.1f} "
+            f"{row['cache_bytes'] / 2**20:>9.3f} {row['planned_bytes'] / 2**20:>9.3f} {row['sent_per_token']:>9} "
+            f"{row['planned_per_token']:>9} {row['logits_error']:.1e}",
+            flush=True,
+        )
+    if options.output is not None:
+        options.output.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

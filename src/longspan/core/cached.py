@@ -1,0 +1,19 @@
+"""How a KV cache may be written: what the code that does it and the planner both count with."""
+
+from __future__ import annotations
+
+CODES = ("exact", "int8", "fp8")
+"""As they are, or a byte per element and an fp32 scale per head and token."""
+
+SCALE_BYTES = 4
+
+
+def vector_bytes(code: str, elements: int, bytes_per_element: int) -> int:
+    """Bytes of one key or value of one head.
+
+    Args:
+        code: of `CODES`.
+        elements: its head_dim.
+        bytes_per_element: as the model computes it.
+    """
+    return elements * bytes_per_element if code == "exact" else elements + SCALE_BYTES

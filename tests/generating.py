@@ -1,0 +1,70 @@
+"""Generation in tests: prompts, models, and what one process makes of both."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+import longspan
+from tests.models import build, sharding
+
+PROMPT, NEW = 37, 8
+CHANGES: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    },
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+                "max_position_embeddings": 16},
+    "longrope": {"rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 16, "factor": 4.0}},
+}  # fmt: skip
+FAMILY = {"dynamic": "Llama", "longrope": "Llama"}
+
+
+def made(name: str) -> Any:
+    return build(FAMILY.get(name, name), **CHANGES.get(name, {})).eval()
+
+
+def prompt(rows: int = 1, n: int = PROMPT, padded: bool = False, seed: int = 7) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 61, (rows, n), generator=g)
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(rows):
+            mask[row, : 5 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def generated(model: Any, inputs: dict[str, Any], streamer: Any = None, **more: Any) -> tuple[Tensor, Tensor]:
+    """Ids, and the logits of every new token."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
+    config = GenerationConfig(**options, return_dict_in_generate=True, output_logits=True)
+    out = model.generate(**inputs, generation_config=config, streamer=streamer)
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+@functools.cache
+def plain(name: str, rows: int = 1, padded: bool = False, options: tuple[tuple[str, Any], ...] = ()) -> Any:
+    model = made(name)
+    torch.manual_seed(3)
+    return generated(model, prompt(rows, padded=padded), **dict(options))
+
+
+def check_generated(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(found[0], expected[0]), (found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5 * float(expected[1].abs().max()))
+
+
+def parallelized(name: str, ring: int, fsdp: bool, data: int = 1) -> tuple[Any, longspan.SequenceSharding]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranks without heads
+        sp = sharding(data=data, ring=ring)
+        return longspan.parallelize(made(name), sp, fsdp=fsdp), sp

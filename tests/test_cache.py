@@ -1,0 +1,219 @@
+"""The KV cache over the ranks: its bytes and what is sent are the planner's; its codes; caches saved and loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.cache.codec import codec_of
+from longspan.cache.store import Store
+from longspan.plan import Job, Mesh
+from longspan.plan.layers import exchange
+from longspan.plan.models import shape_from_config
+from tests.counting import count_sent
+from tests.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
+from tests.models import build, sharding
+from tests.pool import RankError, RankPool
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "MQA": {"num_key_value_heads": 1},
+    "uneven": {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "Mistral": {},
+    "Gemma3Text": {},
+    "DeepseekV3": CHANGES["DeepseekV3"],
+}
+RINGS = {"Llama": (2, 4), "MQA": (1,), "uneven": (1, 2), "Mistral": (4,), "Gemma3Text": (2, 4), "DeepseekV3": (2,)}
+
+
+def _build(name: str) -> Any:
+    return build({"MQA": "Llama", "uneven": "Llama"}.get(name, name), **MODELS[name]).eval()
+
+
+def _as_planned() -> None:
+    """Of every model on some meshes: bytes on each rank after a prompt in chunks and generated tokens; each layer's
+    collectives for a chunk and for a token.
+    """
+    for name in MODELS:
+        for ring in RINGS[name]:
+            sp = sharding(ring=ring)
+            source = _build(name)
+            model = longspan.parallelize(source, sp, fsdp=False)
+            shape = shape_from_config(source.config.to_dict(), name)
+            mesh = Mesh(ring=sp.ring_size, ulysses=sp.ulysses_size)
+            job = Job(context=PROMPT, batch=2, mode="decode", dtype="fp32")
+            cache = longspan.ShardedCache(model)
+            chunk = 32
+            with torch.no_grad(), count_sent() as sent:
+                ids = prompt(2, PROMPT)["input_ids"]
+                model(input_ids=ids[:, :chunk], past_key_values=cache, logits_to_keep=1)
+            assert _of_layers(sent) == _planned(shape, job, mesh, chunk, sp), (name, ring)
+            with torch.no_grad():
+                model(input_ids=ids[:, chunk:], past_key_values=cache, logits_to_keep=1)
+            tokens = 66 if name == "Llama" and ring == 2 else 3
+            for _ in range(tokens):
+                with torch.no_grad(), count_sent() as sent:
+                    model(input_ids=ids[:, :1], past_key_values=cache)
+            assert _of_layers(sent) == _planned(shape, job, mesh, 1, sp), (name, ring)
+            planned = [layer.mixer.cache_by_rank(job, mesh, tokens, chunk) for layer in shape.layers]
+            assert [cache.stores[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
+            assert cache.nbytes == sum(held[sp.rank] for held in planned)
+            at_prompt = [layer.mixer.cache_by_rank(job, mesh) for layer in shape.layers]
+            assert [max(held) for held in at_prompt] == [layer.mixer.cache_bytes(job, mesh) for layer in shape.layers]
+
+
+def _of_layers(sent: list[Any]) -> Counter[tuple[str, int]]:
+    """Without what ranks say about their batches: five numbers each."""
+    said = 5 * 8 * (torch.distributed.get_world_size() - 1)
+    return Counter((one.op, one.bytes) for one in sent if (one.op, one.bytes) != ("all_gather", said))
+
+
+def _planned(shape: Any, job: Job, mesh: Mesh, tokens: int, sp: Any) -> Counter[tuple[str, int]]:
+    planned: Counter[tuple[str, int]] = Counter()
+    for layer in shape.layers:
+        each = (
+            exchange.decode(layer.mixer, job, mesh)
+            if tokens == 1
+            else exchange.chunk(layer.mixer, job, mesh, tokens, sp.ulysses_rank)
+        )
+        for one in each:
+            planned[one.op, one.bytes] += one.calls
+    return planned
+
+
+@pytest.mark.filterwarnings("ignore:`ulysses")
+def test_bytes_and_collectives_are_the_planners(pool4: RankPool) -> None:
+    pool4.run(_as_planned)
+
+
+@pytest.mark.parametrize(("code", "limit"), [("int8", 0.5 / 127), ("fp8", 2.0**-4)])
+def test_a_code_errs_by_half_a_step_of_each_vectors_largest_element(code: str, limit: float) -> None:
+    """int8: half a step of the scale. fp8 (3 bits behind the point): 1/16 of an element, or of the scale's smallest."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 50, 16, generator=g) * torch.logspace(-6, 4, 50)[:, None]
+    x[0, 0, 7] = 0
+    codec = codec_of(code)
+    parts = codec.encode(x)
+    assert sum(part.nbytes for part in parts) == 2 * 3 * 50 * (16 + 4)
+    error, largest = (codec.decode(parts, x.dtype) - x).abs(), x.abs().amax(-1, keepdim=True)
+    allowed = limit * largest if code == "int8" else limit * x.abs() + 2.0**-10 * largest / 448
+    assert bool((error <= allowed * (1 + 1e-5)).all()) and bool((error > 0).any())
+    exact = codec_of("exact")
+    assert torch.equal(exact.decode(exact.encode(x), x.dtype), x)
+    with pytest.raises(longspan.LongspanError, match="dtype='int4' is unknown; choose exact, int8, fp8"):
+        codec_of("int4")
+
+
+def test_a_store_grows_by_an_eighth_and_gives_back_what_a_window_leaves() -> None:
+    def tokens(first: int, n: int) -> tuple[Tensor, Tensor]:
+        at = torch.arange(first, first + n, dtype=torch.float32)[None, None, :, None]
+        return at.expand(1, 2, n, 4), -at.expand(1, 2, n, 3)
+
+    store, sizes = Store(), set()
+    for i in range(1000):
+        store.append(*tokens(i, 1))
+        sizes.add(store.allocated // (2 * 7 * 4))
+        assert store.allocated <= store.nbytes * 9 / 8 + 64 * 2 * 7 * 4
+    assert len(sizes) < 30
+    keys, values = store.read(torch.float32)
+    assert torch.equal(keys, tokens(0, 1000)[0]) and torch.equal(values, tokens(0, 1000)[1])
+    store.keep_from(990, 10)
+    assert store.nbytes == 10 * 2 * 7 * 4 and store.allocated == 64 * 2 * 7 * 4
+    for i in range(1000, 1200):
+        store.append(*tokens(i, 1))
+        store.keep_from(i - 9, 10)
+        assert torch.equal(store.read(torch.float32)[0], tokens(i - 9, 10)[0])
+    assert store.allocated == 64 * 2 * 7 * 4
+    with pytest.raises(
+        longspan.LongspanError, match=r"the cache holds float32 \[1, 2, 4\], the new tokens have float64"
+    ):
+        store.append(*(x.double() for x in tokens(0, 1)))
+
+
+def _coded(expected: tuple[Tensor, Tensor], limits: dict[str, float]) -> None:
+    for ring in (1, 2):
+        model, _ = parallelized("Llama", ring, False)
+        exact = longspan.ShardedCache(model, room=PROMPT + NEW)
+        generated(model, {**prompt(), "past_key_values": exact})
+        for code, limit in limits.items():
+            cache = longspan.ShardedCache(model, dtype=code)
+            logits = generated(model, {**prompt(), "past_key_values": cache})[1]
+            error = float((logits - expected[1]).norm() / expected[1].norm())
+            assert limit / 100 < error < limit, (code, error)
+            assert cache.nbytes == exact.nbytes * (8 + 4) // (4 * 8)  # head_dim 8 in fp32
+
+
+def test_codes_on_a_model(pool2: RankPool) -> None:
+    pool2.run(_coded, plain("Llama"), {"int8": 0.01, "fp8": 0.05})
+
+
+def _saved(folder: Path, first: Tensor, name: str, code: str) -> None:
+    model, _ = parallelized(name, 2, False)
+    cache = longspan.ShardedCache(model, dtype=code)
+    for _ in range(2):  # the second replaces the first
+        if cache.get_seq_length() == 0:
+            generated(model, {**prompt(), "past_key_values": cache})
+        cache.save(folder)
+
+
+def _loaded(folder: Path, name: str, second: Tensor, expected: Any, rings: list[int]) -> list[Any]:
+    """A second turn with a cache of another mesh."""
+    found = []
+    for ring in rings:
+        model, _ = parallelized(name, ring, False)
+        cache = longspan.ShardedCache.load(folder, model)
+        assert cache.get_seq_length() == PROMPT + NEW - 1
+        out = generated(model, {"input_ids": second, "past_key_values": cache})
+        if expected is not None:
+            check_generated(out, expected)
+        found.append(out)
+    return found
+
+
+def _not_loaded(folder: Path, name: str) -> str:
+    model, _ = parallelized(name, 1, False)
+    with pytest.raises(longspan.LongspanError) as error:
+        longspan.ShardedCache.load(folder, model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("name", "code"), [("Llama", "exact"), ("Gemma3Text", "exact"), ("Llama", "fp8")])
+def test_a_saved_cache_goes_on_on_another_mesh(get_pool: Any, tmp_path: Path, name: str, code: str) -> None:
+    folder, more = tmp_path / "cache", prompt(n=9, seed=8)["input_ids"]
+    first = plain(name)[0]
+    second = torch.cat([first, more], 1)
+    expected = generated(build(name).eval(), {"input_ids": second}) if code == "exact" else None
+    get_pool(4).run(_saved, folder, first, name, code)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+    assert len(list(folder.glob("part-*"))) == 4
+    runs = get_pool(2).run(_loaded, folder, name, second, expected, [1, 2])
+    runs += get_pool(4).run(_loaded, folder, name, second, expected, [2, 4])
+    for out in (out for run in runs for out in run):
+        check_generated(out, runs[0][0])  # of a code too, whose bytes are read as they were written
+
+
+def test_a_cache_that_is_not_whole_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    pool2.run(_saved, folder, None, "Llama", "exact")
+    other = set(pool2.run(_not_loaded, folder, "Qwen3"))
+    assert len(other) == 1 and 'model_type: "llama" there, "qwen3" here' in other.pop()
+    part = folder / "part-1.safetensors"
+    whole = part.read_bytes()
+    for content, text in (
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "part-1.safetensors is damaged: its checksum is not that of the index"),
+        (whole[:-1], f"has {len(whole) - 1} bytes, the index says {len(whole)} bytes"),
+        (None, f"part-1.safetensors is missing, the index says {len(whole)} bytes"),
+    ):
+        part.write_bytes(content) if content is not None else part.unlink()
+        said = set(pool2.run(_not_loaded, folder, "Llama"))
+        assert len(said) == 1 and text in said.pop()
+    (folder / "index.json").unlink()
+    assert "there is no index.json, which is written last" in pool2.run(_not_loaded, folder, "Llama")[0]
+    with pytest.raises(RankError, match="is there and is no cache"):
+        pool2.run(_saved, folder, None, "Llama", "exact")
