@@ -69,7 +69,7 @@ class Generation:
         stream = TextStream(self._tokenizer if self.first else None, shown, config.out)
         stream.before = self._progress.clear
         began = time.perf_counter()
-        with StopRequest() as stop:
+        with StopRequest(late=("not ended", "the text so far is all there is")) as stop:
             hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
             try:
                 self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)

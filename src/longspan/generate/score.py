@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from longspan.generate.prompt import Prompt
+    from longspan.ranks.heartbeat import Heartbeat
 
 _ENDINGS = (".jsonl", ".npz", ".parquet")
 
@@ -128,31 +130,37 @@ def open_text(config: ScoreConfig) -> Prompt:
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
     with launch.joined(config.timeout) as heart:
-        import time
+        return score_rank(config, heart, opened)
 
-        import torch
 
-        from longspan.generate.start import start
-        from longspan.hf.logprobs import token_logprobs
+def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> dict[str, Any]:
+    """Score on this rank; every rank of the job calls it and returns the same report.
 
-        prompt, sp, model = start(config, heart, opened, lambda: open_text(config), ring_impl=config.ring_impl)
-        heart.at("scoring", 1)
-        began = time.perf_counter()
-        ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
-        with torch.no_grad():
-            found = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
-        seconds = time.perf_counter() - began
-        if sp.rank == 0 and config.out is not None:
-            heart.at("writing", 2, long=True)
-            write(config.out, prompt.ids, found.numpy())
-        mean = float(found.mean())
-        return {
-            "tokens": prompt.tokens,
-            "scored_tokens": len(found),
-            "mean_logprob": mean,
-            "perplexity": math.exp(-mean) if -mean < math.log(sys.float_info.max) else math.inf,
-            "tokens_per_s": prompt.tokens / seconds,
-        }
+    Raises:
+        LongspanError: as `longspan.generate.start.start`.
+    """
+    import torch
+
+    from longspan.generate.start import start
+    from longspan.hf.logprobs import token_logprobs
+
+    prompt, sp, model = start(config, heart, opened, lambda: open_text(config), ring_impl=config.ring_impl)
+    heart.at("scoring", 1)
+    began = time.perf_counter()
+    ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
+    with torch.no_grad():
+        found = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
+    seconds = time.perf_counter() - began
+    if sp.rank == 0 and config.out is not None:
+        write(config.out, prompt.ids, found.numpy())
+    mean = float(found.mean())
+    return {
+        "tokens": prompt.tokens,
+        "scored_tokens": len(found),
+        "mean_logprob": mean,
+        "perplexity": math.exp(-mean) if -mean < math.log(sys.float_info.max) else math.inf,
+        "tokens_per_s": prompt.tokens / seconds,
+    }
 
 
 def write(path: Path, ids: NDArray[np.int64], logprobs: NDArray[np.float64]) -> None:

@@ -70,7 +70,7 @@ class TextStream:
         self._file = None
         if out is not None and tokenizer is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = out.open("w", encoding="utf-8")
+            self._file = out.open("w", encoding="utf-8", newline="")
 
     def put(self, value: Any) -> None:
         """The ids of the prompt, and then those of each new token."""

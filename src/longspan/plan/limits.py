@@ -67,8 +67,11 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
         yield f"the model's positions end at {model.max_position}: this context needs RoPE scaling"
     if model.assumption:
         yield model.assumption
-    if job.mode != "train":
-        yield f"`longspan generate` is not in this version: {job.mode} is planned from its formulas"
+    if job.mode == "prefill":
+        yield (
+            "all tokens at once; `longspan generate` takes a prompt in chunks (--prefill-chunk), whose activations need "
+            "less memory, and plans that itself"
+        )
     yield from not_in_this_version(model, job, mesh)
 
 
