@@ -27,6 +27,8 @@ from longspan.core.errors import LongspanError
 #: Command: (module, its config class, what it does).
 COMMANDS = {
     "train": ("longspan.train", "TrainConfig", "train a causal LM on long sequences"),
+    "generate": ("longspan.generate", "GenerateConfig", "continue a text, or answer a question about a long one"),
+    "score": ("longspan.generate.score", "ScoreConfig", "perplexity and log-probabilities of a long text"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "what fits, which mesh, and what it costs; needs no torch"),
     "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),

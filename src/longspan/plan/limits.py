@@ -87,8 +87,11 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
         yield f"{needed}{scaling} ({flags})"
     if model.assumption:
         yield model.assumption
-    if job.mode != "train":
-        yield f"`longspan generate` is not in this version: {job.mode} is planned from its formulas"
+    if job.mode == "prefill":
+        yield (
+            "all tokens at once; `longspan generate` takes a prompt in chunks (--prefill-chunk), whose activations need "
+            "less memory, and plans that itself"
+        )
     yield from not_in_this_version(model, job, mesh)
 
 

@@ -47,12 +47,21 @@ class StopRequest:
 
     A second signal, later than `repeat_s` after the first, is no longer caught: it acts as it would have without
     this. (Ctrl-C reaches a rank twice at once, from the terminal and from the launcher.) A job that has not left this
-    context `grace_s` seconds after the first signal is ended as it is.
+    context `grace_s` seconds after the first signal is ended as it is, and `late` says what it has not done, and what
+    comes of it.
     """
 
-    def __init__(self, repeat_s: float = 2.0, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self,
+        repeat_s: float = 2.0,
+        grace_s: float = GRACE_S,
+        late: tuple[str, str] = (
+            "not saved",
+            "what was done since the last checkpoint is lost (--grace gives it longer)",
+        ),
+    ) -> None:
         self.signum: int | None = None
-        self._repeat_s, self._grace_s = repeat_s, grace_s
+        self._repeat_s, self._grace_s, self._late = repeat_s, grace_s, late
         self._timer: threading.Timer | None = None
         self._since = 0.0
         self._previous: dict[int, Any] = {}
@@ -83,8 +92,7 @@ class StopRequest:
     def _give_up(self, signum: int) -> None:
         if SUPERVISED not in os.environ:  # else the launcher says it
             _write_error(
-                f"not saved within {self._grace_s:g} s of {signal.Signals(signum).name}; what was done since the last "
-                "checkpoint is lost (--grace gives it longer)"
+                f"{self._late[0]} within {self._grace_s:g} s of {signal.Signals(signum).name}; {self._late[1]}"
             )
         os._exit(128 + signum)
 

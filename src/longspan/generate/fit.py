@@ -1,0 +1,84 @@
+"""Whether a prompt and its cache fit, by the planner, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from longspan.core.errors import LongspanError
+from longspan.hf.auto import BASE_OF_A_RANK, device_memory, hardware_of, shape_of
+from longspan.plan.generation import check_fits, largest_moment
+from longspan.plan.job import Job, Mesh
+from longspan.ranks import launch
+
+if TYPE_CHECKING:
+    from longspan.generate.config import GenerateConfig
+    from longspan.plan.hardware import Hardware
+
+
+def job_of(config: GenerateConfig, model_config: Any, tokens: int) -> Job:
+    """What the planner is asked: a cache of so many tokens."""
+    import torch
+
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "fp32" if model_config.dtype in (None, torch.float32) else "bf16"
+    return Job(
+        context=tokens,
+        mode="prefill",
+        dtype=dtype,
+        weight_sharding=config.fsdp and config.ranks > 1,
+        layout=config.layout,
+    )
+
+
+def hardware_for(config: GenerateConfig) -> Hardware:
+    """This machine's devices, with the memory that a rank may take."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held = None if config.rank_memory is None else 1e9 * config.rank_memory
+    if held is None and device.type == "cpu" and not launch.under_torchrun():
+        held = max(device_memory(device) / (config.nproc or config.ranks) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4)
+    return hardware_of(device, held)
+
+
+def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
+    """Refuse a prompt that will not fit.
+
+    Args:
+        config: of the command.
+        model_config: the Hugging Face config.
+        tokens: of the prompt.
+
+    Returns:
+        What the planner says of it, in a line.
+
+    Raises:
+        LongspanError: with the sum, item by item, and what would do.
+    """
+    total = tokens + config.max_new_tokens
+    try:
+        shape = shape_of(model_config)
+    except LongspanError as error:
+        return f"the planner does not know this model, so whether it fits was not looked at ({error})"
+    job, mesh, hardware = (
+        job_of(config, model_config, total),
+        Mesh(1, config.ring, config.ulysses),
+        hardware_for(config),
+    )
+    check_fits(shape, job, mesh, hardware, config.chunk)
+    items = largest_moment(shape, job, mesh, hardware, config.chunk)
+    return (
+        f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
+        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens"
+    )
+
+
+def planned_cache_bytes(config: GenerateConfig, model_config: Any, tokens: int) -> int | None:
+    """Bytes of keys and values on the rank that holds most, by the planner; None for a model that it does not know."""
+    try:
+        shape = shape_of(model_config)
+    except LongspanError:
+        return None
+    mesh, job = Mesh(1, config.ring, config.ulysses), job_of(config, model_config, tokens)
+    return int(sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in shape.layer_kinds))

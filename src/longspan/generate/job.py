@@ -1,0 +1,90 @@
+"""`longspan generate` as a whole: check everything once, start the ranks, generate, print the report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from longspan.core.checked import check_processes
+from longspan.generate.config import GenerateConfig
+from longspan.hf.pretrained import check_names
+from longspan.ranks import launch
+
+if TYPE_CHECKING:
+    from longspan.generate.prompt import Prompt
+
+
+def run(config: GenerateConfig) -> int:
+    """Generate, on ranks that are started here or by torchrun.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        LongspanError: on bad input; nearly always before any rank is started.
+        longspan.ranks.launch.RankFailed: if a rank died or was lost.
+        longspan.ranks.launch.Stopped: if a signal ended it early; the text so far is written.
+    """
+    config.check()
+    launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    prompt: Prompt | None = None
+    if not launch.under_torchrun():  # there the ranks check once they have met
+        check_names(config.model, None, None, config.tokenizer)
+        check_processes(config.ranks, config.mesh)
+        prompt = opened(config)
+    try:
+        report: dict[str, Any] = launch.launch(_generate_rank, config, prompt, nproc=config.ranks)
+    except launch.Stopped as stop:
+        if stop.why_not:
+            print("longspan: the ranks were ended in the middle; the text so far is all there is", file=sys.stderr)
+        raise
+    if not config.json and launch.is_first_rank():
+        print(spell_report(report), file=sys.stderr)
+    return 0
+
+
+def opened(config: GenerateConfig) -> Prompt:
+    """The prompt, once it is known to fit the model and, by the planner, the ranks.
+
+    Raises:
+        LongspanError: as `open_prompt` and `check_memory`.
+    """
+    from longspan.generate.fit import check_memory
+    from longspan.generate.prompt import open_prompt
+
+    prompt = open_prompt(config)
+    said = check_memory(config, prompt.model_config, prompt.tokens)
+    if launch.is_first_rank():
+        print(f"prompt: {prompt.tokens:,} tokens; {said}", file=sys.stderr, flush=True)
+    return prompt
+
+
+def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:
+    with launch.joined(config.timeout) as heart:
+        from longspan.generate.rank import Generation
+
+        generation = Generation(config, heart, prompt)
+        try:
+            return generation.run()
+        finally:
+            if config.json and generation.first and generation.report is not None:
+                print(json.dumps(generation.report), flush=True)
+
+
+def spell_report(report: dict[str, Any]) -> str:
+    """The report in lines."""
+    held, planned = max(report["cache_bytes"]), report["planned_cache_bytes"]
+    beside = "no plan for this model" if planned is None else f"planned {_bytes(planned)}"
+    lines = [
+        f"prompt  {report['prompt_tokens']:,} tokens, {report['prefill_tokens_per_s']:,.0f} tokens/s; first token "
+        f"after {report['first_token_s']:.2f} s",
+        f"new     {report['new_tokens']:,} tokens, ended by {report['ended_by']}"
+        + (f"; {report['tokens_per_s']:,.1f} tokens/s" if report["tokens_per_s"] is not None else ""),
+        f"cache   {_bytes(held)} per rank for {report['cached_tokens']:,} tokens ({beside})",
+    ]
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.3f} GB" if count >= 1e7 else f"{count:,} bytes"

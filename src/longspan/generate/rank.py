@@ -1,0 +1,159 @@
+"""Generation on one rank: every rank makes the same calls, the first one writes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from longspan.data import load_tokenizer
+from longspan.generate.fit import planned_cache_bytes
+from longspan.generate.job import opened
+from longspan.generate.prompt import tokenizer_name
+from longspan.generate.start import start
+from longspan.generate.stream import Progress, TextStream
+from longspan.hf.across_ranks import host_group
+from longspan.hf.kv_cache import ShardedCache
+from longspan.ranks.launch import Stopped, StopRequest
+
+if TYPE_CHECKING:
+    from longspan.generate.config import GenerateConfig
+    from longspan.generate.prompt import Prompt
+    from longspan.ranks.heartbeat import Heartbeat
+
+
+class Generation:
+    """What one rank holds while it generates.
+
+    Args:
+        config: what is wanted.
+        heart: tells the other ranks where this one is.
+        prompt: that the launcher has opened; None where each rank does.
+
+    Attributes:
+        first: whether this rank writes.
+        report: what came of it, once it has ended; see docs/generate.md.
+
+    Raises:
+        LongspanError: as `longspan.generate.start.start`.
+    """
+
+    def __init__(self, config: GenerateConfig, heart: Heartbeat, prompt: Prompt | None) -> None:
+        self.config, self._heart = config, heart
+        self.report: dict[str, Any] | None = None
+        self.prompt, self.sp, self.model = start(config, heart, prompt, lambda: opened(config))
+        self.first = self.sp.rank == 0
+        self._hosts = None if self.sp.world_group is None else host_group(self.sp)
+        self._tokenizer = load_tokenizer(tokenizer_name(config))
+        self._cache = ShardedCache(self.model, room=self.prompt.tokens + config.max_new_tokens)
+        self._progress = Progress(self.prompt.tokens, self.first)
+        self._forwards = 0
+
+    def run(self) -> dict[str, Any]:
+        """Generate and write.
+
+        Returns:
+            The report.
+
+        Raises:
+            Stopped: if a signal reached any rank; all ranks end behind the same token.
+        """
+        settings, config = self.settings(), self.config
+        ids = torch.from_numpy(self.prompt.ids)[None].to(self.sp.device)
+        torch.manual_seed(config.seed)
+        shown = None if config.json or not self.first else sys.stdout
+        stream = TextStream(self._tokenizer if self.first else None, shown, config.out)
+        stream.before = self._progress.clear
+        began = time.perf_counter()
+        with StopRequest(late=("not ended", "the text so far is all there is")) as stop:
+            hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
+            try:
+                self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)
+                ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+                why = "the model" if stream.ids and stream.ids[-1] in ends else "--max-new-tokens"
+                self._end(stream, began, why)
+            except Stopped:
+                self._end(stream, began, "a signal")
+                raise
+            finally:
+                hook.remove()
+                self._progress.clear()
+                stream.close()
+        assert self.report is not None
+        return self.report
+
+    def settings(self) -> Any:
+        """The model's generation config, with what the flags say."""
+        config, found = self.config, copy.deepcopy(self.model.generation_config)
+        found.update(
+            max_new_tokens=config.max_new_tokens,
+            max_length=None,
+            min_length=0,
+            num_beams=1,
+            num_return_sequences=1,
+            cache_implementation=None,
+            use_cache=True,
+            return_dict_in_generate=False,
+            prefill_chunk_size=config.chunk,
+        )
+        if config.temperature == 0:
+            found.update(do_sample=False, temperature=None, top_k=None, top_p=None)
+        elif any(value is not None for value in (config.temperature, config.top_k, config.top_p)):
+            found.do_sample = True
+        for name in ("temperature", "top_k", "top_p"):
+            if getattr(config, name):
+                setattr(found, name, getattr(config, name))
+        if config.top_k == 0:
+            found.top_k = 0
+        if found.eos_token_id is None:
+            found.eos_token_id = self._tokenizer.eos_token_id
+        if found.pad_token_id is None:
+            found.pad_token_id = self._tokenizer.pad_token_id
+        return found
+
+    def _forward_done(self, stop: StopRequest) -> None:
+        """After each forward, of a chunk or of a token: how far, and whether any rank was told to stop."""
+        held, prefill = self._cache.get_seq_length(), self.prompt.tokens
+        if held <= prefill and self.sp.device.type == "cuda":
+            torch.cuda.synchronize()  # else the progress would be that of the launches
+        signum = stop.signum or 0
+        if self._hosts is not None:
+            said = torch.tensor(signum)
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._hosts)
+            signum = int(said)
+        if held <= prefill:
+            self._progress.at(held)
+        self._forwards += 1
+        self._heart.at("prompt" if held < prefill else "new tokens", self._forwards)
+        if signum:
+            raise Stopped(signum)
+
+    def _end(self, stream: TextStream, began: float, why: str) -> None:
+        held = self._cache.get_seq_length()
+        each = [self._cache.nbytes]
+        if self._hosts is not None:
+            every = torch.zeros(self.sp.size, dtype=torch.int64)
+            every[self.sp.rank] = each[0]
+            dist.all_reduce(every, group=self._hosts)
+            each = every.tolist()
+        stream.close()
+        new = len(stream.ids)
+        first_s = (stream.times[0] if stream.times else time.perf_counter()) - began
+        later_s = stream.times[-1] - stream.times[0] if new > 1 else 0.0
+        self.report = {
+            "text": stream.text,
+            "ids": stream.ids,
+            "prompt_tokens": self.prompt.tokens,
+            "new_tokens": new,
+            "ended_by": why,
+            "first_token_s": first_s,
+            "prefill_tokens_per_s": min(held, self.prompt.tokens) / first_s,
+            "tokens_per_s": (new - 1) / later_s if later_s else None,
+            "cached_tokens": held,
+            "cache_bytes": each,
+            "planned_cache_bytes": planned_cache_bytes(self.config, self.prompt.model_config, max(held, 1)),
+        }

@@ -1,0 +1,188 @@
+"""`longspan score`: how likely a model finds a text, token by token, the text sharded over the ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from longspan.core.checked import LARGEST_COUNT, check_number, check_output, check_processes
+from longspan.core.errors import LongspanError
+from longspan.generate.config import ModelFlags
+from longspan.hf.pretrained import check_names
+from longspan.ranks import launch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from longspan.generate.prompt import Prompt
+    from longspan.ranks.heartbeat import Heartbeat
+
+_ENDINGS = (".jsonl", ".npz", ".parquet")
+
+
+@dataclass(frozen=True)
+class ScoreConfig(ModelFlags):
+    """Perplexity of a long text, and the log-probability of each of its tokens given all before it.
+
+    The numbers are those of one process, on any mesh.
+    """
+
+    text: str | None = None
+    """The text. Give this or --file; without either it is read from stdin."""
+    file: Path | None = None
+    """A text file (UTF-8)."""
+    max_tokens: int | None = None
+    """Score so many tokens of the beginning alone."""
+    ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
+    """How keys and values go round a ring."""
+    out: Path | None = None
+    """Write the ids of the tokens and their log-probabilities, in order, to this file: .jsonl, .npz or .parquet. The
+    first token has none."""
+
+    def check(self) -> None:
+        """Refuse what makes no sense, as far as it can be seen without reading anything.
+
+        Raises:
+            LongspanError: with the numbers and the way out.
+        """
+        self.check_job("score")
+        if self.text is not None and self.file is not None:
+            raise LongspanError("--text and --file both give a text; give one of them")
+        if self.text == "":
+            raise LongspanError("--text is empty; leave it out, or give a text")
+        if self.max_tokens is not None:
+            check_number("--max-tokens", self.max_tokens, 2, LARGEST_COUNT)
+        if self.out is not None:
+            check_output("--out", self.out, example="scores.jsonl")
+            if self.out.suffix not in _ENDINGS:
+                raise LongspanError(f"--out {self.out} must end in {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}")
+
+
+def run(config: ScoreConfig) -> int:
+    """Score a text, on ranks that are started here or by torchrun, and print the report.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        LongspanError: on bad input; nearly always before any rank is started.
+        longspan.ranks.launch.RankFailed: if a rank died or was lost.
+    """
+    config.check()
+    launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    opened: Prompt | None = None
+    if not launch.under_torchrun():
+        check_names(config.model, None, None, config.tokenizer)
+        check_processes(config.ranks, config.mesh)
+        opened = open_text(config)
+    report: dict[str, Any] = launch.launch(_score_rank, config, opened, nproc=config.ranks)
+    if launch.is_first_rank():
+        print(json.dumps(report) if config.json else spell_report(report))
+    return 0
+
+
+def spell_report(report: dict[str, Any]) -> str:
+    """The report in lines."""
+    return (
+        f"tokens                {report['tokens']:,} ({report['scored_tokens']:,} of them scored)\n"
+        f"mean log-probability  {report['mean_logprob']:.6f}\n"
+        f"perplexity            {report['perplexity']:.4f}\n"
+        f"tokens/s              {report['tokens_per_s']:,.0f}"
+    )
+
+
+def open_text(config: ScoreConfig) -> Prompt:
+    """The text that a `ScoreConfig` gives, as ids; no weights are loaded.
+
+    Raises:
+        LongspanError: for a missing or unfit model, tokenizer or text, and for more tokens than the model has
+            positions.
+    """
+    from longspan.data import load_tokenizer
+    from longspan.generate.prompt import (
+        Prompt,
+        check_ids,
+        check_positions,
+        read_given,
+        text_ids,
+        tokenizer_name,
+    )
+    from longspan.hf.pretrained import read_model_config
+
+    model_config = read_model_config("--model", config.model, 1)
+    tokenizer = load_tokenizer(tokenizer_name(config))
+    ids = text_ids(tokenizer, read_given(config.text, config.file, "--text"))[: config.max_tokens]
+    check_ids(config, model_config, ids)
+    check_positions(config, model_config, len(ids))
+    if len(ids) < max(2, config.ranks):
+        raise LongspanError(
+            f"the text has {len(ids)} tokens; score needs 2, the second given the first, and one for each of the "
+            f"{config.ranks} ranks of {config.mesh}"
+        )
+    return Prompt(model_config, ids)
+
+
+def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
+    with launch.joined(config.timeout) as heart:
+        return score_rank(config, heart, opened)
+
+
+def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> dict[str, Any]:
+    """Score on this rank; every rank of the job calls it and returns the same report.
+
+    Raises:
+        LongspanError: as `longspan.generate.start.start`.
+    """
+    import torch
+
+    from longspan.generate.start import start
+    from longspan.hf.logprobs import token_logprobs
+
+    prompt, sp, model = start(config, heart, opened, lambda: open_text(config), ring_impl=config.ring_impl)
+    heart.at("scoring", 1)
+    began = time.perf_counter()
+    ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
+    with torch.no_grad():
+        found = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
+    seconds = time.perf_counter() - began
+    if sp.rank == 0 and config.out is not None:
+        write(config.out, prompt.ids, found.numpy())
+    mean = float(found.mean())
+    return {
+        "tokens": prompt.tokens,
+        "scored_tokens": len(found),
+        "mean_logprob": mean,
+        "perplexity": math.exp(-mean) if -mean < math.log(sys.float_info.max) else math.inf,
+        "tokens_per_s": prompt.tokens / seconds,
+    }
+
+
+def write(path: Path, ids: NDArray[np.int64], logprobs: NDArray[np.float64]) -> None:
+    """Ids and log-probabilities in order; that of the first token is null (jsonl, parquet) or NaN (npz).
+
+    Args:
+        path: with the ending of its kind.
+        ids: int64 [S].
+        logprobs: fp64 [S - 1], of ids 1 to S - 1.
+    """
+    import numpy as np
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".npz":
+        np.savez(path, ids=ids, logprobs=np.concatenate([[np.nan], logprobs]))
+    elif path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table({"id": ids, "logprob": pyarrow.array([None, *logprobs.tolist()])})
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with path.open("w", encoding="utf-8") as lines:
+            for number, logprob in zip(ids.tolist(), [None, *logprobs.tolist()], strict=True):
+                lines.write(json.dumps({"id": number, "logprob": logprob}) + "\n")

@@ -1,0 +1,76 @@
+"""A model on every rank of a job that runs it without training: the ranks agree, meet, and load."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longspan.comm.mesh import SequenceSharding, init_mesh
+from longspan.hf.loading import from_pretrained
+from longspan.ranks import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from longspan.generate.config import ModelFlags
+    from longspan.generate.prompt import Prompt
+    from longspan.ranks.heartbeat import Heartbeat
+
+
+def start(
+    config: ModelFlags, heart: Heartbeat, opened: Prompt | None, open_here: Callable[[], Prompt], **options: Any
+) -> tuple[Prompt, SequenceSharding, Any]:
+    """What is run, the sharding, and the parallelized model. Collective.
+
+    Args:
+        config: of the command.
+        heart: of this rank.
+        opened: what the launcher has opened; None where each rank does.
+        open_here: does.
+        options: of `SequenceSharding`.
+
+    Raises:
+        LongspanError: on every rank alike: for what `open_here` refuses, ranks that were not given the same, and a
+            model that cannot be loaded or sharded.
+    """
+    heart.at("start", long=True)
+    with agreement.refusing_together(heart.peers, alive=True):
+        prompt = open_here() if opened is None else opened
+    facts = {
+        **agreement.settings(config),
+        **agreement.versions(),
+        **agreement.model_facts(prompt.model_config),
+        "tokens of the text": f"{prompt.tokens} #{zlib.crc32(prompt.ids.tobytes()):08x}",
+    }
+    agreement.agree(heart.peers, facts, alive=True)
+    heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    heart.at("loading", long=True)
+    with stdout_to_stderr():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        sp = SequenceSharding(init_mesh(ring=config.ring, ulysses=config.ulysses), config.layout, **options)
+        dtypes: dict[str, Any] = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
+        if config.dtype == "auto" and prompt.model_config.dtype is None:
+            dtypes["auto"] = torch.float32
+        model = from_pretrained(config.model, sp, dtype=dtypes[config.dtype], fsdp=config.fsdp, kernel=config.kernel)
+    return prompt, sp, model.eval()
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What libraries write to stdout (gloo greets there, from C++) goes to stderr: stdout is for the text."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -1,0 +1,234 @@
+"""`longspan generate` and `longspan score`: what they print is what one process computes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
+
+from longspan import cli
+from longspan.core.errors import LongspanError
+from longspan.generate.config import GenerateConfig
+from longspan.generate.job import opened
+from longspan.generate.score import ScoreConfig, open_text
+from longspan.generate.stream import Decoder, progress_line
+from longspan.plan.generation import check_fits, largest_moment
+from longspan.plan.hardware import read_hardware
+from longspan.plan.job import Job, Mesh
+from longspan.plan.models.read import read_model
+from tests.pool import THREADS, RankPool
+from tests.training import LLAMA
+
+ROOT = Path(__file__).parents[1]
+PROMPT = "A ring of ranks – each holds a part of what was read, and none holds all of it. " * 2
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model over bytes, whose text has no end, and whose folder has no tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        **LLAMA | {"vocab_size": 260, "eos_token_id": 259, "max_position_embeddings": 4096, "initializer_range": 0.2}
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def _config(folder: Path, **more: Any) -> GenerateConfig:
+    return GenerateConfig(**{"model": str(folder), "prompt": PROMPT, "max_new_tokens": NEW, "json": True, **more})
+
+
+def _plain(folder: Path, **more: Any) -> list[int]:
+    """What transformers generates by itself."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
+    torch.manual_seed(0)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 259, "pad_token_id": 0, **more}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+
+
+def _generate(config: GenerateConfig) -> dict[str, Any]:
+    """This rank's part."""
+    from longspan.generate.rank import Generation
+    from longspan.ranks.heartbeat import Heartbeat
+    from longspan.ranks.rendezvous import meet
+
+    return Generation(config, Heartbeat(meet(60), lambda *_: None), opened(config)).run()
+
+
+def _text(ids: list[int]) -> str:
+    return str(ByT5Tokenizer().decode(ids, skip_special_tokens=True))
+
+
+def test_text_streams_as_one_process_writes_it(
+    folder: Path, pool2: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = _plain(folder)
+    out = tmp_path / "new" / "text.txt"
+    assert cli.main([*_flags(folder), "--temperature", "0", "--out", str(out)]) == 0
+    said = capsys.readouterr()
+    assert said.out.rstrip("\n") == _text(greedy).rstrip("\n")
+    assert out.read_bytes().decode() == _text(greedy)
+    assert f"new     {NEW} tokens, ended by --max-new-tokens" in said.err
+    assert "first token after" in said.err and "planned" in said.err
+
+    sampled = _plain(folder, do_sample=True, temperature=0.7, top_k=9)
+    drawn = {"temperature": 0.7, "top_k": 9}
+    for mesh in ({"ulysses": 2, "prefill_chunk": 50}, {"ring": 2, "fsdp": False}):
+        for rank, report in enumerate(pool2.run(_generate, _config(folder, temperature=0.0, **mesh))):
+            assert report["ids"] == greedy
+            assert report["text"] == (_text(greedy) if rank == 0 else "")
+            assert report["prompt_tokens"] == len(PROMPT.encode())
+            assert report["cached_tokens"] == report["prompt_tokens"] + NEW - 1
+        if "ulysses" in mesh:  # each has a KV head, and all tokens
+            assert report["cache_bytes"] == [report["planned_cache_bytes"]] * 2
+        else:
+            assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
+        assert pool2.run(_generate, _config(folder, **drawn, **mesh))[0]["ids"] == sampled
+
+
+def _flags(folder: Path, command: str = "generate") -> list[str]:
+    return [command, "--model", str(folder), "--prompt", PROMPT, "--max-new-tokens", str(NEW)]
+
+
+def test_a_prompt_comes_from_stdin_a_file_or_a_chat(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(PROMPT)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
+    with_bytes = ByT5Tokenizer()(PROMPT.rstrip() + "\n\nWho?", add_special_tokens=False)["input_ids"]
+    for given in ({"file": book}, {}):
+        found = opened(_config(folder, **{"prompt": None, "question": "Who?", **given}))
+        assert found.ids.tolist() == with_bytes
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}>>"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    chat = opened(_config(folder, tokenizer=str(tmp_path / "chat"), prompt="x", question="Who?"))
+    assert _text(chat.ids.tolist()) == "<user>x\n\nWho?>>"
+    plain = opened(_config(folder, tokenizer=str(tmp_path / "chat"), prompt="x", question="Who?", template="none"))
+    assert _text(plain.ids.tolist()) == "x\n\nWho?"
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    decoder, ids = Decoder(ByT5Tokenizer()), [b + 3 for b in "é – 日本".encode()]
+    parts = [decoder.add([i]) for i in ids]
+    assert "".join(parts) == "é – 日本" and "\ufffd" not in "".join(parts)
+    assert [decoder.add([0xE6 + 3]), decoder.end()] == ["", ""]  # a character that breaks off
+    assert progress_line(25, 100, 5.0) == "prompt: 25 of 100 tokens, 5 tokens/s, 15 s left"
+
+
+def _score(config: ScoreConfig) -> dict[str, Any]:
+    from longspan.generate.score import score_rank
+    from longspan.ranks.heartbeat import Heartbeat
+    from longspan.ranks.rendezvous import meet
+
+    return score_rank(config, Heartbeat(meet(60), lambda *_: None), open_text(config))
+
+
+def test_scores_are_those_of_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
+    ids = torch.tensor([ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder).double()(ids).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    for mesh, name in (({"ring": 2}, "a.npz"), ({"ulysses": 2, "fsdp": False}, "a.jsonl"), ({"ring": 2}, "a.parquet")):
+        out = tmp_path / name
+        report = pool2.run(_score, ScoreConfig(model=str(folder), text=PROMPT, out=out, **mesh))[1]
+        if out.suffix == ".npz":
+            written = np.load(out)
+            found_ids, found = written["ids"].tolist(), written["logprobs"].tolist()
+            assert np.isnan(found[0])
+        elif out.suffix == ".jsonl":
+            rows = [json.loads(line) for line in out.read_text().splitlines()]
+            found_ids, found = [row["id"] for row in rows], [row["logprob"] for row in rows]
+            assert found[0] is None
+        else:
+            import pyarrow.parquet
+
+            table = pyarrow.parquet.read_table(out)
+            found_ids, found = table["id"].to_pylist(), table["logprob"].to_pylist()
+        assert found_ids == ids[0].tolist()
+        torch.testing.assert_close(torch.tensor(found[1:], dtype=torch.float64), expected, rtol=1e-5, atol=1e-5)
+        assert report["tokens"] == ids.shape[1] and report["scored_tokens"] == ids.shape[1] - 1
+        assert report["mean_logprob"] == pytest.approx(float(expected.mean()), rel=1e-6)
+        assert report["perplexity"] == pytest.approx(float((-expected.mean()).exp()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": ""}, "generate needs --model"),
+        ({"file": Path("x")}, "--prompt and --file both give a text"),
+        ({"temperature": 0, "top_k": 3}, "--temperature 0 draws nothing"),
+        ({"top_p": 1.5}, "--top-p must be at most 1"),
+        ({"out": Path("/")}, "--out / is a folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LongspanError, match=message):
+        _config(folder, **changes).check()
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) -> None:
+    said = r"--max-new-tokens 4000 behind the \d+ tokens .* 4,096 positions .* give --max-new-tokens \d+ or less.*yarn"
+    with pytest.raises(LongspanError, match=said):
+        opened(_config(folder, max_new_tokens=4000))
+    with pytest.raises(LongspanError, match=r"the text has [\d,]+ tokens, .* 4,096 positions .* \"factor\": 4"):
+        opened(_config(folder, prompt=PROMPT * 80))
+    with pytest.raises(LongspanError, match="--template chat: the tokenizer bytes has no chat template"):
+        opened(_config(folder, template="chat"))
+    with pytest.raises(LongspanError, match=r"do not fit on one GPU of .*Item by item: .*ranks of this kind would do"):
+        opened(_config(folder, rank_memory=0.0003))
+    with pytest.raises(LongspanError, match=r"the text has 1 tokens; score needs 2"):
+        open_text(ScoreConfig(model=str(folder), text="a"))
+
+
+def test_the_mesh_that_is_named_fits_and_smaller_ones_do_not() -> None:
+    model, hardware = read_model("llama-3.1-8b"), read_hardware("a100-80gb")
+    job, chunk = Job(1_500_000, mode="prefill", weight_sharding=False), 8192
+    with pytest.raises(LongspanError) as refused:
+        check_fits(model, job, Mesh(), hardware, chunk)
+    said = str(refused.value)
+    assert "1,500,000 tokens do not fit on one GPU" in said and "kv_cache 196.6 GB" in said
+    assert "4 ranks of this kind would do: --ring 1 --ulysses 4 with FSDP" in said
+    sharded = replace(job, weight_sharding=True)
+    check_fits(model, sharded, Mesh(ulysses=4), hardware, chunk)
+    assert sum(largest_moment(model, sharded, Mesh(ring=2), hardware, chunk).values()) > hardware.memory_bytes
+    longest = int(said.split(" tokens fit")[0].split()[-1].replace(",", ""))
+    check_fits(model, replace(job, context=longest), Mesh(), hardware, chunk)
+    with pytest.raises(LongspanError):
+        check_fits(model, replace(job, context=longest + 1), Mesh(), hardware, chunk)
+
+
+@pytest.mark.launcher
+def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.txt"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
+    flags = [*_flags(folder)[:-1], "3000", "--temperature", "0", "--ring", "2", "--no-fsdp", "--out", str(out)]
+    command = [sys.executable, "-m", "longspan", *flags]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, start_new_session=True) as process:
+        deadline = time.monotonic() + 200
+        while not (out.exists() and len(out.read_bytes()) > 20) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the launcher and all ranks
+        shown, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said.decode()
+    assert said.decode().endswith("longspan: stopped by SIGINT\n")
+    assert shown.rstrip(b"\n") == out.read_bytes().rstrip(b"\n")
+    assert out.read_bytes().decode().startswith(_text(_plain(folder))[:10])
