@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) ->
     with pytest.raises(LongspanError, match="--template chat: the tokenizer bytes has no chat template"):
         opened(_config(folder, template="chat"))
     with pytest.raises(LongspanError, match=r"do not fit on one GPU of .*Item by item: .*ranks of this kind would do"):
-        opened(_config(folder, rank_memory=0.0003))
+        opened(_config(folder, rank_memory=0.00027))
     with pytest.raises(LongspanError, match=r"the text has 1 tokens; score needs 2"):
         open_text(ScoreConfig(model=str(folder), text="a"))
 

@@ -46,7 +46,7 @@ class ModelFlags:
     ] = "auto"
     """Local attention kernel."""
     json: bool = False
-    """Print the report as JSON, and nothing else, on stdout (schema: docs/generate.md)."""
+    """Print the report as JSON, and nothing else, on stdout (schema: docs/generate.md, docs/score.md)."""
     timeout: int | None = None
     """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
     default 60, with GPUs 300. Loading may take longer."""

@@ -89,8 +89,8 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
         yield model.assumption
     if job.mode == "prefill":
         yield (
-            "all tokens at once; `longspan generate` takes a prompt in chunks (--prefill-chunk), whose activations need "
-            "less memory, and plans that itself"
+            "all tokens at once; `longspan generate` takes a prompt in chunks (--prefill-chunk), whose activations "
+            "need less memory, and plans that itself"
         )
     yield from not_in_this_version(model, job, mesh)
 
