@@ -28,6 +28,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     entropy: Literal[False] = False,
+    top1: Literal[False] = False,
     gather: bool = False,
 ) -> Tensor: ...
 @overload
@@ -37,14 +38,26 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     entropy: Literal[True],
+    top1: Literal[False] = False,
     gather: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
 def token_logprobs(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    top1: Literal[True],
+    gather: bool = False,
+) -> tuple[Tensor, ...]: ...
+def token_logprobs(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    top1: bool = False,
     gather: bool = False,
 ) -> Any:
     """The log-probability of each label of a batch, and if asked for the entropy of what the model predicts there.
@@ -57,12 +70,14 @@ def token_logprobs(
         batch: as for its forward; `labels` (or `shift_labels`) say whose probabilities, by default all `input_ids`.
         temperature: logits are divided by it.
         entropy: whether entropies are asked for.
+        top1: whether it is asked for, if the label is the likeliest token (of several, the first).
         gather: False: those of my tokens, `[B, n_local]`. True: those of all tokens in order, `[B, n]`, on every rank.
 
     Returns:
         Log-probabilities, fp32 (fp64 for fp64). Entry i is log p(label i + 1 | tokens to i), where the logits at i
         predict the next token; for a masked LM log p(label i). 0 where the label is -100, and at the last token. With
-        `entropy` a pair: the same and the entropies, in nats, 0 likewise.
+        `entropy` a pair: the same and the entropies, in nats, 0 likewise. With `top1` one more: 1 where the label is
+        the likeliest token, else 0; no gradient.
 
         Differentiable. Gradients of parameters are summed over all ranks, as with `loss`: without `gather` each rank
         makes a loss of its own tokens, and their sum is what is trained on; with `gather` all ranks of a sequence group
@@ -79,6 +94,7 @@ def token_logprobs(
         raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
     check_number("temperature", temperature, 1e-6, 1e6)
     check_flag("entropy", entropy)
+    check_flag("top1", top1)
     check_flag("gather", gather)
     given = dict(batch)
     if "longspan" not in given and given.get("labels") is None and given.get("shift_labels") is None:
@@ -95,10 +111,10 @@ def token_logprobs(
         raise LongspanError(f"{type(inner).__name__} does not call its head as transformers' models do")
     if temperature != 1:
         logits = logits / temperature
-    found = logprobs_of(logits, labels, entropy)
+    found = logprobs_of(logits, labels, entropy, ("is_top1",) if top1 else ())
     if not torch.is_grad_enabled():
         reshard(inner)
     if gather:
         info = cut["longspan"]
         found = tuple(Gathered.apply(x, hooks.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]
-    return found if entropy else found[0]
+    return found if entropy or top1 else found[0]

@@ -1,0 +1,82 @@
+"""The harness's own command line on as many ranks as the model asks for:
+
+python -m longspan.lm_eval run --model longspan --model_args pretrained=NAME,ring=2,ulysses=2 --tasks ...
+
+It starts its ranks itself, or joins those of torchrun or srun. Everything but `--model longspan` runs on one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the harness and return its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        ranks = _ranks(given)
+        launch.check_nproc(ranks, None, f"a mesh of {ranks}")
+        return int(launch.launch(_rank, given, nproc=ranks) or 0)
+    except (LongspanError, launch.RankFailed) as error:
+        if launch.is_first_rank_here():
+            sys.stderr.write(f"longspan: error: {error}\n")
+        launch.let_first_rank_speak()
+        return 2 if isinstance(error, LongspanError) else 1
+
+
+def _parsed(argv: list[str]) -> tuple[Any, Any]:
+    """The harness's command line, and what it makes of the arguments."""
+    try:
+        from lm_eval._cli import HarnessCLI
+    except ImportError as error:
+        raise LongspanError(f"lm-eval cannot be imported: {error}; pip install 'lm-eval==0.4.13'") from error
+
+    from longspan.lm_eval.model import LongspanLM  # registers it
+
+    assert LongspanLM is not None
+    sys.argv = ["lm_eval", *argv]
+    cli = HarnessCLI()
+    return cli, cli.parse_args()
+
+
+def _ranks(argv: list[str]) -> int:
+    """How many the model asks for."""
+    _, args = _parsed(argv)
+    if args.command != "run":
+        return 1
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    config = EvaluatorConfig.from_cli(args)
+    if config.model != "longspan":
+        raise LongspanError(f"--model {config.model}: give --model longspan, or call lm_eval itself for other models")
+    ranks = 1
+    for axis in ("ring", "ulysses"):
+        degree = config.model_args.get(axis, 1)
+        if not isinstance(degree, int) or degree < 1:
+            raise LongspanError(f"--model_args {axis}={degree!r}: give an integer of at least 1")
+        ranks *= degree
+    return ranks
+
+
+def _rank(argv: list[str]) -> int:
+    from longspan.lm_eval.ranks import end, serve
+
+    with launch.joined() as heart:
+        import torch
+
+        heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+        if heart.peers.rank != 0:
+            serve()
+            return 0
+        code = 0
+        try:
+            cli, args = _parsed(argv)
+            cli.execute(args)
+        except SystemExit as stop:  # the harness's own refusals, between two calls of the model
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        end()
+        return code

@@ -1,0 +1,160 @@
+"""Log-likelihoods and generation of token lists on a parallelized model; every rank makes the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from longspan.core.errors import LongspanError
+from longspan.hf.logprobs import token_logprobs
+from longspan.memory.loss import IGNORE
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A model that answers what an evaluation asks, the same on every rank.
+
+    Attributes:
+        model: what `longspan.parallelize` returned, in evaluation mode.
+        sp: its sharding.
+        tokenizer: of Hugging Face.
+        max_length: tokens that the model may be given.
+        batch_size: rows of a batch at most.
+    """
+
+    model: Any
+    sp: SequenceSharding
+    tokenizer: Any
+    max_length: int
+    batch_size: int = 1
+
+    @property
+    def pad(self) -> int:
+        """The token at which nothing looks."""
+        return next((x for x in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if x is not None), 0)
+
+    @torch.no_grad()
+    def loglikelihoods(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation): log p(continuation | context), and whether greedy decoding would give it.
+
+        No logits are made as a whole. Of what is longer than the model, the first tokens are left out.
+
+        Raises:
+            LongspanError: for an empty context or continuation, or a continuation longer than the model.
+        """
+        for context, continuation in pairs:
+            _check_pair(context, continuation, self.max_length)
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        for rows in _batches([len(a) + len(b) for a, b in pairs], self.batch_size):
+            whole = [(pairs[row][0] + pairs[row][1])[-self.max_length - 1 :] for row in rows]
+            batch = self._predicting(whole, [len(pairs[row][1]) for row in rows])
+            log_p, top1 = token_logprobs(self.model, batch, top1=True, gather=True)
+            asked = batch["shift_labels"] != IGNORE
+            for i, row in enumerate(rows):
+                found[row] = float(log_p[i][asked[i]].sum()), bool(top1[i][asked[i]].all())
+        return found
+
+    def _predicting(self, whole: list[Tokens], asked: list[int]) -> dict[str, Tensor]:
+        """A batch that predicts the last `asked` tokens of each row, padded on the right; the last one is no input."""
+        length = max(map(len, whole)) - 1
+        ids = torch.full((len(whole), length), self.pad)
+        labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
+        for i, (row, count) in enumerate(zip(whole, asked, strict=True)):
+            n = len(row) - 1
+            ids[i, :n], mask[i, :n] = torch.tensor(row[:-1]), 1
+            labels[i, n - count : n] = torch.tensor(row[-count:])
+        batch = {"input_ids": ids, "shift_labels": labels}
+        if not bool(mask.all()):
+            batch["attention_mask"] = mask
+        return {name: x.to(self.sp.device) for name, x in batch.items()}
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Tokens], stops: Sequence[str], max_new: int, **options: Any) -> list[str]:
+        """The text behind each prompt, up to the first of the `stops`, the end-of-text token, or `max_new` tokens.
+
+        Args:
+            prompts: of what is too long, the first tokens are left out.
+            stops: texts; they are no part of what is returned.
+            max_new: tokens.
+            options: of transformers' `generate`.
+
+        Raises:
+            LongspanError: if no token of a prompt has room.
+        """
+        room = self.max_length - max_new
+        if room < 1:
+            raise LongspanError(
+                f"{max_new} tokens to generate leave no room for a prompt: the model is given at most "
+                f"{self.max_length}; ask for fewer (max_gen_toks), or give max_length"
+            )
+        found = [""] * len(prompts)
+        for rows in _batches([len(prompt) for prompt in prompts], self.batch_size):
+            ids, mask = self._prompts([prompts[row][-room:] for row in rows])
+            n = ids.shape[1]
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_new,
+                pad_token_id=self.pad,
+                stopping_criteria=StoppingCriteriaList([_Stops(self.tokenizer, stops, n)]),
+                **options,
+            )
+            for i, row in enumerate(rows):
+                found[row] = until(self.tokenizer.decode(out[i, n:], skip_special_tokens=True), stops)
+        return found
+
+    def _prompts(self, prompts: list[Tokens]) -> tuple[Tensor, Tensor]:
+        length = max(map(len, prompts))
+        ids = torch.full((len(prompts), length), self.pad)
+        mask = torch.zeros_like(ids)
+        for i, prompt in enumerate(prompts):
+            ids[i, length - len(prompt) :], mask[i, length - len(prompt) :] = torch.tensor(prompt), 1
+        return ids.to(self.sp.device), mask.to(self.sp.device)
+
+
+class _Stops(StoppingCriteria):  # type: ignore[misc]
+    """A row ends when its new text has one of the stops in it."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int) -> None:
+        self.tokenizer, self.stops, self.start = tokenizer, [stop for stop in stops if stop], start
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :])
+        done = [any(stop in text for stop in self.stops) for text in texts]
+        return torch.tensor(done, device=input_ids.device)
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stops."""
+    for stop in stops:
+        text = text.split(stop)[0] if stop else text
+    return text
+
+
+def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Rows of like lengths together, the longest first: what does not fit into memory fails at once."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+def _check_pair(context: Tokens, continuation: Tokens, max_length: int) -> None:
+    if not context or not continuation:
+        raise LongspanError(
+            f"a log-likelihood needs a context and a continuation, these have {len(context)} and {len(continuation)} "
+            f"tokens"
+        )
+    if len(continuation) > max_length:
+        raise LongspanError(
+            f"a continuation of {len(continuation)} tokens is longer than the model's {max_length}; give max_length"
+        )
