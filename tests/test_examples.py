@@ -117,19 +117,3 @@ def test_a_grpo_loss_is_that_of_one_process(pool2: RankPool, pool4: RankPool) ->
             for found, grads in of_rank:
                 assert found == pytest.approx(loss, rel=1e-9)
                 torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.launcher
-def test_one_rank_has_no_memory_for_what_two_can_recall(tmp_path: Path) -> None:
-    """The toy has learnt nothing, but its limit is one: of what one rank can hold twice as much is read by two."""
-    command = [sys.executable, str(ROOT / "examples" / "recall.py"), "--quick", "--save", str(tmp_path / "model")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-    command += ["--png", str(tmp_path / "recall.png")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"one rank reads at most ([\d,]+) tokens; ([\d,]+) fail: out of memory", done.stdout)
-    assert found, done.stdout
-    longest, reach = (int(n.replace(",", "")) for n in found.groups())
-    assert reach == 2 * longest
-    assert re.search(rf"2 ranks: {reach:,} tokens complete, recall \d", done.stdout), done.stdout
-    assert (tmp_path / "recall.png").is_file()
