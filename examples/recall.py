@@ -1,0 +1,369 @@
+"""A needle in documents four times as long as one rank's memory holds: trained, limited, found.
+
+    python examples/recall.py [--mib 8] [--png recall.png] [--save FOLDER] [--quick]
+
+1. A small Llama is trained until it can do it: a document of noise hides needles, a key and four values each; behind
+   the document stands a key, and the model shall say its values. Lengths double as soon as it knows a length: on one
+   rank up to 1,024 tokens, on four beyond.
+2. Under a limit of `--mib` MiB a process beside what it holds before (a control group of its own; RLIMIT_DATA where
+   there are none), the longest document is searched that one rank can answer a question about. Longer ones fail: the
+   kernel kills the rank, or its memory is refused.
+3. Four ranks, each under the same limit, read documents of up to four times that length, and are asked for the needles
+   at nine depths. The document is read once into a `longspan.ShardedCache`, which each question is cropped from.
+
+The ranks are processes on this machine, forked from this one; with more machines or GPUs they would be torchrun's.
+"""
+
+import argparse
+import contextlib
+import copy
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import socket
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import longspan
+import longspan.checkpoint
+
+KEYS, VALUES, NOISE = (1, 33), (33, 97), (97, 128)  # tokens, from and to
+WIDTH = 4  # values of a needle
+DEPTHS = 9
+MIB = 2**20
+GROUPS = (  # version 1 and 2 of control groups: the hierarchy, the file that sets a limit
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    (Path("/sys/fs/cgroup"), "memory.max"),
+)
+NO_MEMORY = 77  # exit code of a rank that was refused memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=8, help="what a process may take beside what it holds before")
+    parser.add_argument("--ranks", type=int, default=4, help="a ring of half of them, Ulysses over two")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--first", type=int, default=32, help="tokens of the first; above 32 --save's model goes on")
+    parser.add_argument("--trained-to", type=int, default=8192, help="tokens of the longest documents in training")
+    parser.add_argument("--minutes", type=float, default=15, help="of training at most")
+    parser.add_argument("--documents", type=int, default=4, help="that are read at each length")
+    parser.add_argument("--within", type=int, default=512, help="tokens within which the longest is found")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a document that are read at a time")
+    parser.add_argument("--png", type=Path, help="draw recall by depth and length")
+    parser.add_argument("--save", type=Path, default=Path("runs/recall"), help="the trained model, a folder")
+    parser.add_argument("--model", type=Path, help="a folder that --save has written: no training")
+    parser.add_argument("--quick", action="store_true", help="a toy: seconds, nearly no training, 2 ranks")
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.trained_to, args.minutes, args.documents = 2, 64, 0.05, 1
+        args.mib, args.within, args.chunk = 12, 8192, 256
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with contextlib.suppress(AttributeError):  # not glibc
+        for name, value in ((-3, 65536), (-1, 65536), (-8, 1)):  # what is freed goes back, and is not there for later
+            ctypes.CDLL(None).mallopt(name, value)
+    if args.model is None:
+        args.model = args.save
+        for ranks, lengths in (
+            (1, doubled(args.first, min(1024, args.trained_to))),
+            (args.ranks, doubled(max(2048, args.first), args.trained_to)),
+        ):
+            if lengths:
+                run_ranks(train, ranks, args, lengths)
+
+    longest = search(args)
+    reach = args.ranks * longest
+    one = answered(args, 1, reach)
+    print(
+        f"\nunder a limit of {args.mib} MiB one rank reads at most {longest:,} tokens; {reach:,} {spell(one)}\n",
+        flush=True,
+    )
+    table = {}
+    for n in (reach // 16, reach // 8, reach // 4, reach // 2, reach):
+        start = time.perf_counter()
+        found = answered(args, args.ranks, n, args.documents)
+        print(f"{args.ranks} ranks: {n:,} tokens {spell(found)}, {time.perf_counter() - start:.0f} s", flush=True)
+        if found is not None:
+            table[n] = found
+    print("\n" + render(table))
+    if args.png:
+        draw(table, longest, args)
+        print(f"\n{args.png}")
+
+
+def doubled(first: int, last: int) -> list[int]:
+    lengths = []
+    while first <= last:
+        lengths.append(first)
+        first *= 2
+    return lengths
+
+
+# --- documents
+
+
+def document(n: int, needles: int, draw: torch.Generator, at_depths: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise `[n]` with needles in it, and the needles `[needles, 1 + WIDTH]` in their order: keys, values.
+
+    No value occurs twice. The needles lie anywhere, or with `at_depths` evenly from the start to the end.
+    """
+    ids = torch.randint(*NOISE, (n,), generator=draw)
+    keys = KEYS[0] + torch.randperm(KEYS[1] - KEYS[0], generator=draw)[:needles]
+    values = VALUES[0] + torch.randperm(VALUES[1] - VALUES[0], generator=draw)[: needles * WIDTH]
+    each = torch.cat([keys[:, None], values.view(needles, WIDTH)], 1)
+    room = n - each.numel()
+    if at_depths:
+        gaps = torch.linspace(0, room, needles).long()
+    else:
+        gaps = torch.randint(0, room + 1, (needles,), generator=draw).sort().values
+    for i, gap in enumerate(gaps.tolist()):
+        start = gap + i * (WIDTH + 1)
+        ids[start : start + WIDTH + 1] = each[i]
+    return ids, each
+
+
+def lesson(rows: int, n: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Documents with a question about each needle behind them, `[rows, n]`, and labels: the values of the answers."""
+    needles = min(DEPTHS, n // 16)
+    tail = needles * (WIDTH + 1)
+    ids, labels = torch.empty(rows, n, dtype=torch.int64), torch.full((rows, n), -100)
+    for row in range(rows):
+        ids[row, : n - tail], each = document(n - tail, needles, draw)
+        asked = each[torch.randperm(needles, generator=draw)]
+        ids[row, n - tail :] = asked.flatten()
+        asked[:, 0] = -100
+        labels[row, n - tail :] = asked.flatten()
+    return ids, labels
+
+
+# --- on every rank
+
+
+def sharding(ranks: int) -> longspan.SequenceSharding:
+    ulysses = min(2, ranks)
+    return longspan.SequenceSharding(longspan.init_mesh(ring=ranks // ulysses, ulysses=ulysses, device_type="cpu"))
+
+
+def train(ranks: int, args: argparse.Namespace, lengths: list[int]) -> bool:
+    sp = sharding(ranks)
+    if ranks == 1:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    if lengths[0] == 32:  # the first lesson
+        config = LlamaConfig(
+            vocab_size=NOISE[1],
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=2**20,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e8},  # most of a head turns too slowly to matter
+            initializer_range=args.hidden**-0.5,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model = LlamaForCausalLM(config)
+    else:
+        model = LlamaForCausalLM.from_pretrained(args.model)
+    config = copy.deepcopy(model.config)  # as it is on one process
+    model = longspan.parallelize(model.train(), sp)
+    rate = 3e-3 if lengths[0] == 32 else 1e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    draw = torch.Generator().manual_seed(lengths[0])
+    start, step = time.perf_counter(), 0
+    for n in lengths:
+        known, steps = 0.0, 0
+        while known < 0.98 and not over(start, args.minutes, sp):
+            ids, labels = lesson(max(1, 4096 // n), n, draw)
+            log_p = longspan.token_logprobs(model, {"input_ids": ids, "labels": labels}, gather=True)
+            asked = log_p[:, :-1][labels[:, 1:] != -100]
+            loss = -asked.mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 50)
+            optimizer.step()
+            optimizer.zero_grad()
+            step, steps = step + 1, steps + 1
+            known = 0.9 * known + 0.1 * float((asked.detach().exp() > 0.5).float().mean())
+        if sp.rank == 0:
+            took = time.perf_counter() - start
+            print(f"{ranks} rank(s), {n:,} tokens: {steps} steps, knows {known:.2f}, {took:.0f} s", flush=True)
+        longspan.checkpoint.export(args.model, model, config, None, torch.float32)
+    return True
+
+
+def over(start: float, minutes: float, sp: longspan.SequenceSharding) -> bool:
+    """Whether the time is up, by the first rank's clock."""
+    up = torch.tensor(float(time.perf_counter() - start > 60 * minutes))
+    if sp.group is not None:
+        torch.distributed.broadcast(up, group=sp.group, group_src=0)
+    return bool(up)
+
+
+def ask(ranks: int, args: argparse.Namespace, n: int, documents: int) -> list[float]:
+    """The part of the questions at each depth that is answered right, about documents of `n` tokens."""
+    sp = sharding(ranks)
+    model = longspan.parallelize(LlamaForCausalLM.from_pretrained(args.model).eval(), sp)
+    draw = torch.Generator().manual_seed(n)
+    recall_of(model, 4 * args.chunk, args, draw)  # what is made once is made before the limit
+    limit(args.mib * MIB)
+    found = [recall_of(model, n, args, draw) for _ in range(documents)]
+    return torch.tensor(found).mean(0).tolist()
+
+
+def recall_of(model, n: int, args: argparse.Namespace, draw: torch.Generator) -> list[float]:
+    ids, needles = document(n, DEPTHS, draw, at_depths=True)
+    settings = GenerationConfig(
+        max_new_tokens=WIDTH, do_sample=False, eos_token_id=None, pad_token_id=0, prefill_chunk_size=args.chunk
+    )
+    cache = longspan.ShardedCache(model, room=n + WIDTH + 1)
+    right = []
+    for needle in needles:
+        prompt = torch.cat([ids, needle[:1]])[None]
+        out = model.generate(prompt, generation_config=settings, past_key_values=cache)
+        right.append(float(torch.equal(out[0, n + 1 :], needle[1:])))
+        cache.crop(n)
+    return right
+
+
+def limit(nbytes: int) -> None:
+    """From here on this process may take so many bytes."""
+    for root, name in GROUPS:
+        controllers = root / "cgroup.controllers"
+        if (root / name).exists() or (controllers.exists() and "memory" in controllers.read_text().split()):
+            group = root / f"longspan-recall-{os.getpid()}"
+            with contextlib.suppress(OSError):
+                group.mkdir()
+                (group / name).write_text(str(nbytes))
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+                return
+    held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(held.split()[1]) * 1024 + nbytes, resource.RLIM_INFINITY))
+
+
+# --- one rank and several, with and without enough memory
+
+
+def search(args: argparse.Namespace) -> int:
+    """The longest document that one rank can be asked about under the limit."""
+    good, bad = 0, 4 * args.chunk
+    bad = max(bad, args.within)
+    while answered(args, 1, bad) is not None:
+        good, bad = bad, 2 * bad
+    while bad - good > args.within:
+        middle = (good + bad) // 2 // args.within * args.within
+        if middle in (good, bad):
+            break
+        good, bad = (good, middle) if answered(args, 1, middle) is None else (middle, bad)
+    if not good:
+        raise SystemExit(f"{args.mib} MiB are too few for {bad:,} tokens on one rank; give more with --mib")
+    return good
+
+
+def answered(args: argparse.Namespace, ranks: int, n: int, documents: int = 1) -> list[float] | None:
+    found = run_ranks(ask, ranks, args, n, documents)
+    if ranks == 1:
+        print(f"1 rank: {n:,} tokens {spell(found)}", flush=True)
+    return found
+
+
+def spell(found: list[float] | None) -> str:
+    return "fail: out of memory" if found is None else f"complete, recall {sum(found) / len(found):.2f}"
+
+
+def run_ranks(body, ranks: int, *args):
+    """`body(ranks, *args)` on forked processes that gloo joins: the first one's value, None if any has no memory."""
+    fork = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    here, there = fork.Pipe(duplex=False)
+    processes = [fork.Process(target=rank_main, args=(body, rank, ranks, port, there, args)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    there.close()
+    ended = []
+    while len(ended) < ranks and not any(ended):
+        multiprocessing.connection.wait([process.sentinel for process in processes], 0.2)
+        ended = [process.exitcode for process in processes if process.exitcode is not None]
+    for process in processes:
+        if any(ended):
+            process.kill()  # it waits for the one that is gone
+        process.join()
+        for root, _ in GROUPS:
+            with contextlib.suppress(OSError):
+                (root / f"longspan-recall-{process.pid}").rmdir()
+    if any(ended):
+        if not {-signal.SIGKILL, NO_MEMORY} & set(ended):
+            raise SystemExit(f"a rank has failed with exit code {next(filter(None, ended))}")
+        return None
+    return here.recv()
+
+
+def rank_main(body, rank: int, ranks: int, port: int, there, args) -> None:
+    if ranks > 1:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": ranks}
+        os.environ.update(
+            {name: str(value) for name, value in {**where, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}.items()}
+        )
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        value = body(ranks, *args)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            os._exit(NO_MEMORY)
+        raise
+    if rank == 0:
+        there.send(value)
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+# --- what was found
+
+
+def render(table: dict[int, list[float]]) -> str:
+    lines = ["| tokens | " + " | ".join(f"{100 * i / (DEPTHS - 1):.0f} %" for i in range(DEPTHS)) + " | all |"]
+    lines.append("|" + "--:|" * (DEPTHS + 2))
+    for n, found in table.items():
+        lines.append(f"| {n:,} | " + " | ".join(f"{x:.2f}" for x in found) + f" | {sum(found) / DEPTHS:.2f} |")
+    return "\n".join(lines)
+
+
+def draw(table: dict[int, list[float]], longest: int, args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(6.4, 3.6))
+    grid = torch.tensor(list(table.values())).T
+    shown = ax.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for (row, column), x in [((r, c), float(grid[r, c])) for r in range(grid.shape[0]) for c in range(grid.shape[1])]:
+        ax.text(column, row, f"{x:.2f}", ha="center", va="center", fontsize=8)
+    beyond = sum(n <= longest for n in table) - 0.5
+    ax.axvline(beyond, color="black", linewidth=2)
+    ax.set_xticks(range(len(table)), [f"{n:,}" for n in table])
+    ax.set_yticks(range(DEPTHS), [f"{100 * i / (DEPTHS - 1):.0f} %" for i in range(DEPTHS)])
+    ax.set_xlabel(f"tokens on {args.ranks} ranks of {args.mib} MiB; right of the line one rank is out of memory")
+    ax.set_ylabel("depth of the needle")
+    fig.colorbar(shown, label="recall")
+    fig.tight_layout()
+    args.png.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(args.png, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
