@@ -8,8 +8,9 @@
 2. Under a limit of `--mib` MiB a process beside what it holds before (a control group of its own; RLIMIT_DATA where
    there are none), the longest document is searched that one rank can answer a question about. Longer ones fail: the
    kernel kills the rank, or its memory is refused.
-3. Four ranks, each under the same limit, read documents of up to four times that length, as far as it goes, and are asked
-   for the needles at nine depths. The document is read once into a `longspan.ShardedCache`, which each question is cropped from.
+3. Four ranks, each under the same limit, read documents of up to four times that length, as far as it goes, and are
+   asked for the needles at nine depths. The document is read once into a `longspan.ShardedCache`, which each question
+   is cropped from.
 
 The ranks are processes on this machine, forked from this one; with more machines or GPUs they would be torchrun's.
 """
