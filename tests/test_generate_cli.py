@@ -94,9 +94,8 @@ def test_text_streams_as_one_process_writes_it(
             assert report["text"] == (_text(greedy) if rank == 0 else "")
             assert report["prompt_tokens"] == len(PROMPT.encode())
             assert report["cached_tokens"] == report["prompt_tokens"] + NEW - 1
-        if "ulysses" in mesh:  # each has a KV head, and all tokens
-            assert report["cache_bytes"] == [report["planned_cache_bytes"]] * 2
-        else:
+        assert max(report["cache_bytes"]) == report["planned_cache_bytes"]
+        if "ring" in mesh:  # each has all KV heads, and some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
         assert pool2.run(_generate, _config(folder, **drawn, **mesh))[0]["ids"] == sampled
 

@@ -8,6 +8,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.auto import BASE_OF_A_RANK, device_memory, hardware_of, shape_of
 from longspan.plan.generation import check_fits, largest_moment
 from longspan.plan.job import Job, Mesh
+from longspan.plan.layers.softmax import Softmax
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
@@ -74,11 +75,25 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     )
 
 
-def planned_cache_bytes(config: GenerateConfig, model_config: Any, tokens: int) -> int | None:
-    """Bytes of keys and values on the rank that holds most, by the planner; None for a model that it does not know."""
+def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> int | None:
+    """Bytes of keys and values on the rank that holds most, by the planner; None for a model that it does not know.
+
+    Args:
+        config: of the command.
+        model_config: the Hugging Face config.
+        prompt: tokens of the prompt that are held.
+        generated: tokens behind them.
+    """
     try:
         shape = shape_of(model_config)
     except LongspanError:
         return None
-    mesh, job = Mesh(1, config.ring, config.ulysses), job_of(config, model_config, tokens)
-    return int(sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in shape.layer_kinds))
+    mesh, job = Mesh(1, config.ring, config.ulysses), job_of(config, model_config, max(1, prompt))
+    totals = [0] * mesh.sequence
+    for layer, count in shape.layer_kinds:
+        mixer = layer.mixer
+        if not isinstance(mixer, Softmax):
+            return None
+        of_ranks = mixer.cache_by_rank(job, mesh, generated, config.chunk)
+        totals = [total + count * one for total, one in zip(totals, of_ranks, strict=True)]
+    return max(totals)

@@ -142,6 +142,8 @@ class Generation:
             each = every.tolist()
         stream.close()
         new = len(stream.ids)
+        prompt = min(held, self.prompt.tokens)
+        planned = planned_cache_bytes(self.config, self.prompt.model_config, prompt, held - prompt)
         first_s = (stream.times[0] if stream.times else time.perf_counter()) - began
         later_s = stream.times[-1] - stream.times[0] if new > 1 else 0.0
         self.report = {
@@ -151,9 +153,9 @@ class Generation:
             "new_tokens": new,
             "ended_by": why,
             "first_token_s": first_s,
-            "prefill_tokens_per_s": min(held, self.prompt.tokens) / first_s,
+            "prefill_tokens_per_s": prompt / first_s,
             "tokens_per_s": (new - 1) / later_s if later_s else None,
             "cached_tokens": held,
             "cache_bytes": each,
-            "planned_cache_bytes": planned_cache_bytes(self.config, self.prompt.model_config, max(held, 1)),
+            "planned_cache_bytes": planned,
         }
