@@ -53,7 +53,7 @@ demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then ve
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
 test: lint  ## lint, then all tests, and the fast tier again on the kernels of lesser CPUs
-	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS),@$(MAKE) --no-print-directory --output-sync=line -j2 \
+	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS),@$(MAKE) --no-print-directory -j2 \
 	    ranks alone $(addprefix fast-,$(filter default avx2,$(CPUS))))
 
 ranks: $(STAMP)

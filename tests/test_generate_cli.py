@@ -22,12 +22,14 @@ from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import opened
+from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, progress_line
 from longspan.plan.generation import check_fits, largest_moment
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
+from longspan.ranks import launch
 from tests.pool import THREADS, RankPool
 from tests.training import LLAMA
 
@@ -231,3 +233,29 @@ def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) 
     assert said.decode().endswith("longspan: stopped by SIGINT\n")
     assert shown.rstrip(b"\n") == out.read_bytes().rstrip(b"\n")
     assert out.read_bytes().decode().startswith(_text(_plain(folder))[:10])
+
+
+def _generate_until_rank_1_is_killed(config: GenerateConfig, prompt: Any) -> None:
+    with launch.joined(config.timeout) as heart:
+        generation = Generation(config, heart, prompt)
+        plain = generation._forward_done
+
+        def done(stop: Any) -> None:
+            if generation._forwards == 9 and generation.sp.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            plain(stop)
+
+        generation._forward_done = done  # type: ignore[method-assign]
+        generation.run()
+
+
+@pytest.mark.launcher
+def test_a_rank_killed_in_mid_generation_ends_the_job_and_is_named(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "text.txt"
+    config = _config(folder, ring=2, fsdp=False, temperature=0.0, out=out)
+    start = time.monotonic()
+    with pytest.raises(launch.RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
+        launch.launch(_generate_until_rank_1_is_killed, config, opened(config), nproc=2)
+    assert time.monotonic() - start < 90
+    written = out.read_bytes().decode(errors="ignore")
+    assert written and _text(_plain(folder)).startswith(written)
