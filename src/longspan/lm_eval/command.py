@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from longspan.compat.lm_eval_api import harness_command_line
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 
@@ -30,16 +31,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parsed(argv: list[str]) -> tuple[Any, Any]:
     """The harness's command line, and what it makes of the arguments."""
-    try:
-        from lm_eval._cli import HarnessCLI
-    except ImportError as error:
-        raise LongspanError(f"lm-eval cannot be imported: {error}; pip install 'lm-eval==0.4.13'") from error
+    command_line = harness_command_line()
 
     from longspan.lm_eval.model import LongspanLM  # registers it
 
     assert LongspanLM is not None
     sys.argv = ["lm_eval", *argv]
-    cli = HarnessCLI()
+    cli = command_line()
     return cli, cli.parse_args()
 
 

@@ -1,0 +1,20 @@
+"""lm-evaluation-harness's private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan.core.errors import LongspanError
+
+
+def harness_command_line() -> Any:
+    """The class of the harness's command line, to be run on every rank with a model of ours registered.
+
+    Versions: lm-eval 0.4.13. Public way: the command `lm_eval`, which knows no models of other packages. When gone, or
+    not installed: LongspanError.
+    """
+    try:
+        from lm_eval._cli import HarnessCLI
+    except ImportError as error:
+        raise LongspanError(f"lm-eval cannot be imported: {error}; pip install 'lm-eval==0.4.13'") from error
+    return HarnessCLI
