@@ -86,7 +86,7 @@ def open_prompt(config: GenerateConfig) -> Prompt:
         LongspanError: for a missing or unfit model, tokenizer or text, and for more tokens than the model has
             positions.
     """
-    model_config = read_model_config("--model", config.model, 1)
+    model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     text = read_given(config.prompt, config.file, "--prompt")
     if config.question is not None:

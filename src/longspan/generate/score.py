@@ -115,7 +115,7 @@ def open_text(config: ScoreConfig) -> Prompt:
     )
     from longspan.hf.pretrained import read_model_config
 
-    model_config = read_model_config("--model", config.model, 1)
+    model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_given(config.text, config.file, "--text"))[: config.max_tokens]
     check_ids(config, model_config, ids)
