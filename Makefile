@@ -32,10 +32,11 @@ export OMP_WAIT_POLICY ?= PASSIVE
 FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives data exchange kernels layout local loss \
 	plan_shapes regions ring shard tolerance ulysses verify_compare))
 
-# One process each: they run beside those of several ranks, which leave the cores idle while they wait for each other.
-ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments checked compat digests flex layout local \
-	operators plan plan_agrees plan_counts plan_figures plan_levers plan_page plan_shapes plan_tables regions saved syncs \
-	tiled tolerance verify_compare))
+# Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
+# each other.
+ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench chaos_edges chaos_inputs checked cli compat \
+	data digests extending flex gpu_report imports layout local offload operators plan plan_agrees plan_counts plan_figures \
+	plan_levers plan_page plan_shapes plan_tables readme regions saved syncs tiled tolerance verify_compare))
 
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
@@ -53,8 +54,8 @@ demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then ve
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
 test: lint  ## lint, then all tests, and the fast tier again on the kernels of lesser CPUs
-	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS),@$(MAKE) --no-print-directory -j2 \
-	    ranks alone $(addprefix fast-,$(filter default avx2,$(CPUS))))
+	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone $(addprefix fast-,$(filter default avx2,$(CPUS))))
 
 ranks: $(STAMP)
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(ALONE))
