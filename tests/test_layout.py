@@ -58,3 +58,13 @@ def test_without_replication_no_kv_head_goes_twice(kv: int, group: int, ranks: i
 def test_impossible_heads(q: int, kv: int) -> None:
     with pytest.raises(LongspanError, match=f"{q}.*{kv}"):
         split_heads(q, kv, 2)
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "kind"), [(1, 3, "contiguous"), (2, 2, "zigzag"), (4, 1, "contiguous")])
+@pytest.mark.parametrize("n", [1, 17, 40])
+def test_the_place_of_a_token(ring: int, ulysses: int, kind: str, n: int) -> None:
+    layout = Layout(ring, ulysses, kind)
+    held = [[i for a, b in layout.padded_spans(n, rank) for i in range(a, b)] for rank in range(layout.size)]
+    for token in range(n):
+        rank, at = layout.place_of(n, token)
+        assert held[rank][at] == token

@@ -19,7 +19,6 @@ heads, K KV heads, D head_dim; lower-case h, k: those of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -336,12 +335,8 @@ def _merged(parts_RBhNW: Tensor, scores: Scores) -> Tensor:
     highest = torch.where(torch.isneginf(highest), 0.0, highest)
     total = torch.zeros_like(highest) if scores.sinks is None else (sinks - highest).exp()
     out = torch.zeros_like(outs[0])
-    for part, lse in _pairs(outs, lses):
+    for part, lse in zip(outs, lses, strict=True):
         weight = (lse - highest).exp()
         total = total + weight
         out += part * weight[..., None]
     return out / torch.where(total > 0, total, 1.0)[..., None]
-
-
-def _pairs(outs: Tensor, lses: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(outs.unbind(0), lses.unbind(0), strict=True)

@@ -103,6 +103,16 @@ class Layout:
         """The real tokens [start, stop) of `rank`, out of `n`; runs of padding alone are left out."""
         return _real(self.padded_spans(n, rank), n)
 
+    def place_of(self, n: int, token: int) -> tuple[int, int]:
+        """The rank that holds a token of `n`, and where among its own the token lies."""
+        for rank in range(self.size):
+            before = 0
+            for start, stop in self.padded_spans(n, rank):
+                if start <= token < stop:
+                    return rank, before + token - start
+                before += stop - start
+        raise LongspanError(f"there is no token {token} in a sequence of {n}")
+
     def block_spans(self, n: int, ring_rank: int) -> tuple[Span, ...]:
         """The real tokens [start, stop) of one block."""
         return _real(self.block(n, ring_rank), n)

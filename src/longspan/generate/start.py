@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +9,10 @@ import torch
 
 from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.hf.loading import from_pretrained
-from longspan.ranks import agreement
+from longspan.ranks import agreement, launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from longspan.generate.config import ModelFlags
     from longspan.generate.prompt import Prompt
@@ -50,7 +47,7 @@ def start(
     agreement.agree(heart.peers, facts, alive=True)
     heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     heart.at("loading", long=True)
-    with stdout_to_stderr():
+    with launch.stdout_to_stderr():
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -60,17 +57,3 @@ def start(
             dtypes["auto"] = torch.float32
         model = from_pretrained(config.model, sp, dtype=dtypes[config.dtype], fsdp=config.fsdp, kernel=config.kernel)
     return prompt, sp, model.eval()
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """What libraries write to stdout (gloo greets there, from C++) goes to stderr: stdout is for the text."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)

@@ -372,7 +372,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         def read() -> None:
             names = [str(n) for n in range(4 if cache.codec.name != "exact" else 2)]
             for layer, facts in index["layers"].items():
-                store, (q_heads, kv_heads) = cache.store(int(layer), room or None), facts["heads"]
+                # A window's layer has let go of what lay before: it needs room for what it holds alone.
+                store, (q_heads, kv_heads) = cache.store(int(layer), 0 if facts["start"] else None), facts["heads"]
                 shards = split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
                 mine = shards[sp.ulysses_rank]
                 store.heads, store.mine = (q_heads, kv_heads), (mine.kv_start, mine.kv_stop)
@@ -401,14 +402,8 @@ def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor
     assert step is not None
     if not step.cut:
         return hidden[:, -1:]
-    ends = [run[1] for rank in range(sp.size) for run in sp.layout.spans(step.new, rank)]
-    owner = next(rank for rank in range(sp.size) if max(ends) in (b for _, b in sp.layout.spans(step.new, rank)))
-    found = torch.zeros_like(hidden[:, :1])
-    if owner == sp.rank:
-        at = sp.layout.padded_spans(step.new, sp.rank)
-        before = sum(b - a for a, b in at if b < step.new)
-        start = next(a for a, b in at if a < step.new <= b)
-        found = hidden[:, before + step.new - 1 - start :][:, :1].contiguous()
+    owner, at = sp.layout.place_of(step.new, step.new - 1)
+    found = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
     assert sp.group is not None
     dist.broadcast(found, group=sp.group, group_src=owner)
     return found

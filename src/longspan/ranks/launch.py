@@ -236,3 +236,17 @@ def _end_of_a_lost_job(message: str, told: bool) -> None:
         time.sleep(LOST_WAIT_S)  # it may be the one that is lost
     _write_error(message)
     os._exit(1)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """What libraries write to stdout (gloo greets there, from C++) goes to stderr: stdout is for what was asked for."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)

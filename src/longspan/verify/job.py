@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from longspan.core.checked import check_processes
@@ -50,22 +46,8 @@ def run(config: VerifyConfig) -> int:
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
-    with _stdout_to_stderr(), launch.joined(config.timeout) as heart:
+    with launch.stdout_to_stderr(), launch.joined(config.timeout) as heart:
         return worker(config, heart)
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """What libraries write to stdout (gloo greets there, from C++) goes to stderr: stdout is for the report."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(stdout, 1)
-        os.close(stdout)
 
 
 def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
