@@ -38,6 +38,8 @@ LEVERS = {  # by the names that benchmarks give them, after "longspan"
     "tiled_mlp=0": Memory(tiled_mlp=0),
     "tiled_norms": Memory(tiled_norms=True),
     "head_chunks=0": Memory(head_chunks=0),
+    "checkpointing=layers, few": Memory(checkpointing="layers", layers_per_checkpoint=0),
+    "few": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
     "disk": dataclasses.replace(LONGEST, offload="disk"),
 }
 METHODS = ("longspan", "alst", "alst+tiled")

@@ -7,7 +7,8 @@ its own, the same for all methods: so many MiB, and the bytes of its gradients. 
 Llama. A rank that needs more is killed by the kernel. (Where there are no control groups: RLIMIT_DATA.) Lengths go up
 by half until one fails, then by bisection.
 
-Methods: longspan with memory="longest", the same with what is kept on a disk, and ALST at its longest settings (tiled
+Methods: longspan with memory="longest", the same with a few layers for each checkpoint
+(`layers_per_checkpoint=0`), the same with what is kept on a disk, and ALST at its longest settings (tiled
 loss, tiled MLP, gradient checkpointing). Shapes: a shallow model and a deep one, since what checkpointing keeps grows
 with the layers, and what one layer needs does not.
 """
@@ -27,8 +28,11 @@ import common
 import hf_step_vs_alst as steps
 import torch
 
-METHODS = ("longspan longest", "longspan disk", "alst longest")
-SHAPES = {"shallow": 4, "deep": 32}  # layers
+METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk")
+SHAPES = {  # 80 layers are those of a 70B
+    "shallow": {"layers": 4, "hidden": 256, "ffn": 512, "mib": 96},
+    "deep": {"layers": 80, "hidden": 64, "ffn": 128, "mib": 24},
+}
 MIB = 2**20
 GROUPS = (  # version 1 and 2: the hierarchy, the file that sets the limit
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
@@ -40,11 +44,14 @@ def main() -> None:
     args = parse_args()
     env = common.environment(["longspan", "torch", "transformers", "deepspeed"])
     rows: list[dict[str, Any]] = []
+    theirs = 0
     for name in args.shapes:
-        shape = {**vars(args), "layers": SHAPES[name]}
+        shape = {**vars(args), **SHAPES[name]} | ({"mib": args.mib} if args.mib else {})
         for method in args.methods:
-            tries = search(lambda tokens, shape=shape, method=method: attempt(args, shape, tokens, method), args)
+            start = args.start if method.startswith("alst") else max(theirs, args.start)
+            tries = search(lambda tokens, shape=shape, method=method: attempt(args, shape, tokens, method), args, start)
             most = max((n for n, ok in tries if ok), default=0)
+            theirs = most if method.startswith("alst") else theirs
             rows.append({"shape": name, "method": method, "tries": tries, "longest": most})
             print(f"{name}, {method}: {most:,} tokens", flush=True)
             text = render(rows, vars(args))
@@ -59,8 +66,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--mib",
         type=int,
-        default=96,
-        help="what a rank may take for a step beside weights, gradients and optimizer states",
+        default=None,
+        help="what a rank may take for a step beside weights, gradients and optimizer states; by default 96 for the"
+        " shallow model and 24 for the deep one",
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -68,8 +76,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--within", type=float, default=0.08, help="how closely the limit is found")
     parser.add_argument("--ranks", type=int, default=2, help="sequence-parallel ranks (Ulysses)")
     parser.add_argument("--dtype", choices=list(common.DTYPES), default="fp32")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--ffn", type=int, default=512)
     parser.add_argument("--q-heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=2048)
@@ -83,7 +89,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def search(attempt: Any, args: argparse.Namespace) -> list[tuple[int, bool]]:
+def search(attempt: Any, args: argparse.Namespace, start: int) -> list[tuple[int, bool]]:
     """Lengths that were tried and whether they completed."""
     tries: list[tuple[int, bool]] = []
 
@@ -93,7 +99,7 @@ def search(attempt: Any, args: argparse.Namespace) -> list[tuple[int, bool]]:
         return ok
 
     unit = 128 * args.ranks
-    good, bad = 0, args.start
+    good, bad = 0, start
     while tried(bad):
         good, bad = bad, rounded(bad * 1.5, unit)
     while bad - good > max(unit, args.within * bad):
@@ -114,7 +120,7 @@ def rounded(tokens: float, unit: int) -> int:
 def attempt(args: argparse.Namespace, shape: dict[str, Any], tokens: int, method: str) -> bool:
     start = time.perf_counter()
     try:
-        loss = common.run_ranks(one_step, args.ranks, shape, tokens, args.dtype, method, args.mib, env=steps.MALLOC)
+        loss = common.run_ranks(one_step, args.ranks, shape, tokens, args.dtype, method, shape["mib"], env=steps.MALLOC)
     except Exception as error:
         said = str(error)
         if not any(limit in said for limit in ("SIGKILL", "allocate memory", "MemoryError")):
@@ -167,18 +173,23 @@ def _controllers(root: Path) -> list[str]:
 def render(rows: list[dict[str, Any]], args: dict[str, Any]) -> str:
     theirs = {row["shape"]: row["longest"] for row in rows if row["method"].startswith("alst")}
     cells = [
-        [f"{row['shape']}, {SHAPES[row['shape']]} layers", row["method"], f"{row['longest']:,}",
+        [f"{row['shape']}, {SHAPES[row['shape']]['layers']} layers", row["method"], f"{row['longest']:,}",
          f"{row['longest'] / theirs[row['shape']]:.2f}" if theirs.get(row["shape"]) else "",
          ", ".join(f"{n:,}{'' if ok else ' fails'}" for n, ok in sorted(row["tries"]))]
         for row in rows
     ]  # fmt: skip
     return (
         common.table(["model", "method", "longest context, tokens", "of ALST's", "tried"], cells)
-        + f"\n\n{args['mib']} MiB a rank for a step, beside its weights, gradients and optimizer states;"
-        f" {args['ranks']} ranks, weights whole on each. Llama: hidden {args['hidden']}, {args['q_heads']} query and"
-        f" {args['kv_heads']} KV heads, FFN {args['ffn']}, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1,"
-        " AdamW."
+        + "\n\nWhat a rank may take for a step, beside weights, gradients and optimizer states: "
+        + "; ".join(f"{name}: {s['mib']} MiB, hidden {s['hidden']}, FFN {s['ffn']}" for name, s in shapes_of(args))
+        + f". {args['ranks']} ranks, weights whole on each. Llama: {args['q_heads']} query and {args['kv_heads']} KV"
+        f" heads, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1, AdamW."
     )
+
+
+def shapes_of(args: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The shapes that run, with the limit that they run under."""
+    return [(name, {**SHAPES[name], "mib": args["mib"] or SHAPES[name]["mib"]}) for name in args["shapes"]]
 
 
 def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
@@ -195,10 +206,11 @@ def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
         bars = ax.barh(names, values, color=["#b5b5b5" if n.startswith("alst") else "#2b6cb0" for n in names])
         ax.bar_label(bars, labels=[f"{v:,}" for v in values], padding=4)
         ax.set_xlim(0, 1.25 * max(values))
-        ax.set_title(f"{SHAPES[shape]} layers", fontsize=10)
+        limits = dict(shapes_of(args))[shape]
+        ax.set_title(f"{limits['layers']} layers, {limits['mib']} MiB a rank", fontsize=10)
         ax.invert_yaxis()
         ax.spines[["top", "right"]].set_visible(False)
-    fig.supxlabel(f"longest context of a training step, tokens ({args['mib']} MiB a rank)", fontsize=9)
+    fig.supxlabel(f"longest context of a training step, tokens", fontsize=9)
     fig.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=130)

@@ -78,6 +78,71 @@ def test_levers_on_four_ranks(pool4: RankPool, lever: str, data: int, ring: int,
     pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", LEVERS[lever], data, ring, fsdp)
 
 
+def _groups(truth: Truth, cases: list[tuple[Memory, int, bool]]) -> None:
+    """Layers that share a kept input; each case in the same launch."""
+    _small_tiles()
+    for memory, ring, fsdp in cases:
+        sp = sharding(1, ring)
+        model = longspan.parallelize(_deep(), sp, fsdp=fsdp, memory=memory).train()
+        compare(truth, model, _inputs("Qwen3"), sp)
+
+
+def _deep() -> Any:
+    return build("Qwen3", num_hidden_layers=5, layer_types=None)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_layers_that_share_a_kept_input(pool2: RankPool, fsdp: bool) -> None:
+    """Groups of 2, of 3 (the last one shorter) and of all five, with what attention keeps and without."""
+    each = [
+        Memory(checkpointing="layers", layers_per_checkpoint=2),
+        Memory(checkpointing="attention", layers_per_checkpoint=3),
+        Memory(checkpointing="output", layers_per_checkpoint=3, tiled_mlp=2, tiled_norms=True),
+        Memory(checkpointing="layers", layers_per_checkpoint=0, offload="disk", head_chunks=0),
+        Memory(checkpointing="layers", layers_per_checkpoint=9),
+    ]
+    pool2.run(_groups, truth_of(_deep(), _inputs("Qwen3")), [(m, 1 + i % 2, fsdp) for i, m in enumerate(each)])
+
+
+@pytest.mark.parametrize(("per_checkpoint", "runs"), [(1, [2] * 5), (3, [3, 3, 2, 3, 2]), (2, [3, 2, 3, 2, 2])])
+def test_how_often_a_layer_runs_and_what_it_keeps(per_checkpoint: int, runs: list[int]) -> None:
+    model = longspan.parallelize(
+        _deep(), ONE_DEVICE, memory=Memory(checkpointing="layers", layers_per_checkpoint=per_checkpoint)
+    ).train()
+    calls = [_Calls(layer.self_attn) for layer in model.model.layers]
+    for _ in range(2):  # nothing is left of a forward
+        for call in calls:
+            call.count = 0
+        loss = model(**batch()).loss
+        loss.backward()
+        assert [call.count for call in calls] == runs
+        broken = model.model.layers[2].mlp.register_forward_pre_hook(_breaks)
+        with pytest.raises(RuntimeError, match="planted"):
+            model(**batch())
+        broken.remove()
+
+
+def _breaks(*_: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def test_a_layer_that_takes_in_something_else_begins_a_group() -> None:
+    """A model that changes what a layer gave before the next one takes it: that one's input is kept."""
+    truth, made = _deep(), _deep()
+    for model in (truth, made):
+        model.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+        model.model.layers[2].register_forward_hook(lambda module, args, out: out.mul_(0.5))
+    memory = Memory(checkpointing="layers", layers_per_checkpoint=5)
+    model = longspan.parallelize(made, ONE_DEVICE, memory=memory).train()
+    calls = [_Calls(layer.self_attn) for layer in model.model.layers]
+    whole = truth_of(truth, batch())
+    loss = model(**batch()).loss
+    loss.backward()
+    check_loss(float(loss.detach()), whole)
+    check_gradients(gradients(model), whole)
+    assert [call.count for call in calls] == [3, 2, 2, 3, 2]
+
+
 @pytest.mark.parametrize(("family", "ring"), [("Llama", 1), ("GptOss", 2)])
 def test_levers_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
     memory = Memory(checkpointing="output", head_chunks=0, tiled_mlp=0, tiled_norms=True, offload="disk")

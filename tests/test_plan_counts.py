@@ -158,6 +158,16 @@ CASES = [
     (Mesh(data=2, ulysses=2), {"tie_word_embeddings": True}, {"weight_sharding": False}),
     (Mesh(ulysses=4), {}, {"memory": CHECKPOINTED}),
     (Mesh(ulysses=4), {}, {"dtype": "bf16", "memory": CHECKPOINTED}),
+    (Mesh(ulysses=4), {"num_hidden_layers": 7}, {"memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=3)}),
+    (
+        Mesh(ring=2, ulysses=2),
+        {"num_hidden_layers": 4},
+        {
+            "ring_impl": "p2p",
+            "memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=4, head_chunks=0),
+        },
+    ),
+    (Mesh(ulysses=4), {"num_hidden_layers": 5}, {"memory": Memory(checkpointing="output", layers_per_checkpoint=0)}),
     (Mesh(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (Mesh(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
     (Mesh(ring=4), {}, {"ring_impl": "p2p"}),
@@ -220,8 +230,10 @@ def step_sent(
         model = transformers.AutoModelForCausalLM.from_config(cls(**config))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
-        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy)
-        if options.get("memory") == CHECKPOINTED:
+        by_transformers = options.get("memory") == CHECKPOINTED
+        levers = "fastest" if by_transformers else options.get("memory", "fastest")
+        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers)
+        if by_transformers:
             model.gradient_checkpointing_enable()
         model.train()
         tokens = torch.zeros(1, n, dtype=torch.long)

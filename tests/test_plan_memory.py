@@ -52,6 +52,13 @@ CASES = [
     ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), BF16),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
+    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, layers_per_checkpoint=3)}),
+    (
+        {**DEEP, "num_hidden_layers": 16},
+        4096,
+        Mesh(ulysses=2),
+        {**FP32, "memory": Memory(checkpointing="layers", layers_per_checkpoint=0)},
+    ),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
     (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": LONGEST}),
     (DEEP, 4096, Mesh(ring=2), {**FP32, "memory": LONGEST}),

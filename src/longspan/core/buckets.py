@@ -72,5 +72,25 @@ def norm_rows(tokens: int) -> int:
     return max(FEWEST_ROWS, -(-tokens // 8))
 
 
+def layers_held(layers: int, per_checkpoint: int) -> tuple[int, int]:
+    """Layers' inputs that are held under `Memory.layers_per_checkpoint`, with that number of layers of a group.
+
+    Args:
+        layers: of the model.
+        per_checkpoint: layers that share one.
+
+    Returns:
+        When the forward has ended, and at the most: then a group's own have been made again.
+    """
+    groups = -(-layers // per_checkpoint)
+    last = layers - (groups - 1) * per_checkpoint
+    return groups, max(groups + last - 1, groups - 1 + (per_checkpoint - 1) * (groups > 1))
+
+
+def layers_per_checkpoint(layers: int, asked: int) -> int:
+    """Layers of a group: as asked, or (0) the fewest with which the fewest inputs are held."""
+    return asked or min(range(1, layers + 1), key=lambda n: layers_held(layers, n)[1])
+
+
 FEWEST_ROWS = 512
 """Tokens of a tile of an MLP or a norm, at least: products of fewer rows are slow."""

@@ -37,6 +37,11 @@ class Memory:
             output: the layer's input, and of its attention the output of my tokens and the log-sum-exp; neither a
             ring's forward nor the kernel's runs again, and the backward's exchange brings q, k and v along.
             layers: the layer's input alone; all of it runs again.
+        layers_per_checkpoint: layers that share one kept input, the first's. In the backward the others' inputs are
+            made again from it, by running the layers between without gradients; then each layer is computed again by
+            itself, as ever. So of n layers about 2 sqrt(n) inputs are held in the place of n, for a forward
+            more of all layers but the last of each group. 0: as many as hold the fewest. 1: each keeps its own. Layers
+            that draw random numbers, or take in something else than the one before gave, begin a group.
         offload: where what checkpointing keeps lies until its backward: host memory (from a GPU), or a file on a disk.
         offload_folder: folder of that file, on a disk that is local to the rank; "" for the system's folder for
             temporary files.
@@ -57,6 +62,7 @@ class Memory:
     """
 
     checkpointing: Checkpointing = "none"
+    layers_per_checkpoint: int = 1
     offload: Offload = "none"
     offload_folder: str = ""
     tiled_mlp: int = 1
@@ -73,12 +79,18 @@ class Memory:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
         check_number("tiled_mlp", self.tiled_mlp, 0, LARGEST_COUNT, whole=True)
         check_number("head_chunks", self.head_chunks, 0, LARGEST_COUNT, whole=True)
+        check_number("layers_per_checkpoint", self.layers_per_checkpoint, 0, LARGEST_COUNT, whole=True)
         for name in ("tiled_norms", "recompute_mlp_act", "cpu_offload"):
             check_flag(name, getattr(self, name))
         if self.offload != "none" and self.checkpointing == "none":
             raise LongspanError(
                 f"offload={self.offload!r} moves what checkpointing keeps, and checkpointing='none' keeps everything "
                 f"where it is; add checkpointing='layers' (or 'output', 'attention')"
+            )
+        if self.layers_per_checkpoint != 1 and self.checkpointing == "none":
+            raise LongspanError(
+                f"layers_per_checkpoint={self.layers_per_checkpoint} says how many layers share what checkpointing "
+                f"keeps, and checkpointing='none' keeps everything; add checkpointing='layers' (or 'output')"
             )
         if self.offload_folder:
             path_of("offload_folder", self.offload_folder)
@@ -105,7 +117,7 @@ FASTEST = Memory()
 """What costs a product or a transfer to have again is kept; logits are made by tiles, activation functions twice."""
 
 LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True)
-"""The least memory without offload."""
+"""The least memory without offload in which no layer's forward runs more than twice."""
 
 
 def memory_of(asked: object) -> Memory:

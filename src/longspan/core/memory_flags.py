@@ -24,6 +24,9 @@ class MemoryFlags:
     attention's output, its input alone. by-memory: as --memory says."""
     grad_checkpointing: bool = False
     """The same as --checkpointing layers."""
+    layers_per_checkpoint: int | None = None
+    """Layers that share one kept input; the others' are made again in the backward. 1: each keeps its own. 0: as many
+    as hold the fewest."""
     offload: Literal["by-memory", "none", "host", "disk"] = "by-memory"
     """Where that lies until the backward: on the GPU, in the host's memory, on a local disk."""
     tiled_mlp: int | None = None
@@ -47,6 +50,7 @@ class MemoryFlags:
         given: dict[str, Any] = {
             "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
             "offload": None if self.offload == "by-memory" else self.offload,
+            "layers_per_checkpoint": self.layers_per_checkpoint,
             "tiled_mlp": self.tiled_mlp,
             "tiled_norms": self.tiled_norms or None,
             "recompute_mlp_act": self.recompute_mlp_act,
@@ -74,7 +78,8 @@ class MemoryFlags:
             LongspanError: for levers that cannot be together.
         """
         fixed = self.fixed()
-        if self.chooses and fixed.get("offload", "none") != "none":  # it chooses a checkpointing to go with it
+        # It chooses a checkpointing to go with them.
+        if self.chooses and (fixed.get("offload", "none") != "none" or fixed.get("layers_per_checkpoint", 1) != 1):
             fixed.setdefault("checkpointing", "layers")
         return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.core.buckets import mlp_rows, norm_rows
+from longspan.core.buckets import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.auto import hardware_of, levers_for, shape_of
 from longspan.hf.registry import LayerBinding
 from longspan.hf.support import attention_layers, decoder_layers
 from longspan.memory.activations import RecomputedActivations
-from longspan.memory.checkpointing import CheckpointedLayer, LayerCall
+from longspan.memory.checkpointing import Chain, CheckpointedLayer, LayerCall
 from longspan.memory.offload import store_for
 from longspan.memory.tiles import NormedLinear, Tiled
 
@@ -54,6 +54,7 @@ class Levers:
         self.layers = self.found.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
         self.routers = any(_routes(mlp) for mlp in self.found.mlps)
+        self.chain = Chain(last=self.layers[-1])
         self.hidden = model.config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
@@ -81,6 +82,7 @@ class Levers:
             linear.on = memory.tiled_norms
         for act in self.activations:
             act.on = memory.recompute_mlp_act and memory.tiled_mlp == 1
+        self.chain.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)
         for layer in self.checkpointed:
             layer.memory, layer.store = memory, store
         for binding in self.bindings:
@@ -171,12 +173,14 @@ class Levers:
         element = next(model.parameters()).dtype.itemsize
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        per_token = config.hidden_size * element
+        attention = 0
         if self.memory.checkpointing == "output":
-            per_token += width * element + 4 * heads
+            attention = width * element + 4 * heads
         if self.memory.checkpointing == "attention":  # q, k and v of at most as many heads, output twice
-            per_token += 5 * width * element + 4 * heads
-        self.store.reserve(per_token * tokens.shape[:2].numel() * len(self.layers))
+            attention = 5 * width * element + 4 * heads
+        inputs, _ = layers_held(len(self.layers), self.chain.per_checkpoint)
+        per_token = config.hidden_size * element * inputs + attention * len(self.layers)
+        self.store.reserve(per_token * tokens.shape[:2].numel())
 
     def _checkpointed(self, layer: nn.Module) -> CheckpointedLayer:
         bound = _bindings(layer)
@@ -185,7 +189,8 @@ class Levers:
             for binding in bound:
                 binding.keeper = keeper
 
-        return CheckpointedLayer(layer, FASTEST, None, tell, draws=any(draws(module) for module in layer.modules()))
+        drawing = any(draws(module) for module in layer.modules())
+        return CheckpointedLayer(layer, FASTEST, None, tell, draws=drawing, chain=self.chain)
 
 
 class Auto:

@@ -4,7 +4,8 @@ A layer keeps its input, and is computed again in the backward (Chen et al. 2016
 non-reentrant checkpoint). What that repeats is worst in attention: an exchange, a ring, a kernel whose cost grows with
 the square of the length. So a layer may keep of its attention either everything that autograd saved
 (`checkpointing="attention"`: nothing of it runs again) or output and log-sum-exp (`"output"`: the kernel does not).
-Whatever is kept may lie elsewhere meanwhile.
+Whatever is kept may lie elsewhere meanwhile. And not every layer need keep its input: it is what the layer before
+gives, so a group of layers may keep the first's alone and make the others' again (`layers_per_checkpoint`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from longspan.compat.torch_api import graph_is_kept, not_compiled
+from longspan.compat.torch_api import graph_is_kept, not_compiled, version_of
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -115,6 +117,7 @@ class CheckpointedLayer:
         store: where what is kept lies; None: where it is.
         tell: is told, for the time of a call, who keeps what its attentions compute; None: nobody.
         draws: whether the layer draws random numbers, which must be the same when it is computed again.
+        chain: what the layers of the model know of one another; None: each keeps its own input.
     """
 
     def __init__(
@@ -125,8 +128,10 @@ class CheckpointedLayer:
         tell: Callable[[LayerCall | None], None],
         *,
         draws: bool,
+        chain: Chain | None = None,
     ) -> None:
         self.layer, self.memory, self.store, self.tell, self.draws = layer, memory, store, tell, draws
+        self.chain = chain or Chain()
         self._checkpointed = not_compiled(self._checkpoint)  # a compiler breaks its graph here
         layer.forward = self  # the instance's
 
@@ -143,19 +148,41 @@ class CheckpointedLayer:
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         keeps = self.memory.checkpointing in ("attention", "output")
         call = LayerCall(self.store, whole=self.memory.checkpointing == "attention")
-        inputs = _Inputs(args, kwargs, self.store)
+        inputs = _Inputs(args, kwargs, self.store, self.chain.before(self, [*args, *kwargs.values()]))
 
         def run(_: Tensor) -> Any:
             positional, named = inputs.again() if call.replaying else inputs.first()
             return self._forward(*positional, **named)
 
-        return checkpoint(
+        out = checkpoint(
             run,
             inputs.anchor,  # says on which device
             use_reentrant=False,
             preserve_rng_state=self.draws,
             context_fn=lambda: (self._during(call if keeps else None), self._again(call, keeps)),
         )
+        self.chain.gave(Member(self, call if keeps else None, inputs), out)
+        return out
+
+    def between(self, call: LayerCall | None, inputs: _Inputs, *, next_in_backward: bool) -> Any:
+        """What the layer gives, made again without gradients; what it keeps of its attention is not computed again."""
+        positional, named = inputs.look()
+        sharded: FSDPModule | None = self.layer if isinstance(self.layer, FSDPModule) else None
+        if sharded is not None:
+            sharded.unshard()
+        if call is not None and not call.kept:  # nothing in its attention had a gradient
+            call = None
+        if call is not None:
+            call.replaying, call.at = True, 0
+        try:
+            with torch.no_grad(), self._during(call):
+                return self._forward(*positional, **named)
+        finally:
+            if call is not None:
+                for kept in call.kept:
+                    kept.drop()  # its backward fetches it when it comes
+            if sharded is not None and not next_in_backward:
+                sharded.reshard()
 
     @contextlib.contextmanager
     def _during(self, keeper: LayerCall | None) -> Iterator[None]:
@@ -167,6 +194,94 @@ class CheckpointedLayer:
 
     def _again(self, call: LayerCall, keeps: bool) -> contextlib.AbstractContextManager[None]:
         return _Again(self, call, keeps)
+
+
+@dataclass
+class Member:
+    """One call of a layer, as the layer behind it knows it."""
+
+    layer: CheckpointedLayer
+    call: LayerCall | None
+    inputs: _Inputs
+    at: int = 0
+
+    def output(self, *, next_in_backward: bool) -> Tensor:
+        """What the call gave, made again."""
+        made: Tensor = _hidden(self.layer.between(self.call, self.inputs, next_in_backward=next_in_backward))
+        return made
+
+
+class Chain:
+    """Which call of a layer came before, for the time of a forward: whether a layer takes in what that one gave.
+
+    Args:
+        per_checkpoint: layers that share a kept input.
+        last: the layer behind which nothing follows.
+    """
+
+    def __init__(self, per_checkpoint: int = 1, last: nn.Module | None = None) -> None:
+        self.per_checkpoint, self.last = per_checkpoint, last
+        self._member: Member | None = None
+        self._gave: Tensor | None = None
+        self._version = 0
+
+    def before(self, layer: CheckpointedLayer, values: Sequence[Any]) -> Remade | None:
+        """The input of a layer as what the one before gives; None where it begins a group."""
+        member, gave, self._member, self._gave = self._member, self._gave, None, None
+        if member is None or gave is None or member.at + 1 >= self.per_checkpoint or layer.draws or member.layer.draws:
+            return None
+        asked = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
+        # FSDP hands on another tensor object with the same memory.
+        if len(asked) != 1 or asked[0].data_ptr() != gave.data_ptr() or asked[0].shape != gave.shape:
+            return None
+        if asked[0].stride() != gave.stride() or asked[0].dtype != gave.dtype or version_of(gave) != self._version:
+            return None
+        return Remade(member)
+
+    def gave(self, member: Member, out: Any) -> None:
+        """What a call gave. It is held until the next layer takes it."""
+        hidden = _hidden(out)
+        if self.per_checkpoint == 1 or member.layer.layer is self.last or not isinstance(hidden, Tensor):
+            return
+        before = member.inputs.before
+        member.at = 0 if before is None else before.member.at + 1
+        self._member, self._gave, self._version = member, hidden.detach(), version_of(hidden)
+
+
+def _hidden(out: Any) -> Any:
+    """The hidden states in what a layer returns."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+class Remade:
+    """A layer's input that nobody keeps: what the layer before gives, made again when it is asked for.
+
+    The inputs between the group's first layer and this one are made on the way, and stay until their own layers, whose
+    backwards come next, have taken them.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._made: Tensor | None = None
+
+    def get(self) -> Tensor:
+        """The input; the caller holds it from now on."""
+        made = self._make(next_in_backward=True)
+        self._made = None
+        return made
+
+    def look(self) -> Tensor:
+        """The input, which its own layer will ask for later."""
+        return self._make(next_in_backward=False)
+
+    def _make(self, *, next_in_backward: bool) -> Tensor:
+        if self._made is None:
+            self._made = self.member.output(next_in_backward=next_in_backward)
+        return self._made
+
+    def drop(self) -> None:
+        """Nobody asks for it any more."""
+        self._made = None
 
 
 class _Again(contextlib.AbstractContextManager[None]):
@@ -189,14 +304,17 @@ class _Inputs:
     them; masks and positions are every layer's.
     """
 
-    def __init__(self, args: Sequence[Any], named: Mapping[str, Any], store: Store | None) -> None:
+    def __init__(
+        self, args: Sequence[Any], named: Mapping[str, Any], store: Store | None, before: Remade | None = None
+    ) -> None:
+        self.before = before  # the one input that gradients flow to is not kept, but made again
         self.given: tuple[list[Any], dict[str, Any]] | None = list(args), dict(named)
         values = [*args, *named.values()]
         self.anchor = next(x for x in values if isinstance(x, Tensor)).new_empty(0)
         self.names, self.count = tuple(named), len(args)
         self.kept: list[Any] = []  # a store may refuse
         self.asked = [isinstance(x, Tensor) and x.requires_grad for x in values]
-        self.kept = [put(store, x) if asked else x for x, asked in zip(values, self.asked, strict=True)]
+        self.kept = [(before or put(store, x)) if asked else x for x, asked in zip(values, self.asked, strict=True)]
 
     def first(self) -> tuple[list[Any], dict[str, Any]]:
         given, self.given = self.given, None
@@ -204,15 +322,27 @@ class _Inputs:
         return given
 
     def again(self) -> tuple[list[Any], dict[str, Any]]:
-        values = [
-            x.get().detach().requires_grad_() if asked else x for x, asked in zip(self.kept, self.asked, strict=True)
-        ]
+        """For the layer's second run."""
+        return self._sorted([x.get().detach().requires_grad_() if asked else x for x, asked in self._pairs()])
+
+    def look(self) -> tuple[list[Any], dict[str, Any]]:
+        """For a run between, that leaves everything to the second one."""
+        return self._sorted([_looked_at(x) if asked else x for x, asked in self._pairs()])
+
+    def _pairs(self) -> Iterator[tuple[Any, bool]]:
+        return zip(self.kept, self.asked, strict=True)
+
+    def _sorted(self, values: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         return values[: self.count], dict(zip(self.names, values[self.count :], strict=True))
 
     def __del__(self) -> None:
         for x, asked in zip(self.kept, self.asked, strict=False):
             if asked:
                 x.drop()
+
+
+def _looked_at(x: Any) -> Tensor:
+    return x.look() if isinstance(x, Remade) else x.get()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ MOST_GPUS = 1 << 10
 
 _LATTICE: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
+    "layers_per_checkpoint": (1, 0),
     "offload": ("none", "host"),
     "tiled_mlp": (1, 0),
     "tiled_norms": (False, True),
@@ -64,12 +65,17 @@ def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None
     if not job.weight_sharding or ranks == 1:  # it moves what FSDP shards
         axes["cpu_offload"] = (False,)
     if job.mode != "train":  # nothing is kept for a backward
-        axes |= {"checkpointing": ("none",), "offload": ("none",), "tiled_norms": (False,)}
+        axes |= {
+            "checkpointing": ("none",), "layers_per_checkpoint": (1,), "offload": ("none",), "tiled_norms": (False,),
+        }  # fmt: skip
+    wanted = "layers_per_checkpoint" in (fixed or {})
     axes |= {name: (value,) for name, value in (fixed or {}).items()}
     found = []
     for values in itertools.product(*axes.values()):
         levers = dict(zip(axes, values, strict=True))
-        if levers["offload"] == "none" or levers["checkpointing"] != "none":
+        moved, shared = levers["offload"] != "none", levers["layers_per_checkpoint"] != 1
+        # What lies elsewhere need not be fewer, unless that is asked for.
+        if (levers["checkpointing"] != "none" or not (moved or shared)) and (wanted or not (moved and shared)):
             found.append(Memory(**levers))
     if not found:
         Memory(**dict(fixed or {}))  # it says what cannot be together
@@ -256,6 +262,7 @@ def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memor
     if not hardware.on_cpu:
         yield "checkpointing layers, offload host", Memory(checkpointing="layers", offload="host")
     yield "checkpointing layers, offload disk", Memory(checkpointing="layers", offload="disk")
+    yield "checkpointing layers, a few per checkpoint", Memory(checkpointing="layers", layers_per_checkpoint=0)
     yield "tiled MLP", Memory(tiled_mlp=0)
     yield "tiled norms", Memory(tiled_norms=True)
     yield "activation functions kept", Memory(recompute_mlp_act=False)
@@ -264,6 +271,7 @@ def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memor
     if moves:
         yield "cpu offload", Memory(cpu_offload=True)
     yield "longest", LONGEST
+    yield "longest, a few layers per checkpoint", replace(LONGEST, layers_per_checkpoint=0)
     if not hardware.on_cpu:
         yield "longest, offload host", replace(LONGEST, offload="host")
     if moves:

@@ -77,6 +77,7 @@ def _with(config: TrainConfig, levers: Memory) -> TrainConfig:
         grad_checkpointing=False,
         checkpointing=levers.checkpointing,
         offload=levers.offload,
+        layers_per_checkpoint=levers.layers_per_checkpoint,
         tiled_mlp=levers.tiled_mlp,
         tiled_norms=levers.tiled_norms,
         recompute_mlp_act=levers.recompute_mlp_act,

@@ -80,7 +80,8 @@ class LeanUlysses:
         grad = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q_BLHD, k_BLKD, v_BLKD, scores.sinks)
         )
-        return _apply(q_BLHD, k_BLKD, v_BLKD, scores.sinks, self, scores, keeper if grad else None)
+        keeps = grad or (keeper is not None and keeper.replaying)
+        return _apply(q_BLHD, k_BLKD, v_BLKD, scores.sinks, self, scores, keeper if keeps else None)
 
 
 @not_compiled

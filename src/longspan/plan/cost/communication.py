@@ -6,15 +6,18 @@ the tests. Tensor parallelism, Megatron SP and LASP-2 are formulas (the sources 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.local import local_batch, local_tokens, micro_batches, passes
+from longspan.core.buckets import layers_per_checkpoint
+from longspan.core.memory import CHECKPOINTING, Memory
+from longspan.plan.cost.local import local_batch, local_tokens, micro_batches, passes, runs_between
 from longspan.plan.cost.sent import Sent
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
@@ -90,9 +93,42 @@ def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]
         for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
             times = layers * (summed if sums_gradients(sent) else micro)
             yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
+    for sent in between(model, job, mesh):
+        yield replace(sent, calls=sent.calls * micro)
     for sent in around_the_layers(model, job, mesh):
         times = summed if sums_gradients(sent) else micro
         yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
+
+
+def between(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+    """What layers send in a micro-batch whose forward runs once more for the inputs of those behind them
+    (`Memory.layers_per_checkpoint`). Their weights are gathered for it, but for the layer whose backward comes next.
+    """
+    layers, found = model.layers, list[Sent]()
+    if not runs_between(len(layers), job):
+        return found
+    group = layers_per_checkpoint(len(layers), job.memory.layers_per_checkpoint)
+    for at, layer in enumerate(layers):
+        last = min(at // group * group + group, len(layers)) - 1
+        if at == last:
+            continue
+        found += _forward_alone(lambda job: _tensor(model, job, mesh), job)
+        if job.memory.checkpointing == "layers":
+            found += _forward_alone(functools.partial(layer.mixer.sent, mesh=mesh), job)
+        if at < last - 1:
+            found += layer_weights(layer, job, mesh)[:1]
+    return found
+
+
+def _forward_alone(sent: Callable[[Job], list[Sent]], job: Job) -> list[Sent]:
+    """What one forward sends: what a layer that is computed twice sends more than one that is computed once."""
+    once, twice = (
+        sent(replace(job, memory=Memory(checkpointing=kept, head_chunks=job.memory.head_chunks)))
+        for kept in CHECKPOINTING
+        if kept in ("none", "layers")
+    )
+    more = ((both, both.calls - one.calls) for one, both in zip(once, twice, strict=True))
+    return [replace(both, calls=calls) for both, calls in more if calls]
 
 
 def layer_method(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:

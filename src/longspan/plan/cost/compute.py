@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspan.plan.cost.levers import recomputes_mlp_act
-from longspan.plan.cost.local import local_batch, local_tokens
+from longspan.plan.cost.local import local_batch, local_tokens, runs_between
 from longspan.plan.cost.memory import elements_at_rest
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
     again = {"none": 0.0, "attention": matmul, "output": matmul, "layers": matmul + forward}[job.memory.checkpointing]
+    between = runs_between(len(model.layers), job) / len(model.layers)
+    again += between * (matmul + (forward if job.memory.checkpointing == "layers" else 0.0))
     if job.memory.tiled_mlp != 1:
         weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
         again += 2.0 * weights * tokens / mesh.tensor / speed(hardware, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from longspan.core.buckets import layers_held, layers_per_checkpoint
 from longspan.core.heads import HeadShard, split_heads
 from longspan.plan.job import layout_of
 
@@ -32,6 +33,15 @@ def passes(job: Job) -> tuple[int, int]:
     if job.mode != "train":
         return 1, 0
     return (1 if job.memory.checkpointing == "none" else 2), 1
+
+
+def runs_between(layers: int, job: Job) -> int:
+    """Layers whose forward runs once more, without gradients, to make inputs again that nobody keeps: all but the last
+    of each group of `Memory.layers_per_checkpoint`.
+    """
+    if job.mode != "train" or job.memory.checkpointing == "none":
+        return 0
+    return layers - layers_held(layers, layers_per_checkpoint(layers, job.memory.layers_per_checkpoint))[0]
 
 
 def mixing_passes(job: Job) -> tuple[int, int]:

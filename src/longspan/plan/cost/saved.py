@@ -8,9 +8,10 @@ Letters: b bytes per element, d hidden size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from longspan.core.buckets import layers_held, layers_per_checkpoint
 from longspan.plan.cost.levers import (
     OFFLOADED_LAYERS,
     mlp_act_bytes,
@@ -18,6 +19,8 @@ from longspan.plan.cost.levers import (
     recomputes_mlp_act,
     stream_bytes,
 )
+from longspan.plan.cost.local import runs_between
+from longspan.plan.cost.weights import layer_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -159,16 +162,28 @@ def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequen
         before = together + smallest * -1 if len(model.layers) > 1 else together
         return together, together, before, largest
     # What is kept of every layer, and all that one layer saves while it is computed again.
+    n = len(model.layers)
+    group = layers_per_checkpoint(n, job.memory.layers_per_checkpoint)
+    inputs, most_inputs = layers_held(n, group)
+    one = SavedActivations(hidden=stream_bytes(s, autocast) // s.hidden_shards * s.tokens)
+    # In the first group's backward the inputs that were made again go as gradients come.
+    gradient = min(layer_gradient(layer, job, mesh) for layer, _ in model.layer_kinds)
+    first = SavedActivations(hidden=max(0, one.hidden - gradient) * (min(group, n) - 1))
     kinds = [(kept_per_token(layer, job, mesh, s, autocast) * s.tokens, count) for layer, count in model.layer_kinds]
     again = [again_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds]
     largest = max(again, key=lambda saved: saved.total)
     most = max((kept for kept, _ in kinds), key=lambda saved: saved.total)
-    n = len(model.layers)
     if offloads(job, s):
         stays, before = (most * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
-        return stays, stays + largest, before + largest, most + largest
+        if group > 1:  # those that are made again stay here, and there are fewer that leave
+            fewer = one.hidden * min(min(inputs, OFFLOADED_LAYERS) + group - 1, most_inputs)
+            stays = before = replace(stays, hidden=fewer)
+        return stays, stays + largest, before + largest, most + first + largest
     together = sum((kept * count for kept, count in kinds), SavedActivations())
     least = min((kept for kept, _ in kinds), key=lambda saved: saved.total)
+    if group > 1:  # of the last group's backward, or of the one before
+        held, of_group = together + one * (inputs - n), together + one * (most_inputs - n)
+        return held, of_group + largest, of_group + largest, most + first + largest
     before = together + least * -1 if n > 1 else together
     return together, together + largest, before + largest, most + largest
 
@@ -184,4 +199,5 @@ def kept_bytes(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
         return 0
     autocast = autocasts(job)
     each = ((kept_per_token(layer, job, mesh, s, autocast).total, count) for layer, count in model.layer_kinds)
-    return sum(s.tokens * kept * count for kept, count in each)
+    remade = runs_between(len(model.layers), job) * stream_bytes(s, autocast) // s.hidden_shards
+    return sum(s.tokens * kept * count for kept, count in each) - s.tokens * remade

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.communication import between, layer_method
 from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
-from longspan.plan.cost.local import micro_batches, mixing_passes
+from longspan.plan.cost.local import micro_batches, mixing_passes, runs_between
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
@@ -58,6 +58,12 @@ def _exposed(
         exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
         # Before the first layer there is nothing to hide its gather.
         first_gather = max(first_gather, min(gather, computing.forward))
+    # An input that nobody keeps is made again at once: only a ring has its attention beside it.
+    again = between(model, job, mesh)
+    sends = sum(_seconds([sent for sent in again if sent.op != "p2p"], mesh, hardware).values())
+    rings = sum(_seconds([sent for sent in again if sent.op == "p2p"], mesh, hardware).values())
+    beside = of_layers[0].attention_forward * runs_between(len(model.layers), job) if hardware.overlaps else 0.0
+    exposed += sends + max(0.0, rings - beside)
     around = [sent for sent in around_the_layers(model, job, mesh) if sums or not sums_gradients(sent)]
     return exposed + first_gather + sum(_seconds(around, mesh, hardware).values())
 

@@ -22,6 +22,11 @@ def shard_elements(parameters: tuple[Parameter, ...], ranks: int, tensor: int = 
     return sum(-(-p.shape[0] // ranks) * (p.numel // p.shape[0]) for p in parameters) // tensor
 
 
+def layer_gradient(layer: LayerShape, job: Job, mesh: Mesh) -> int:
+    """Bytes of one layer's gradients on a rank: fp32, of its shard where weights are sharded."""
+    return 4 * shard_elements(layer.parameters, mesh.weights if job.weight_sharding else 1, mesh.tensor)
+
+
 def layer_weights(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
     """FSDP, for one layer: gathered for the forward and again for the backward, gradients scattered in fp32."""
     f = mesh.weights

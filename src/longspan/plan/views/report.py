@@ -192,7 +192,7 @@ def memory_flags(memory: Memory) -> list[str]:
     lean = replace(memory, offload="none", offload_folder="", cpu_offload=False) == LONGEST
     base = LONGEST if lean else Memory()
     said = ["--memory longest"] if lean else []
-    for name in ("checkpointing", "offload", "offload_folder", "tiled_mlp", "head_chunks"):
+    for name in ("checkpointing", "layers_per_checkpoint", "offload", "offload_folder", "tiled_mlp", "head_chunks"):
         if getattr(memory, name) != getattr(base, name):
             said.append(f"--{name.replace('_', '-')} {shlex.quote(str(getattr(memory, name)))}")
     for name in ("tiled_norms", "cpu_offload"):
