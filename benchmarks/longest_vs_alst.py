@@ -1,5 +1,5 @@
-"""The longest settings of both: longspan with memory="longest" beside ALST with its tiled loss, tiled MLP and
-gradient checkpointing, on a Hugging Face Llama that every rank holds whole.
+"""The longest settings of both: longspan with memory="longest", and with what it keeps on a disk, beside ALST with its
+tiled loss, tiled MLP and gradient checkpointing, on a Hugging Face Llama that every rank holds whole.
 
     python benchmarks/longest_vs_alst.py [--quick]
 
@@ -16,7 +16,7 @@ from typing import Any
 import common
 import hf_step_vs_alst as steps
 
-OURS, THEIRS = "longspan longest", "alst longest"
+OURS, THEIRS = ("longspan longest", "longspan disk"), "alst longest"
 
 
 def main() -> None:
@@ -27,11 +27,11 @@ def main() -> None:
     for tokens in args.tokens:
         memory = {
             name: common.run_ranks(steps.measure_memory, args.ranks, shape, tokens, args.dtype, name, env=steps.MALLOC)
-            for name in (OURS, THEIRS)
+            for name in (*OURS, THEIRS)
         }
         row: dict[str, Any] = {"tokens": tokens, "memory": memory}
         if not args.no_time:
-            row |= common.run_ranks(steps.time_all, args.ranks, shape, tokens, args.dtype, [OURS, THEIRS])
+            row |= common.run_ranks(steps.time_all, args.ranks, shape, tokens, args.dtype, [*OURS, THEIRS])
         rows.append(row)
         text = render(rows, shape)
         print(text, flush=True)
@@ -67,20 +67,23 @@ def render(rows: list[dict[str, Any]], shape: dict[str, Any]) -> str:
     header = ["tokens", "method", "peak MiB", "ours/theirs", "step s", "ours/theirs"]
     cells = []
     for row in rows:
-        peaks = {name: row["memory"][name]["rss_rise_mib"] for name in (OURS, THEIRS)}
+        timed = "median" in row
+        peaks = {name: row["memory"][name]["rss_rise_mib"] for name in (*OURS, THEIRS)}
         for name, peak in peaks.items():
-            ours = name == OURS
+            ours = name in OURS
             cells.append([
-                f"{row['tokens']:,}", name, f"{peak:.0f}", f"{peaks[OURS] / peaks[THEIRS]:.3f}" if ours else "",
-                f"{row['median'][name]:.2f}" if "median" in row else "",
-                f"{row['time_over'][THEIRS]:.3f}" if ours and "median" in row else "",
+                f"{row['tokens']:,}", name, f"{peak:.0f}", f"{peak / peaks[THEIRS]:.3f}" if ours else "",
+                f"{row['median'][name]:.2f}" if timed else "",
+                f"{common.paired_ratio(row['seconds'][name], row['seconds'][THEIRS]):.3f}" if ours and timed else "",
             ])  # fmt: skip
     lines = [common.table(header, cells), ""]
     if len(rows) > 1:
-        grown = {name: growth(rows, name, shape["ranks"]) for name in (OURS, THEIRS)}
+        grown = {name: growth(rows, name, shape["ranks"]) for name in (*OURS, THEIRS)}
         lines += [
             f"Growth from {rows[0]['tokens']:,} to {rows[-1]['tokens']:,} tokens, KiB per further token of a rank:"
-            f" {grown[OURS]:.1f} against {grown[THEIRS]:.1f}, {grown[OURS] / grown[THEIRS]:.3f}.",
+            " "
+            + "; ".join(f"{name} {grown[name]:.1f}, {grown[name] / grown[THEIRS]:.3f}" for name in OURS)
+            + f"; of ALST's {grown[THEIRS]:.1f}.",
             "",
         ]
     lines += [

@@ -31,8 +31,9 @@ import torch
 METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk")
 SHAPES = {  # 80 layers are those of a 70B
     "shallow": {"layers": 4, "hidden": 256, "ffn": 512, "mib": 96},
-    "deep": {"layers": 80, "hidden": 64, "ffn": 128, "mib": 24},
+    "deep": {"layers": 80, "hidden": 64, "ffn": 128, "mib": 48},
 }
+FIRST = {"longspan few": 1.5, "longspan disk": 4.0}  # of ALST's, what is tried first: a long step takes minutes
 MIB = 2**20
 GROUPS = (  # version 1 and 2: the hierarchy, the file that sets the limit
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
@@ -44,11 +45,11 @@ def main() -> None:
     args = parse_args()
     env = common.environment(["longspan", "torch", "transformers", "deepspeed"])
     rows: list[dict[str, Any]] = []
-    theirs = 0
     for name in args.shapes:
         shape = {**vars(args), **SHAPES[name]} | ({"mib": args.mib} if args.mib else {})
+        theirs = 0
         for method in args.methods:
-            start = args.start if method.startswith("alst") else max(theirs, args.start)
+            start = rounded(max(args.start, FIRST.get(method, 1.0) * theirs), 128 * args.ranks)
             tries = search(lambda tokens, shape=shape, method=method: attempt(args, shape, tokens, method), args, start)
             most = max((n for n, ok in tries if ok), default=0)
             theirs = most if method.startswith("alst") else theirs
@@ -68,7 +69,7 @@ def parse_args() -> argparse.Namespace:
         type=int,
         default=None,
         help="what a rank may take for a step beside weights, gradients and optimizer states; by default 96 for the"
-        " shallow model and 24 for the deep one",
+        " shallow model and 48 for the deep one",
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -210,7 +211,7 @@ def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
         ax.set_title(f"{limits['layers']} layers, {limits['mib']} MiB a rank", fontsize=10)
         ax.invert_yaxis()
         ax.spines[["top", "right"]].set_visible(False)
-    fig.supxlabel(f"longest context of a training step, tokens", fontsize=9)
+    fig.supxlabel("longest context of a training step, tokens", fontsize=9)
     fig.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=130)
