@@ -80,7 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--q-heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--tile-mib", type=int, default=4, help="logits per tile in ALST's TiledFusedLogitsLoss")
+    parser.add_argument("--tile-mib", type=int, default=4, help="logits per tile, of both sides")
     parser.add_argument("--quick", action="store_true", help="the shallow one and 32 MiB, for a first look")
     parser.add_argument("--png", type=Path, default=None, help="draw the limits")
     parser.add_argument("--name", default="real-limit", help="name of the report")
@@ -142,6 +142,10 @@ def attempt(args: argparse.Namespace, shape: dict[str, Any], tokens: int, method
 def one_step(shape: dict[str, Any], tokens: int, dtype: str, name: str, mib: int) -> float:
     import peers
 
+    from longspan.core import buckets
+
+    # The sides' fixed sizes are for real models; here both make logits in tiles of as many bytes.
+    buckets.HEAD_TILE = (buckets.HEAD_TILE[0], (shape["tile_mib"] << 18, 64))
     if not name.startswith("longspan"):
         peers.start_deepspeed()
     method = steps.Method(name, shape, tokens, dtype)
@@ -184,7 +188,8 @@ def render(rows: list[dict[str, Any]], args: dict[str, Any]) -> str:
         + "\n\nWhat a rank may take for a step, beside weights, gradients and optimizer states: "
         + "; ".join(f"{name}: {s['mib']} MiB, hidden {s['hidden']}, FFN {s['ffn']}" for name, s in shapes_of(args))
         + f". {args['ranks']} ranks, weights whole on each. Llama: {args['q_heads']} query and {args['kv_heads']} KV"
-        f" heads, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1, AdamW."
+        f" heads, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1, AdamW; tiles of logits of"
+        f" {args['tile_mib']} MiB on both sides."
     )
 
 
