@@ -108,8 +108,10 @@ def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, 
 
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
 def test_replicas_with_batches_of_their_own_pass(models: dict[str, Path], pool4: RankPool, fsdp: bool) -> None:
-    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp))[0]
+    levers: dict[str, Any] = {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"} if fsdp else {}
+    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp, **levers))[0]
     assert report.passed, _failing(report)
+    assert ("layers_per_checkpoint=2, offload=disk" in report.setup["memory"]) == fsdp
     assert report.places == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
-from longspan.core.memory_flags import flags_last
+from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeFlags
 
 _MOST_TOKENS = 1 << 30
@@ -17,7 +17,7 @@ _MOST_TOKENS = 1 << 30
 
 @flags_last
 @dataclass(frozen=True)
-class VerifyConfig(RopeFlags):
+class VerifyConfig(MemoryFlags, RopeFlags):
     """Prove on your own model that the sharded run computes what one process computes.
 
     The same batch goes through the plain Hugging Face model on one process and through the sharded one on all ranks;
@@ -123,6 +123,10 @@ class VerifyConfig(RopeFlags):
                 "one that the run was trained with, its scaling included; leave it out"
             )
         self.rope()
+        if self.levels().cpu_offload and self.ranks == 1:
+            raise LongspanError(
+                "--cpu-offload moves what FSDP shards over several ranks; verify on several, or leave it"
+            )
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)

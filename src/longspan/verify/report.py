@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+from longspan.core.memory import FASTEST
 from longspan.verify.compare import GROUP_ORDER, SHARPNESS, Check, Criterion, unsharp
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def _print_title(report: Report, console: Console) -> None:
         f"{ring}ulysses {setup['ulysses']}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )
+    if setup["memory"] != FASTEST.described():
+        console.print(f"memory: {setup['memory']}")
     if found := setup.get("checkpoint"):
         console.print(
             f"checkpoint of step {found['step']}: {found['files']} files, {found['bytes']:,} bytes, are as they were "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ import longspan
 from longspan.checkpoint import Checkpoint
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
+from longspan.core.memory import Memory
 from longspan.hf.across_ranks import together
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
@@ -247,16 +248,22 @@ def make_models(
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
     bf16 = sharded and config.dtype == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
+    memory: Memory | Literal["auto"] = "auto" if config.chooses else config.levels()
 
     def shard() -> nn.Module:
         if source is not None:
             kept = torch.float32 if bf16 else None
-            options = {"mp_policy": policy, "kernel": config.kernel}
+            options = {"mp_policy": policy, "kernel": config.kernel, "memory": memory}
             model: nn.Module = load_from(source, origin, sp, prepare=lambda model: model.train(), kept=kept, **options)
             return model
         assert whole is not None
         return parallelize(
-            whole.float() if bf16 else whole, sp, fsdp=config.fsdp, mp_policy=policy, kernel=config.kernel
+            whole.float() if bf16 else whole,
+            sp,
+            fsdp=config.fsdp,
+            mp_policy=policy,
+            kernel=config.kernel,
+            memory=memory,
         )
 
     if source is None:
@@ -360,6 +367,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "reference": config.reference,
         "fsdp": config.fsdp,
         "kernel": config.kernel,
+        "memory": "auto" if config.chooses else config.levels().described(),
         "data": config.data,
         "seed": config.seed,
         "device": device,
