@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import longspan
 from longspan.attn.api import Options
 from longspan.attn.kernels.tiled import TiledKernel
-from longspan.attn.methods.lean import LeanUlysses
+from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
-from longspan.core.heads import chunk_heads, split_heads
+from longspan.core.heads import chunk_heads, piece_heads, split_heads
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, run, sharding
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -198,13 +198,58 @@ def _equal(names: Sequence[str]) -> dict[str, bool]:
     for name in names:
         case, sp = MANY[name], sharding(dist.get_world_size())
         single = run(case, one_device(), "tiled")["out"]
+        beside = [longspan.SequenceSharding(sp.mesh, exchange_chunks=n) for n in (2, 5)]
         out[name] = all(torch.equal(run(case, sp, "tiled", head_chunks=c)["out"], single) for c in (1, 2, 0))
+        out[name] &= all(torch.equal(run(case, each, "tiled")["out"], single) for each in beside)
     return out
 
 
 def test_the_output_is_to_the_bit_that_of_one_device(pool2: RankPool) -> None:
     for found in pool2.run(_equal, ["many KV heads", "KV groups cut between ranks", "sinks by head", "bf16"]):
         assert all(found.values()), found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchanges beside attention.
+
+
+def _overlapped(names: Sequence[str], ring: int, pieces: int, lean: bool) -> dict[str, dict[str, float]]:
+    mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
+    sp = longspan.SequenceSharding(mesh, exchange_chunks=pieces)
+    cases = {**CASES, **MANY}
+    found = {}
+    for name in names:
+        compared = errors(cases[name], lean_run(cases[name], sp, 1)) if lean else compare(cases[name], sp)
+        found[name] = compared
+    return found
+
+
+@pytest.mark.parametrize(("world", "ring", "pieces"), [(2, 1, 2), (4, 1, 3), (2, 1, 9), (4, 2, 2)])
+@pytest.mark.parametrize("lean", [False, True])
+def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, pieces: int, lean: bool) -> None:
+    for found in get_pool(world).run(_overlapped, list(MANY), ring, pieces, lean):
+        check_all(found)
+
+
+def test_overlapped_is_exact_for_every_mask(get_pool: Any) -> None:
+    for found in get_pool(2).run(_overlapped, list(CASES), 1, 4, False, timeout=240):
+        check_all(found)
+
+
+@given(kv=st.integers(1, 8), group=st.integers(1, 6), ranks=st.integers(1, 9), pieces=st.integers(1, 14))
+def test_pieces_hold_every_head_of_every_rank_once(kv: int, group: int, ranks: int, pieces: int) -> None:
+    shards = split_heads(kv * group, kv, ranks)
+    runs = piece_heads(shards, pieces)
+    most, widest = max(shard.kv_heads for shard in shards), max(max(s.group_sizes, default=1) for s in shards)
+    assert len(runs) == min(pieces, most) and len(runs[0]) == (1 if pieces <= most else min(-(-pieces // most), widest))
+    for rank, shard in enumerate(shards):
+        queries = [h for run in runs for piece in run for h in range(piece[rank].q_start, piece[rank].q_stop)]
+        assert queries == list(range(shard.q_start, shard.q_stop))
+        keys = [h for run in runs for h in range(run[0][rank].kv_start, run[0][rank].kv_stop)]
+        assert keys == list(range(shard.kv_start, shard.kv_stop))
+        for of_run in runs:
+            assert len({(piece[rank].kv_start, piece[rank].kv_stop) for piece in of_run}) == 1
+            assert all(sum(piece[rank].group_sizes) == piece[rank].q_heads for piece in of_run)
 
 
 def _padding() -> list[bool]:
@@ -455,7 +500,7 @@ def test_what_is_no_number_of_chunks_is_refused() -> None:
         with pytest.raises(LongspanError, match="head_chunks"):
             longspan.attention(q, k, v, sp, head_chunks=wrong)
     plan = longspan.prepare_attention(q, k, v, sp, head_chunks=2)
-    assert isinstance(plan.method, LeanUlysses) and len(plan.method.chunks) == 2
+    assert isinstance(plan.method, ChunkedUlysses) and len(plan.method.chunks) == 2
     with pytest.raises(LongspanError, match="a plan has head_chunks already"):
         longspan.attention(q, k, v, sp, plan=plan, head_chunks=2)
     with pytest.raises(LongspanError, match="lean=True"):
@@ -468,4 +513,4 @@ def test_plans_of_other_chunks_are_other_plans() -> None:
     for chunks in (1, 2, 4, 0, 99):
         longspan.attention(*qkv, sp, head_chunks=chunks)
     methods = [plan.method for plan in sp.plans.values()]
-    assert [len(m.chunks) if isinstance(m, LeanUlysses) else None for m in methods] == [None, 2, 4, 8, 8]
+    assert [len(m.chunks) if isinstance(m, ChunkedUlysses) else None for m in methods] == [None, 2, 4, 8, 8]

@@ -19,7 +19,7 @@ from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, gives
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.methods.base import Keeper, Method
-from longspan.attn.methods.lean import Chunk, LeanUlysses
+from longspan.attn.methods.chunked import Chunk, ChunkedUlysses
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
@@ -27,10 +27,10 @@ from longspan.attn.methods.whole import Whole
 from longspan.attn.score import ScoreKind, Scores
 from longspan.comm.arguments import check_tensor
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, check_heads, chunk_heads, split_heads
+from longspan.core.heads import HeadShard, check_heads, chunk_heads, piece_heads, split_heads
 from longspan.core.layout import Layout, Span
 from longspan.core.regions import meeting
-from longspan.core.routes import choose_impl, ring_routes
+from longspan.core.routes import choose_exchange_chunks, choose_impl, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -94,7 +94,7 @@ class AttentionPlan:
         """
         if keeper is None:
             return self.method(q, k, v, scores)
-        if not isinstance(self.method, LeanUlysses):
+        if not isinstance(self.method, ChunkedUlysses) or not self.method.lean:
             raise LongspanError("only a plan made with lean=True can be executed with a keeper")
         return self.method(q, k, v, scores, keeper)
 
@@ -151,8 +151,8 @@ def prepare(
         scores: of one of the layers that the plan is for.
         lengths: real queries and real keys of the whole sequence.
         kernel: as for `longspan.attention`.
-        lean: save q, k, v and output of my tokens, not what the exchange brought (`LeanUlysses`); so do all plans of
-            several chunks.
+        lean: save q, k, v and output of my tokens, not what the exchange brought (`ChunkedUlysses`); so do all plans of
+            several `head_chunks`.
         head_chunks: as for `longspan.attention`.
 
     Raises:
@@ -160,20 +160,23 @@ def prepare(
     """
     check(shapes, sp, mask, scores, lengths)
     lean = lean or head_chunks != 1
-    found, choice = choose(shapes, sp, mask, scores, lengths, kernel, lse=lean)
+    overlaps = exchange_pieces(shapes, sp) > 1
+    found, choice = choose(shapes, sp, mask, scores, lengths, kernel, lse=lean or overlaps)
     if not torch.compiler.is_compiling():
         tell(choice)
     mask = mask.limited_to(max(lengths))
     shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     mine = shards[sp.ulysses_rank]
-    chunks = chunk_heads(shards, head_chunks)
-    method = _inner(shapes, sp, mask, scores, lengths, found, mine, len(chunks))
+    runs: tuple[tuple[tuple[HeadShard, ...], ...], ...] = tuple((run,) for run in chunk_heads(shards, head_chunks))
+    if overlaps:
+        runs = piece_heads(shards, max(exchange_pieces(shapes, sp), len(runs)))
+    method = _inner(shapes, sp, mask, scores, lengths, found, mine, len(runs))
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     exchanged = lengths if group is not None and sp.ring_size == 1 else None
-    if lean:
-        rings = _of_chunks(cast(Ring, method), chunks, sp.ulysses_rank, shapes.device)
+    if lean or overlaps:
+        rings = _of_chunks(cast(Ring, method), runs, sp.ulysses_rank, shapes.device)
         shared = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = LeanUlysses(group, rings, shared, exchanged)
+        method = ChunkedUlysses(group, rings, shared, exchanged, lean, overlaps)
     elif group is not None:
         method = Ulysses(group, shards, method, exchanged)
     return AttentionPlan(shapes, scores.kind, choice, method, learns=not gives_lse(found))
@@ -208,12 +211,35 @@ def _inner(
     return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, prepared, index)
 
 
+def exchange_pieces(shapes: Shapes, sp: SequenceSharding) -> int:
+    """Chunks in which the heads are wanted to go through the exchange, each beside the attention of another; 1: all at
+    once. On a ring, keys and values of a chunk go round, so that chunks are whole KV groups.
+    """
+    if sp.ulysses_size == 1:
+        return 1
+    asked = sp.exchange_chunks
+    if asked == "auto":
+        sent = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
+        asked = choose_exchange_chunks(sent * shapes.dtype.itemsize, spans_hosts=sp.spans_hosts)
+    shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+    most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in shards)
+    return max(1, min(asked, most))
+
+
 def _of_chunks(
-    ring: Ring, chunks: tuple[tuple[HeadShard, ...], ...], rank: int, device: torch.device
+    ring: Ring, runs: tuple[tuple[tuple[HeadShard, ...], ...], ...], rank: int, device: torch.device
 ) -> tuple[Chunk, ...]:
     """My heads of every chunk with the ring of all my heads: what it has prepared serves any of them."""
     return tuple(
-        Chunk(shards, shards[rank], replace(ring, kv_head_index=_index(shards[rank], device))) for shards in chunks
+        Chunk(
+            shards,
+            shards[rank],
+            replace(ring, kv_head_index=_index(shards[rank], device)),
+            first=at == 0,
+            last=at == len(pieces) - 1,
+        )
+        for pieces in runs
+        for at, shards in enumerate(pieces)
     )
 
 

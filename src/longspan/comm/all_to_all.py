@@ -32,7 +32,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # Ranges of heads travel through the operators as one flat list of integers, [rank][tensor][start, stop].
 
@@ -151,6 +151,67 @@ def scatter_heads(
     return _scatter_heads(list(xs), _ranges([shares] * len(xs), kinds), group)
 
 
+class Exchange:
+    """An All-to-All that has been started; it holds both its buffers until it is over."""
+
+    def __init__(self, received: Tensor, sent: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor]):
+        self._buffers: tuple[Tensor, Tensor] | None = (received, sent)
+        self._work, self._finish = work, finish
+
+    def wait(self) -> Tensor:
+        """What it brings, once; on a GPU the stream waits, not the host."""
+        assert self._buffers is not None
+        received, _ = self._buffers
+        if self._work is not None:
+            self._work.wait()
+        self._buffers = self._work = None
+        return self._finish(received)
+
+
+def start_scatter(
+    xs: Sequence[Tensor],
+    kinds: Sequence[str],
+    shares: Sequence[HeadShard],
+    group: dist.ProcessGroup,
+    *,
+    beside: bool,
+) -> Exchange:
+    """`scatter_heads`, started; outside of autograd.
+
+    Args:
+        xs: as for `scatter_heads`.
+        kinds: as there.
+        shares: as there.
+        group: as there.
+        beside: whether it is under way while something else runs, until its `wait`; else it is over at once.
+    """
+    by_rank = _by_rank(_ranges([shares] * len(xs), kinds), len(xs))
+    widths = _widths(by_rank, [x.shape[3] for x in xs])
+    batch, tokens = xs[0].shape[:2]
+    rows, mine, size = batch * tokens, widths[group.rank()], group.size()
+    send = _pack(list(xs), by_rank, widths)
+    splits = [rows * w for w in widths], [rows * mine] * size
+    return _started(send, *splits, group, beside, lambda received: received.view(size * tokens, batch, mine))
+
+
+def _started(
+    send: Tensor,
+    send_splits: list[int],
+    recv_splits: list[int],
+    group: dist.ProcessGroup,
+    beside: bool,
+    finish: Callable[[Tensor], Tensor],
+) -> Exchange:
+    if not beside:
+        return Exchange(_all_to_all(send, send_splits, recv_splits, group_name(group)), send[:0], None, finish)
+    received = send.new_empty(sum(recv_splits))
+    even = len({*send_splits, *recv_splits}) == 1
+    work = dist.all_to_all_single(
+        received, send, None if even else recv_splits, None if even else send_splits, group=group, async_op=True
+    )
+    return Exchange(received, send, work, finish)
+
+
 def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup) -> Tensor:
     """The attention's output back to its tokens, in one All-to-All: `[B, S, my heads, D]` to `[B, L, all heads, D]`."""
     rows = o.transpose(0, 1)
@@ -158,16 +219,18 @@ def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGrou
     return out
 
 
-def gather_heads_into(
+def start_gather_into(
     outs: Sequence[Tensor],
     packed_SBW: Tensor,
     kinds: Sequence[str],
     shares: Sequence[HeadShard],
     group: dist.ProcessGroup,
     *,
+    beside: bool,
     add: bool = False,
-) -> None:
-    """The way back of some of the heads, in ONE All-to-All, into their places; outside of autograd.
+) -> Exchange:
+    """The way back of some of the heads, in ONE All-to-All, into their places once it is waited for; outside of
+    autograd.
 
     Args:
         outs: of my tokens, each `[B, L, all its heads, its head_dim]`. Heads that are in nobody's share stay as they
@@ -176,6 +239,7 @@ def gather_heads_into(
         kinds: as for `scatter_heads`.
         shares: which of the heads each rank returns.
         group: the Ulysses group.
+        beside: as for `start_scatter`.
         add: whether KV heads are added to what is there, as the gradients of those that went to several ranks must be
             (which wants sums in fp32 at least); the others, and query heads, are put there.
     """
@@ -185,16 +249,20 @@ def gather_heads_into(
     batch, tokens = outs[0].shape[:2]
     rows = batch * tokens
     send, mine = packed_SBW.contiguous().view(-1), rows * widths[rank]
-    recv = _all_to_all(send, [mine] * size, [rows * w for w in widths], group_name(group))
-    for block, width, of_rank in zip(_split(recv, rows, widths), widths, by_rank, strict=True):
-        col = 0
-        for out, kind, (start, stop) in zip(outs, kinds, of_rank, strict=True):
-            heads, d = stop - start, out.shape[3]
-            if heads:
-                part = block.view(tokens, batch, width)[..., col : col + heads * d].unflatten(2, (heads, d))
-                into = out[:, :, start:stop]
-                into.add_(part.transpose(0, 1)) if add and kind == "kv" else into.copy_(part.transpose(0, 1))
-            col += heads * d
+
+    def put(received: Tensor) -> Tensor:
+        for block, width, of_rank in zip(_split(received, rows, widths), widths, by_rank, strict=True):
+            col = 0
+            for out, kind, (start, stop) in zip(outs, kinds, of_rank, strict=True):
+                heads, d = stop - start, out.shape[3]
+                if heads:
+                    part = block.view(tokens, batch, width)[..., col : col + heads * d].unflatten(2, (heads, d))
+                    into = out[:, :, start:stop]
+                    into.add_(part.transpose(0, 1)) if add and kind == "kv" else into.copy_(part.transpose(0, 1))
+                col += heads * d
+        return received
+
+    return _started(send, [mine] * size, [rows * w for w in widths], group, beside, put)
 
 
 def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:

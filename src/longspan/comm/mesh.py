@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import OrderedDict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -135,6 +136,11 @@ class SequenceSharding:
             current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
             for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
             overlap; see `longspan.core.routes.choose_impl`.
+        exchange_chunks: in how many chunks of heads the Ulysses exchange goes, each under way while the attention of
+            another is computed, there and back, forward and backward; at most the query heads of a rank (with a ring
+            its KV heads). 1: all heads at once, and nothing beside. "auto": `OVERLAPPED_CHUNKS` where the ranks of a
+            Ulysses group are on several hosts and there is enough to send, else 1; see
+            `longspan.core.routes.choose_exchange_chunks`. The same numbers, to the bit in the forward.
 
     Attributes:
         size: ranks of the sequence group.
@@ -146,7 +152,7 @@ class SequenceSharding:
         data_rank: the replica this rank belongs to.
 
     Raises:
-        LongspanError: for a mesh without the four axes, or an unknown layout or ring_impl.
+        LongspanError: for a mesh without the four axes, an unknown layout or ring_impl, or exchange_chunks below 1.
     """
 
     def __init__(
@@ -156,6 +162,7 @@ class SequenceSharding:
         *,
         kv_replication: bool = True,
         ring_impl: str = "auto",
+        exchange_chunks: int | Literal["auto"] = "auto",
     ) -> None:
         if not isinstance(mesh, DeviceMesh | OneDeviceMesh):
             raise LongspanError(f"the mesh is {spell(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
@@ -165,11 +172,14 @@ class SequenceSharding:
         check_choice("layout", layout, layout_names())
         check_choice("ring_impl", ring_impl, ("auto", "p2p", "allgather"))
         check_flag("kv_replication", kv_replication)
+        if exchange_chunks != "auto":
+            check_number("exchange_chunks", exchange_chunks, 1, LARGEST_COUNT, whole=True)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # of `longspan.attention`: the last few, by what they are for
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
+        self.exchange_chunks = exchange_chunks
         self.ring_size: int = sizes["ring"]
         self.ulysses_size: int = sizes["ulysses"]
         self.size: int = sizes["ring"] * sizes["ulysses"]
@@ -189,10 +199,21 @@ class SequenceSharding:
             self.data_rank = mesh.get_local_rank("data")
             self.group = self._sequence_group(mesh)
         self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        self.spans_hosts = exchange_chunks == "auto" and self._spans_hosts()
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
             # not concern all of them.
             dist.barrier(group=self.ring_group, device_ids=[self.device.index])
+
+    def _spans_hosts(self) -> bool:
+        """Whether the ranks of some Ulysses group are on several hosts; agreed on by the ranks of each group."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+        if self.ulysses_group is None or self.ulysses_size == 1 or not here or dist.get_world_size() <= here:
+            return False  # on every rank, or on none
+        hosts = {rank // here for rank in dist.get_process_group_ranks(self.ulysses_group)}
+        spans = torch.tensor(int(len(hosts) > 1), device=self.device)
+        dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self.ulysses_group)
+        return bool(spans)
 
     def _sequence_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
         if self.ring_size == 1:

@@ -110,6 +110,36 @@ def chunk_heads(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadS
     )
 
 
+def piece_heads(shards: tuple[HeadShard, ...], pieces: int) -> tuple[tuple[tuple[HeadShard, ...], ...], ...]:
+    """Cut every rank's heads into about so many pieces: along KV groups as far as there are any, and then the query
+    heads of each KV head, which need it one after the other.
+
+    Args:
+        shards: the heads of each rank (`split_heads`).
+        pieces: how many are wanted. At most every query head of the widest group is a piece of its own.
+
+    Returns:
+        Runs of KV heads; for every run its pieces; for every piece the shard of each rank. A rank that has fewer heads
+        has none in the last pieces. In a run of several pieces there is one KV head a rank, and all of them need it.
+    """
+    most = max(shard.kv_heads for shard in shards)
+    runs = chunk_heads(shards, min(pieces, most))
+    widest = max(max(shard.group_sizes, default=1) for shard in shards)
+    each = 1 if pieces <= most else min(-(-pieces // most), widest)
+    return tuple(tuple(_queries(run, i, each) for i in range(each)) for run in runs)
+
+
+def _queries(run: tuple[HeadShard, ...], part: int, parts: int) -> tuple[HeadShard, ...]:
+    if parts == 1:
+        return run
+    found = []
+    for shard in run:
+        cut = [shard.q_start + at for at in _even_cut(shard.q_heads, parts)]
+        start, stop = cut[part], cut[part + 1]
+        found.append(HeadShard(start, stop, shard.kv_start, shard.kv_stop, (stop - start,) * shard.kv_heads))
+    return tuple(found)
+
+
 def _run(shard: HeadShard, start: int, stop: int) -> HeadShard:
     """KV heads [start, stop) of a rank's, with the query heads that use them there."""
     q_start, q_stop = (shard.q_start + sum(shard.group_sizes[:kv]) for kv in (start, stop))

@@ -95,6 +95,24 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(change[:size]))
 
 
+OVERLAPPED_CHUNKS = 4
+"""Chunks of heads under `exchange_chunks="auto"`: of an exchange that computing covers a quarter stays exposed."""
+
+LEAST_OVERLAPPED = 4 << 20
+"""Bytes of a rank's q, k and v below which chunks cost more in starts of messages and kernels than they hide."""
+
+
+def choose_exchange_chunks(sent_bytes: int, *, spans_hosts: bool) -> int:
+    """The rule for `exchange_chunks="auto"`: chunks pay where an exchange takes long beside attention. Inside a host it
+    does not; across hosts it does, unless there is little to send.
+
+    Args:
+        sent_bytes: q, k and v of a rank's tokens.
+        spans_hosts: whether the ranks of a Ulysses group are on several hosts.
+    """
+    return OVERLAPPED_CHUNKS if spans_hosts and sent_bytes >= LEAST_OVERLAPPED else 1
+
+
 SMALL = 1 << 20
 """Bytes of the ring's keys and values together below which messages cost their start and not their length."""
 

@@ -269,7 +269,8 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "the kernel table's rows": table_of(options["kernel"]).rows_of(sp.device),  # of this GPU, if one has its own
-        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}",
+        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
+        f"exchange_chunks={sp.exchange_chunks}",
         "the model's class": type(model).__name__,
     }
     # Where files lie may differ from machine to machine.
