@@ -19,6 +19,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.digests import local_part
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import decoder_layers
+from longspan.plan.models.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,21 @@ def split_loss(model: Any, ids: Tensor, tensors: Tensors) -> Tensor:
     logits = model.lm_head(tensors.enter(hidden))[:, :-1].flatten(0, 1).float()
     loss: Tensor = _SplitCrossEntropy.apply(logits, ids[:, 1:].flatten(), tensors.group)  # type: ignore[no-untyped-call]
     return loss
+
+
+def around_split(shape: ModelShape, context: int, row: Row, element: int) -> dict[str, int]:
+    """Bytes that a rank sends in `tensor_step` beside the layers, which the planner's formula has: of the split head's
+    input, of the loss, and where hidden states are sharded by tokens of embeddings and norms.
+    """
+    t = row.mesh.tensor
+    hidden = element * context * shape.d_model * (t - 1) // t
+    of_loss = sum(2 * 4 * numbers * (context - 1) * (t - 1) // t for numbers in (1, 2))
+    if row.kind.job.get("tensor_style") != "megatron-sp":
+        return {"all_reduce": 2 * hidden + of_loss}
+    norms = [p for layer in shape.layers for p in layer.parameters if "norm" in p.name]
+    norms += [p for p in shape.root if "norm" in p.name]
+    of_norms = sum(2 * 4 * p.numel * (t - 1) // t for p in norms)
+    return {"all_gather": 2 * hidden, "reduce_scatter": hidden, "all_reduce": of_loss + of_norms}
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
