@@ -198,9 +198,10 @@ def findings(found: dict[str, dict[str, Any]]) -> list[str]:
                 far, near = row_of(across, method, context), row_of(within, method, context)
                 if far and near:
                     slower = far["seconds"]["total"]["median"] / near["seconds"]["total"]["median"]
+                    longer = far["communication_seconds"] / max(near["communication_seconds"], 1e-9)
                     lines.append(
-                        f"- {method}, {context:,} tokens: across takes {slower:.2f} times as long as within, its communication "
-                        f"{far['communication_seconds'] / max(near['communication_seconds'], 1e-9):.2f} times."
+                        f"- {method}, {context:,} tokens: across takes {slower:.2f} times as long as within, its "
+                        f"communication {longer:.2f} times."
                     )
     lines += crossover(found.get("short across, 200 Mbit/s")) + placement(found.get("placement, 200 Mbit/s"))
     lines += prefetch(found.get("prefetch, 200 Mbit/s")) + predictions([p for p in (across, within) if p])

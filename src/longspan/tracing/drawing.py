@@ -52,6 +52,11 @@ def said_of_all(traces: Sequence[RankTrace]) -> str:
     )
 
 
+def lines_of(traces: Sequence[RankTrace]) -> list[str]:
+    """Where the step went, a line for each rank and one for all."""
+    return [*(f"rank {trace.rank}: {said_of(figures(trace))}" for trace in traces), said_of_all(traces)]
+
+
 def draw_timeline(traces: Sequence[RankTrace], title: str, path: Path) -> None:
     """Write a PNG: of every rank what it computed, what was in flight below, and what of it nothing hid.
 

@@ -7,9 +7,12 @@ import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.tracing.spans import STEP
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 
 def merge(of_ranks: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -36,15 +39,15 @@ def merge(of_ranks: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict
     return merged
 
 
-def gather_trace(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The merged trace of all ranks of the job, on every rank. Collective."""
+def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """The merged trace of all ranks of a group, by default of the job, on every rank. Collective."""
     import torch.distributed as dist
 
     mine = gzip.compress(json.dumps((socket.gethostname(), list(events))).encode(), 1)
     if not dist.is_initialized():
         return merge([json.loads(gzip.decompress(mine))])
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
     return merge([json.loads(gzip.decompress(one)) for one in found])
 
 
