@@ -12,8 +12,12 @@ sends, and what the bridge sends to it, so that several senders to one host shar
     with slow_link.hosts(4, rate="1gbit") as net:
         answer = slow_link.run_on(net, "benchmarks/some_script.py", ["--as-rank"])
 
+A host may have several ranks (`ranks_per_host`): they share its namespace and its link, and among themselves they talk
+over its loopback, as fast as the kernel copies. `python -m benchmarks.cluster` runs any command on such hosts.
+
 Nothing of the machine's own network is touched. Namespaces carry this process's id in their names and are removed when
-the block ends, however it ends; what a killed process left is removed by the next one.
+the block ends, however it ends, with all that runs in them: a process of its own waits for the end of this one, and
+does it where this one was killed.
 """
 
 from __future__ import annotations
@@ -68,12 +72,19 @@ class Hosts:
         bridge: the namespace of the bridge that joins them.
         rate: of every link and direction, as `tc` writes it; None: not limited.
         delay: one way, as `tc` writes it; None: none.
+        ranks_per_host: ranks that share a host.
     """
 
     names: tuple[str, ...]
     bridge: str
     rate: str | None
     delay: str | None
+    ranks_per_host: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts; rank r is on host r // ranks_per_host."""
+        return len(self.names) * self.ranks_per_host
 
     @property
     def bytes_per_second(self) -> float:
@@ -114,13 +125,14 @@ def check_machine(delay: str | None = None, rate: str | None = "1gbit") -> None:
 
 
 @contextlib.contextmanager
-def hosts(n: int, rate: str | None = "1gbit", delay: str | None = None) -> Iterator[Hosts]:
+def hosts(n: int, rate: str | None = "1gbit", delay: str | None = None, ranks_per_host: int = 1) -> Iterator[Hosts]:
     """`n` hosts (at most 250), each with one link of `rate` both ways, up within the block.
 
     Args:
         n: how many.
         rate: of each link, each direction, such as "1gbit"; None: as fast as the kernel copies.
         delay: added to each frame on its way, such as "1ms" (needs the kernel's netem).
+        ranks_per_host: ranks that share a host, its link and its loopback.
 
     Raises:
         CannotBuild: without Linux, root, `ip` and `tc`, or what the kernel would need.
@@ -128,12 +140,16 @@ def hosts(n: int, rate: str | None = "1gbit", delay: str | None = None) -> Itera
     """
     if not 1 <= n <= 250:
         raise ValueError(f"{n} hosts: 1 to 250 are possible")
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if not 1 <= n * ranks_per_host <= most:
+        raise ValueError(f"{n} hosts x {ranks_per_host} ranks: 1 to {most} processes are started on this machine")
     if rate is not None:
         bits_per_second(rate)
     check_machine(delay, rate)
     _delete(_stale())
     stem = f"{PREFIX}-{os.getpid()}-{time.monotonic_ns() % 10**6}"
     bridge, names = f"{stem}-bridge", tuple(f"{stem}-{rank}" for rank in range(n))
+    reaper = _reaper([*names, bridge])
     try:
         for name in (bridge, *names):
             _ip("netns", "add", name)
@@ -142,9 +158,27 @@ def hosts(n: int, rate: str | None = "1gbit", delay: str | None = None) -> Itera
         _ip("-n", bridge, "link", "set", "bridge", "up")
         for rank, name in enumerate(names):
             _plug_in(name, f"10.0.0.{rank + 1}/24", bridge, f"port{rank}", rate, delay)
-        yield Hosts(names, bridge, rate, delay)
+        yield Hosts(names, bridge, rate, delay, ranks_per_host)
     finally:
         _delete([*names, bridge])
+        reaper.communicate()  # it sees the end of its input, and finds nothing left
+
+
+def _reaper(names: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A process that removes the namespaces as soon as this one has gone, whatever it died of.
+
+    It waits for the end of a pipe of which this process alone has the other side, in a session of its own, so that no
+    signal to this one's group reaches it.
+    """
+    code = "import sys\nsys.stdin.read()\nfrom benchmarks import slow_link\nslow_link._delete(sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+        start_new_session=True,
+    )
 
 
 def _plug_in(name: str, address: str, bridge: str, port: str, rate: str | None, delay: str | None) -> None:
@@ -235,8 +269,7 @@ def run_on(
     """Run `python target args...` on every host, a rank each; return the JSON in the last line that rank 0 prints.
 
     Ranks find one another by torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and
-    GLOO_SOCKET_IFNAME, so `dist.init_process_group("gloo")` does. They run in the repository's root. LOCAL_RANK is 0:
-    every rank is the only one of its host.
+    GLOO_SOCKET_IFNAME, so `dist.init_process_group("gloo")` does. They run in the repository's root.
 
     Args:
         net: from `hosts`.
@@ -251,13 +284,13 @@ def run_on(
             ends of what the ranks wrote.
     """
     with tempfile.TemporaryDirectory() as folder:
-        outs = [Path(folder, f"{rank}.out") for rank in range(len(net.names))]
-        errs = [Path(folder, f"{rank}.err") for rank in range(len(net.names))]
+        outs = [Path(folder, f"{rank}.out") for rank in range(net.ranks)]
+        errs = [Path(folder, f"{rank}.err") for rank in range(net.ranks)]
         with started_on(net, target, args, Path(folder), cores=cores, env=env) as ranks:
             _wait(ranks, timeout)
         codes = [process.returncode for process in ranks]
         if any(codes):
-            raise RankFailed("\n".join([f"exit codes by rank: {codes}", *map(_tail, errs)]))
+            raise RankFailed("\n".join([f"exit codes by rank: {codes}", *map(tail, errs)]))
         lines = outs[0].read_text().strip().splitlines()
         try:
             return json.loads(lines[-1])
@@ -277,22 +310,37 @@ def started_on(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes of `run_on`, by rank, killed when the block ends; rank r writes FOLDER/r.out and FOLDER/r.err."""
     program = [target] if target.endswith(".py") else ["-m", target]
+    with started(net, [sys.executable, *program, *args], folder, cores=cores, env=env) as ranks:
+        yield ranks
+
+
+@contextlib.contextmanager
+def started(
+    net: Hosts,
+    words: Sequence[str],
+    folder: Path,
+    *,
+    cores: Sequence[int] | None = None,
+    env: dict[str, str] | None = None,
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The same for any command, on every rank."""
     common = {
-        "WORLD_SIZE": str(len(net.names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1",
+        "WORLD_SIZE": str(net.ranks), "LOCAL_WORLD_SIZE": str(net.ranks_per_host), "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE,
     }  # fmt: skip
     base = {"OMP_NUM_THREADS": "1", **os.environ, **(env or {}), **common}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, name in enumerate(net.names):
-            command = ["ip", "netns", "exec", name, sys.executable, *program, *args]
+        for rank in range(net.ranks):
+            host, local = divmod(rank, net.ranks_per_host)
+            command = ["ip", "netns", "exec", net.names[host], *words]
             if cores:
                 command = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
                 ranks.append(
                     subprocess.Popen(
                         command,
-                        env={**base, "RANK": str(rank)},
+                        env={**base, "RANK": str(rank), "LOCAL_RANK": str(local)},
                         cwd=ROOT,
                         stdout=out,
                         stderr=err,
@@ -316,7 +364,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
         time.sleep(0.05)
 
 
-def _tail(path: Path, lines: int = 15) -> str:
+def tail(path: Path, lines: int = 15) -> str:
+    """The end of what a rank wrote."""
     return "\n".join([f"--- rank {path.stem}", *path.read_text(errors="replace").splitlines()[-lines:]])
 
 

@@ -26,6 +26,7 @@ from longspan.attn.methods.ulysses import Ulysses
 from longspan.attn.methods.whole import Whole
 from longspan.attn.score import ScoreKind, Scores
 from longspan.comm.arguments import check_tensor
+from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, chunk_heads, piece_heads, split_heads
 from longspan.core.layout import Layout, Span
@@ -92,11 +93,13 @@ class AttentionPlan:
         Raises:
             LongspanError: for a keeper with another plan, which would leave it without what it is to keep.
         """
-        if keeper is None:
-            return self.method(q, k, v, scores)
-        if not isinstance(self.method, ChunkedUlysses) or not self.method.lean:
+        chunked = self.method if isinstance(self.method, ChunkedUlysses) else None
+        if keeper is not None and (chunked is None or not chunked.lean):
             raise LongspanError("only a plan made with lean=True can be executed with a keeper")
-        return self.method(q, k, v, scores, keeper)
+        with named_range("longspan.attention"):
+            if chunked is not None:
+                return chunked(q, k, v, scores, keeper)
+            return self.method(q, k, v, scores)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
         """Refuse tensors that it was not made for.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -11,22 +11,39 @@ from tyro.conf import Positional  # imports no torch; tyro looks the annotation 
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
 from longspan.core.errors import LongspanError
 
+What = Literal["link", "collectives", "attention", "step"]
+_MESHED, _COMPARED, _SHOWN = ("link", "collectives"), ("attention", "step"), ("collectives", "attention", "step")
+FOR: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("data_degree", "ring", "ulysses", "tensor"), _MESHED),
+    **dict.fromkeys(("out", "name"), ("link",)),
+    **dict.fromkeys(("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace"), _COMPARED),
+    **dict.fromkeys(("ffn", "layers", "vocab"), ("step",)),
+    **dict.fromkeys(("json", "png"), _SHOWN),
+    "quick": _COMPARED,
+    "dtype": ("link", *_COMPARED),
+}
+"""What a flag is of; a flag that is not here is of all."""
+
+MOST_CONTEXT = 1 << 27
+
 ELEMENT_BYTES = 4
 """Collectives are measured in fp32: gradients are summed in it, and what is only moved has no dtype."""
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure your machines, and write a hardware file that the planner reads.
+    """Measure your machines, and the methods on them.
 
-    Per axis of the mesh: latency and bandwidth of the collectives. Per rank: matmul, attention and memory. All ranks
-    are busy at once. Alone, this starts its ranks itself; under torchrun (several machines) it joins them.
+    link: latency and bandwidth of the collectives on each axis of a mesh, and one rank's matmul, attention and memory,
+    written to a hardware file for the planner. collectives: every collective at every size, beside the fit. attention,
+    step: one attention, or one training step, by every method on all ranks, interleaved. All ranks are busy at once.
+    Alone, this starts its ranks itself; under torchrun (several machines) it joins them.
     """
 
-    what: Positional[Literal["link"]]
-    """What to measure: link, the links between ranks and the speed of one rank."""
+    what: Positional[What]
+    """What to measure: link, collectives, attention or step."""
     data_degree: int = 1
-    """Size of the mesh's data axis: replicas."""
+    """link, collectives: size of the mesh's data axis: replicas."""
     ring: int = 1
     """Size of its ring axis."""
     ulysses: int = 1
@@ -34,18 +51,50 @@ class BenchConfig:
     tensor: int = 1
     """Size of its tensor axis. An axis of 1 has no link; data x ring x ulysses x tensor ranks in all."""
     nproc: int | None = None
-    """Ranks on this machine; by default as many as the degrees need."""
+    """Ranks on this machine; by default as many as the degrees need, and of attention and step 2."""
     sizes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
     """Bytes of a collective's whole tensor (64k, 1M): what a rank exchanges or sums, or has after a gather. Rounded up
     to what the ranks divide."""
     rounds: int = 10
     """How often everything is measured; the median counts."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """dtype of the matmul and of the attention. Collectives are measured in fp32."""
+    """dtype of matmul, attention and step. Collectives are measured in fp32."""
     out: Path = Path("runs/link.toml")
-    """The file to write; its folder is made. With several machines, the first one writes it."""
+    """link: the file to write; its folder is made. With several machines, the first one writes it."""
     name: str = "measured"
-    """The hardware's name in the file."""
+    """link: the hardware's name in the file."""
+    methods: tuple[str, ...] = ()
+    """attention, step: what to put side by side: tp, megatron-sp, fsdp, ulysses, ring, usp (every mesh with both axes,
+    or one, as usp-2x4: ulysses x ring), usp-swapped (ring inside), fsdp-no-prefetch, ulysses-no-prefetch, deepspeed,
+    alst, yunchang. By default the first six, and the peers that are installed."""
+    contexts: tuple[int, ...] = (2048, 8192)
+    """attention, step: tokens of a sequence (8k); each is measured."""
+    model: str | None = None
+    """attention, step: a built-in name or the path of a config.json, whose heads, or whole model with random weights,
+    is measured in place of the sizes below."""
+    heads: int = 16
+    """attention, step: query heads."""
+    kv_heads: int = 4
+    """attention, step: KV heads."""
+    head_dim: int = 64
+    """attention, step: elements of a head. The hidden size is heads x head_dim."""
+    ffn: int = 2816
+    """step: the MLP's intermediate size."""
+    layers: int = 2
+    """step: decoder layers."""
+    vocab: int = 1024
+    """step: the vocabulary."""
+    predict: bool = False
+    """attention, step: measure the links of each method's mesh too, and show the planner's prediction beside."""
+    trace: Path | None = None
+    """attention, step: a folder for a Chrome trace of all ranks and a timeline (HTML, and PNG with matplotlib) of each
+    method."""
+    json: bool = False
+    """attention, step, collectives: print JSON (schema longspan.bench/1) instead of tables."""
+    png: Path | None = None
+    """attention, step, collectives: draw the figures (needs matplotlib)."""
+    quick: bool = False
+    """attention, step: one context of 512 tokens, 2 rounds: whether it runs."""
     timeout: int | None = None
     """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
     default 60, with GPUs 300. Loading, a save or an export may take longer."""
@@ -57,8 +106,23 @@ class BenchConfig:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole job."""
+        """Ranks of the mesh that is asked for."""
         return self.data_degree * self.ring * self.ulysses * self.tensor
+
+    @property
+    def compares(self) -> bool:
+        """Whether it puts methods side by side."""
+        return self.what in _COMPARED
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The contexts, once `quick` is settled."""
+        return (512,) if self.quick else self.contexts
+
+    @property
+    def times(self) -> int:
+        """The rounds, once `quick` is settled."""
+        return min(2, self.rounds) if self.quick else self.rounds
 
     @property
     def mesh(self) -> str:
@@ -71,6 +135,13 @@ class BenchConfig:
         Raises:
             LongspanError: with the numbers and the way out.
         """
+        for name, whats in FOR.items():
+            default = next(field.default for field in fields(self) if field.name == name)
+            if self.what not in whats and getattr(self, name) != default:
+                raise LongspanError(
+                    f"--{name.replace('_', '-')} is of `bench {'` and `bench '.join(whats)}`, not of `bench "
+                    f"{self.what}`; leave it out"
+                )
         for name in ("data_degree", "ring", "ulysses", "tensor"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
@@ -79,6 +150,41 @@ class BenchConfig:
             check_number("--nproc", self.nproc, 1, LARGEST_JOB)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        if self.compares:
+            self._check_compared()
+        if self.png is not None:
+            check_output("--png", self.png, example="bench.png")
+        if self.trace is not None:
+            check_output("--trace", self.trace, folder=True)
+        self._check_sizes()
+
+    def _check_compared(self) -> None:
+        if not self.contexts:
+            raise LongspanError("--contexts needs a number of tokens, such as --contexts 2k 8k")
+        for context in self.contexts:
+            check_number("--contexts", context, 2, MOST_CONTEXT)
+        for name in ("heads", "kv_heads", "head_dim", "ffn", "layers", "vocab"):
+            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, 1 << 24)
+        if self.model is None and self.heads % self.kv_heads:
+            raise LongspanError(
+                f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; every KV head serves equally many"
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse contexts that the ranks of the job do not divide.
+
+        Raises:
+            LongspanError: with the nearest that they do.
+        """
+        for context in self.tokens:
+            if context % (2 * ranks):
+                below = max(1, context // (2 * ranks)) * 2 * ranks
+                raise LongspanError(
+                    f"--contexts {context} does not divide into two equal parts for each of {ranks} ranks (a zigzag "
+                    f"ring has two), so methods would not have equal work; give {below} or {below + 2 * ranks}"
+                )
+
+    def _check_sizes(self) -> None:
         given = " ".join(map(str, self.sizes))
         if wrong := [size for size in self.sizes if size < 1]:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")

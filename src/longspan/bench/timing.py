@@ -16,20 +16,27 @@ def median_seconds(works: Sequence[Callable[[], object]], rounds: int, device: t
     seconds touches one round of each rather than all rounds of one. All have run once before the first round: what is
     set up at the first use (connections, kernels' choices, pages) does not count.
     """
+    rounds_of = torch.tensor(every_seconds(works, rounds, device), dtype=torch.float64)
+    medians: list[float] = rounds_of.quantile(0.5, dim=1).tolist()
+    return medians
+
+
+def every_seconds(works: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
+    """What `median_seconds` takes the medians of: for each of `works`, the slowest rank's seconds of every round."""
     for work in works:
         work()
     times = torch.zeros(rounds, len(works), dtype=torch.float64, device=device)
     for row in range(rounds):
         for column, work in enumerate(works):
-            _wait_for_all(device)
+            wait_for_all(device)
             start = time.perf_counter()
             work()
-            _synchronize(device)
+            synchronize(device)
             times[row, column] = time.perf_counter() - start
     if dist.is_initialized():
         dist.all_reduce(times, dist.ReduceOp.MAX)
-    medians: list[float] = times.quantile(0.5, dim=0).tolist()
-    return medians
+    found: list[list[float]] = times.T.tolist()
+    return found
 
 
 def smallest(value: int, device: torch.device) -> int:
@@ -40,13 +47,15 @@ def smallest(value: int, device: torch.device) -> int:
     return int(x)
 
 
-def _wait_for_all(device: torch.device) -> None:
+def wait_for_all(device: torch.device) -> None:
+    """Until every rank has come here and its device is idle."""
     # A sum over all ranks rather than `dist.barrier`, which asks NCCL's users for device ids.
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1, device=device))
-    _synchronize(device)
+    synchronize(device)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -144,6 +144,10 @@ class TrainConfig(MemoryFlags, RopeFlags):
     export: Literal["end", "saves", "never"] = "end"
     """When to write hf/: at the end, with every checkpoint, or never. To export a run that was stopped, resume it with
     --steps set to the steps it has done."""
+    profile: int | None = None
+    """Record this step (counted from the run's first): OUT/profile/ gets a trace of all ranks for Chrome and Perfetto,
+    and a timeline, a page and with matplotlib a PNG, with what of the communication is exposed on each rank. Not the
+    first step that is done, in which much is set up."""
     spike: float = 2.0
     """A loss above so many times the median of the 20 steps before is a spike. 0: none is."""
     on_spike: Literal["warn", "stop"] = "warn"
@@ -287,6 +291,8 @@ class TrainConfig(MemoryFlags, RopeFlags):
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
+        if self.profile is not None:
+            check_number("--profile", self.profile, 1, self.steps)
         check_number("--spike", self.spike, 0)
         check_number("--zero-gradients", self.zero_gradients, 0, LARGEST_COUNT)
         check_number("--check-weights", self.check_weights, 0, LARGEST_COUNT)

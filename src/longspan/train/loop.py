@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import math
 import os
 import statistics
@@ -42,6 +43,11 @@ from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
+from longspan.tracing.drawing import lines_of
+from longspan.tracing.files import write_timeline
+from longspan.tracing.merge import gather_trace
+from longspan.tracing.record import Recorder
+from longspan.tracing.spans import read_trace
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
 from longspan.train.identity import changed_settings, settings_of
@@ -301,11 +307,15 @@ class Trainer:
     def _train_step(self, batch: StepBatch, say: Callable[[str], None]) -> StepMetrics | None:
         config = self.config
         reported = (self.step + 1) % config.log_every == 0 or self.step + 1 in (config.steps, self.started_step + 1)
-        measured = reported and self.group is not None
-        with self.sampler.measure() if measured else contextlib.nullcontext():
+        recorder = Recorder(self.sp.device) if self.step + 1 == config.profile else None
+        measured = reported and self.group is not None and recorder is None  # one profiler at a time
+        recording = self.sampler.measure() if measured else contextlib.nullcontext()
+        with recording if recorder is None else recorder.step(self._wait):
             start = time.perf_counter()
             loss, norm = self._update(batch)
             seconds = time.perf_counter() - start
+        if recorder is not None:
+            self._write_timeline(recorder, say)
         self.step += 1
         self.tokens += config.sequences * config.tokens
         self.data_state = batch.state
@@ -314,6 +324,27 @@ class Trainer:
         if warning is not None:
             say(warning)
         return self._report(batch, loss, norm) if reported else None
+
+    def _wait(self) -> None:
+        """For all ranks, so that their steps begin together in the trace."""
+        if self.hosts is not None:
+            dist.barrier(group=self.hosts)
+
+    def _write_timeline(self, recorder: Recorder, say: Callable[[str], None]) -> None:
+        self._at("gathering the trace", self.step + 1, long=True)
+        events = gather_trace(recorder.events, self.hosts)
+        if not self.first:
+            return
+        stem = self.config.out / "profile" / f"step-{self.step + 1}"
+        title = f"step {self.step + 1}: {self.config.mesh}, {self.config.tokens:,} tokens, {self.config.dtype}"
+        try:
+            with io.StringIO() as said:
+                write_timeline(events, stem, title, said)
+                text = said.getvalue()
+        except LongspanError as error:  # what a disk has no room for ends no run
+            text = f"{error}; going on without it"
+        for line in [*text.splitlines(), *lines_of(read_trace(events))]:
+            say(line)
 
     def _update(self, batch: StepBatch) -> tuple[float, float]:
         """Forward, backward and optimizer; returns the loss and the norm of the gradients.

@@ -9,13 +9,15 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
+
+from longspan.tracing.spans import covered
 
 #: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
 #: sparsity. The first match counts.
@@ -199,16 +201,6 @@ class CommunicationSampler:
 
     def _is_collective(self, name: str) -> bool:
         return "nccl" in name.lower() if self._on_cuda else name.startswith("gloo:")
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals (start, end)."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        if end > reached:
-            total += end - max(start, reached)
-            reached = end
-    return total
 
 
 # --- where it goes

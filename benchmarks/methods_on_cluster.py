@@ -1,0 +1,378 @@
+"""Every method on an emulated cluster: within a node, across nodes, beside the planner and beside the peers.
+
+    python -m benchmarks.methods_on_cluster            # all of it, in at most 15 minutes (as root, on Linux)
+    python -m benchmarks.methods_on_cluster --quick    # whether it runs
+
+Each part is one command of `longspan bench` on hosts that `benchmarks.cluster` makes, so that every figure can be had
+again alone; the report names the commands. Ranks are 4: on one host (within), or on 2 hosts x 2 ranks with a bounded
+link (across).
+
+1. step: TP, Megatron SP, Ulysses, Ring, USP at Llama-70B's head ratio (8 query heads a KV head), several contexts,
+   within and across: bytes against formulas, TP : Ulysses, the penalty across nodes, the planner beside, of links
+   measured in the same job.
+2. short: the same at sequences so short that the start of a collective counts, for the crossover.
+3. placement: USP with the exchange inside a host, and swapped.
+4. prefetch: FSDP with and without.
+5. peers: attention of 16/4 heads, 2,048 tokens, at 200 and 100 Mbit/s and within: longspan, DeepSpeed, ALST, yunchang.
+
+A part that its share of the time does not suffice for is ended, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cluster, slow_link
+
+HOSTS, RANKS = 2, 2
+BUDGET_S = 15 * 60
+
+# 8 query heads a KV head and an FFN of 3.5 hidden sizes, as Llama-2-70B; 4 ranks need 4 KV heads.
+SHAPE = ["--heads", "32", "--kv-heads", "4", "--head-dim", "16", "--ffn", "1792", "--vocab", "512", "--layers", "2"]
+LONGSPAN = ["tp", "megatron-sp", "ulysses", "ring", "usp"]
+PEERS = {"deepspeed": "deepspeed", "alst": "deepspeed", "yunchang": "yunchang"}
+SIZES = ["--sizes", "16k", "128k", "1M"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One `longspan bench` on one cluster.
+
+    Attributes:
+        name: in the report.
+        mbit: of the link between 2 hosts; None: one host.
+        flags: of `longspan bench`.
+        share: of the budget, at most.
+    """
+
+    name: str
+    mbit: float | None
+    flags: tuple[str, ...]
+    share: float
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """Hosts, and ranks of each."""
+        return (1, HOSTS * RANKS) if self.mbit is None else (HOSTS, RANKS)
+
+    @property
+    def words(self) -> list[str]:
+        """The command of a rank."""
+        return ["python", "-m", "longspan", "bench", *self.flags, "--json"]
+
+    @property
+    def command(self) -> str:
+        """The command that does it again."""
+        hosts, ranks = self.hosts
+        on = f"--hosts {hosts} --ranks-per-host {ranks} --mbit {self.mbit or 0:g}"
+        return f"python -m benchmarks.cluster {on} -- {' '.join(self.words)}"
+
+
+def parts(quick: bool, png: Path | None = None) -> list[Part]:
+    """All of them, in the order of importance."""
+    peers = [name for name, package in PEERS.items() if importlib.util.find_spec(package)]
+    rounds = ["--rounds", "2" if quick else "7"]
+    step = ["step", "--dtype", "fp32", *SHAPE, *rounds]
+    long = ["--contexts", *(["256"] if quick else ["512", "2048"])]
+    predicted = ["--predict", *SIZES]
+    attention = ["attention", "--dtype", "fp32", "--heads", "16", "--kv-heads", "4", "--head-dim", "64", *rounds]
+    core = ["--contexts", "256" if quick else "2048", "--methods", "ulysses", "usp", "ring", *peers]
+    fsdp = ["--methods", "fsdp", "fsdp-no-prefetch", "ulysses", "ulysses-no-prefetch", "--contexts"]
+    short = ["8", "32", "128"]
+    every = [
+        Part("step across, 200 Mbit/s", 200, (*step, *long, "--methods", *LONGSPAN, *predicted), 0.30),
+        Part("peers across, 200 Mbit/s", 200, (*attention, *core), 0.12),
+        Part("peers across, 100 Mbit/s", 100, (*attention, *core), 0.14),
+        Part("peers within", None, (*attention, *core), 0.06),
+        Part("step within", None, (*step, *long, "--methods", *LONGSPAN, *predicted), 0.16),
+        Part("short across, 200 Mbit/s", 200, (*step, "--contexts", *short, "--methods", "tp", "ulysses"), 0.06),
+        Part("placement, 200 Mbit/s", 200, (*attention, "--contexts", "256" if quick else "2048", "--methods", "usp",
+                                            "usp-swapped"), 0.06),
+        Part("prefetch, 200 Mbit/s", 200, (*step, *fsdp, "256" if quick else "1024"), 0.10),
+    ]  # fmt: skip
+    return every[:2] + every[5:6] if quick else every
+
+
+def run_part(part: Part, seconds: float) -> dict[str, Any]:
+    """What a part's `--json` says, or why there is nothing."""
+    hosts, ranks = part.hosts
+    rate = None if part.mbit is None else f"{part.mbit:g}mbit"
+    start = time.monotonic()
+    with slow_link.hosts(hosts, rate, ranks_per_host=ranks) as net, captured() as out:
+        code = cluster.run(net, cluster.words_of(part.words), seconds)
+    took = time.monotonic() - start
+    head = {"part": part.name, "command": part.command, "seconds": round(took, 1), "limit": round(seconds, 1)}
+    try:
+        return {**head, **json.loads(out.read_text())}
+    except (json.JSONDecodeError, OSError):
+        why = "ended, as its share of the time was over" if code == cluster.TIME_IS_UP else f"exit code {code}"
+        return {**head, "reason": why, "rows": []}
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[Path]:
+    """What is printed meanwhile, in a file that is there until the block's caller has read it."""
+    path = Path(tempfile.mkstemp(suffix=".json")[1])
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        yield path
+
+
+# --- the report
+
+
+def row_of(part: dict[str, Any], method: str, context: int) -> dict[str, Any] | None:
+    """A measured row of a part."""
+    found = (r for r in part["rows"] if r["method"] == method and r["context"] == context and "seconds" in r)
+    return next(found, None)
+
+
+def contexts_of(part: dict[str, Any]) -> list[int]:
+    """In the order in which they were measured."""
+    return list(dict.fromkeys(row["context"] for row in part["rows"]))
+
+
+def off(predicted: float, measured: float) -> str:
+    """How far a prediction is from what was measured."""
+    return f"{predicted / measured - 1:+.0%}" if measured else "-"
+
+
+def table_of(part: dict[str, Any]) -> str:
+    """Every row of a part."""
+    header = ["method", "tokens", "forward ms", "backward ms", "both ms", "quartiles", "in flight ms", "exposed ms",
+              "planned comm", "planned both", "sent MB", "formula", "peak MB"]  # fmt: skip
+    cells = []
+    for row in part["rows"]:
+        if "seconds" not in row:
+            cells.append([row["method"], str(row["context"]), f"not measured: {row['reason']}", *["-"] * 10])
+            continue
+        total, predicted, formula = row["seconds"]["total"], row["predicted"], row["formula_bytes"]
+        per = 1e3 / row["sequences"]
+        expected = None if formula is None else sum(formula.values())
+        cells.append([
+            row["method"], f"{row['context']:,}", *(f"{row['seconds'][k]['median'] * per:.1f}" for k in
+            ("forward", "backward", "total")), f"{total['low'] * per:.1f} - {total['high'] * per:.1f}",
+            f"{row['communication_seconds'] * per:.1f}", f"{row['exposed_seconds'] * per:.1f}",
+            "-" if predicted is None else off(predicted["communication"], row["communication_seconds"]),
+            "-" if predicted is None else off(predicted["total"], total["median"]),
+            f"{row['method_bytes'] / 1e6:.3f}", "-" if expected is None else
+            "equal" if expected == row["method_bytes"] else f"{expected / 1e6:.3f}", f"{row['peak_bytes'] / 1e6:.1f}",
+        ])  # fmt: skip
+    return markdown(header, cells)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table."""
+    lines = [header, ["-" * len(name) for name in header], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def findings(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What the parts say together; a line for each, and for each goal by how much it is met or missed."""
+    across, within = found.get("step across, 200 Mbit/s"), found.get("step within")
+    lines = []
+    for part in (across, within):
+        for context in contexts_of(part) if part else []:
+            tp, ulysses = row_of(part, "tp", context), row_of(part, "ulysses", context)
+            if tp and ulysses:
+                sent = tp["method_bytes"] / ulysses["method_bytes"]
+                planned = sum(tp["formula_bytes"].values()) / sum(ulysses["formula_bytes"].values())
+                lines.append(
+                    f"- {part['part']}, {context:,} tokens: TP sends {sent:.2f} times Ulysses' bytes (formula "
+                    f"{planned:.2f}; 8 GPUs and Llama-2-70B: 14.22) and communicates "
+                    f"{tp['communication_seconds'] / ulysses['communication_seconds']:.2f} times as long."
+                )
+    if across and within:
+        for context in contexts_of(across):
+            for method in dict.fromkeys(row["method"] for row in across["rows"]):
+                far, near = row_of(across, method, context), row_of(within, method, context)
+                if far and near:
+                    slower = far["seconds"]["total"]["median"] / near["seconds"]["total"]["median"]
+                    longer = far["communication_seconds"] / max(near["communication_seconds"], 1e-9)
+                    lines.append(
+                        f"- {method}, {context:,} tokens: across takes {slower:.2f} times as long as within, its "
+                        f"communication {longer:.2f} times."
+                    )
+    lines += crossover(found.get("short across, 200 Mbit/s")) + placement(found.get("placement, 200 Mbit/s"))
+    lines += prefetch(found.get("prefetch, 200 Mbit/s")) + predictions([p for p in (across, within) if p])
+    for name, goals in (("200", (0.6, 0.75)), ("100", (0.5, 0.75))):
+        lines += peers(found.get(f"peers across, {name} Mbit/s"), *goals)
+    return lines + peers(found.get("peers within"), 1.0, 1.0)
+
+
+def crossover(part: dict[str, Any] | None) -> list[str]:
+    """From which of the short contexts on Ulysses is the faster."""
+    if not part:
+        return []
+    ratios = {}
+    for context in contexts_of(part):
+        tp, ulysses = row_of(part, "tp", context), row_of(part, "ulysses", context)
+        if tp and ulysses:
+            ratios[context] = tp["communication_seconds"] / max(ulysses["communication_seconds"], 1e-9)
+    said = ", ".join(f"{context} tokens {ratio:.2f}" for context, ratio in ratios.items())
+    whole = "- Short sequences, TP's communication over Ulysses' (its weights' gathers included)"
+    return [f"{whole}: {said}; above 1 Ulysses wins."]
+
+
+def placement(part: dict[str, Any] | None) -> list[str]:
+    """USP placed right and wrong."""
+    lines = []
+    for context in contexts_of(part) if part else []:
+        right, wrong = row_of(part, "usp-2x2", context), row_of(part, "usp-2x2-swapped", context)
+        if right and wrong:
+            ratio = wrong["seconds"]["total"]["median"] / right["seconds"]["total"]["median"]
+            lines.append(
+                f"- USP 2x2, {context:,} tokens: the exchange across and the ring inside takes {ratio:.2f} times as "
+                "long as the exchange inside and the ring across."
+            )
+    return lines
+
+
+def prefetch(part: dict[str, Any] | None) -> list[str]:
+    """FSDP with and without."""
+    lines = []
+    for context in contexts_of(part) if part else []:
+        for method in ("fsdp", "ulysses"):
+            on, without = row_of(part, method, context), row_of(part, f"{method}-no-prefetch", context)
+            if on and without:
+                lines.append(
+                    f"- {method}, {context:,} tokens: without prefetch a step takes "
+                    f"{without['seconds']['total']['median'] / on['seconds']['total']['median']:.2f} times as long, "
+                    f"{1e3 * without['exposed_seconds']:.0f} ms exposed instead of {1e3 * on['exposed_seconds']:.0f}."
+                )
+    return lines
+
+
+def predictions(of: list[dict[str, Any]]) -> list[str]:
+    """How far the planner is off, against its goals."""
+    lines = []
+    for part in of:
+        rows = [row for row in part["rows"] if row.get("predicted")]
+        for what, goal, measured, predicted in (
+            ("communication", 0.15, lambda r: r["communication_seconds"], lambda r: r["predicted"]["communication"]),
+            ("step", 0.20, lambda r: r["seconds"]["total"]["median"], lambda r: r["predicted"]["total"]),
+        ):
+            errors = [abs(predicted(row) / measured(row) - 1) for row in rows if measured(row)]
+            if errors:
+                met = sum(error <= goal for error in errors)
+                lines.append(
+                    f"- {part['part']}: the planner's {what} is off by {statistics.median(errors):.0%} (median), "
+                    f"{max(errors):.0%} (worst); within the goal of {goal:.0%} in {met} of {len(errors)}."
+                )
+    return lines
+
+
+def peers(part: dict[str, Any] | None, usp_goal: float, ulysses_goal: float) -> list[str]:
+    """longspan's time over the better peer's, as the median of the rounds' ratios."""
+    lines = []
+    for context in contexts_of(part) if part else []:
+        rows = {row["method"]: row for row in part["rows"] if row["context"] == context and "seconds" in row}
+        others = {name: row for name, row in rows.items() if name.split("-")[0] in PEERS}
+        if not others:
+            lines.append(f"- {part['part']}: no peer is installed, so nothing is compared.")
+            continue
+        best = min(others, key=lambda name: others[name]["seconds"]["total"]["median"])
+        for name, goal in (("usp-2x2", usp_goal), ("ulysses", ulysses_goal)):
+            if name in rows:
+                pairs = zip(rows[name]["rounds"], others[best]["rounds"], strict=True)
+                ratio = statistics.median(a / b for a, b in pairs)
+                met = "met" if ratio <= goal else f"missed by {ratio - goal:.2f}"
+                lines.append(
+                    f"- {part['part']}, {context:,} tokens: {name} takes {ratio:.2f} of the better peer's "
+                    f"time ({best}); goal {goal:g}, {met}."
+                )
+    return lines
+
+
+def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Bars of every part: the time of a run and what of it is exposed."""
+    from matplotlib.figure import Figure
+
+    shown = {name: part for name, part in found.items() if part["rows"]}
+    figure = Figure(figsize=(12, 1.2 + sum(0.9 + 0.28 * len(part["rows"]) for part in shown.values())), dpi=90,
+                    facecolor="white", layout="constrained")  # fmt: skip
+    heights = [1 + len(part["rows"]) for part in shown.values()]
+    every: Any = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)
+    for (name, part), axes in zip(shown.items(), every[:, 0], strict=True):
+        for place, row in enumerate(part["rows"]):
+            if "seconds" not in row:
+                continue
+            per = 1e3 / row["sequences"]
+            total = row["seconds"]["total"]["median"] * per
+            step = max(figures["step"] for figures in row["figures"])
+            axes.barh(place, total, color="#B9BEC6")
+            axes.barh(place, total * min(1.0, row["exposed_seconds"] / step), color="#A33B00")
+            if row["predicted"]:
+                axes.plot(row["predicted"]["total"] * per, place, "D", color="#0072B2", markersize=5)
+        axes.set_yticks(
+            range(len(part["rows"])), [f"{r['method']}, {r['context']:,}" for r in part["rows"]], fontsize=8
+        )
+        axes.invert_yaxis()
+        axes.set_title(f"{name}: ms per sequence (red: exposed; blue: planned)", fontsize=10, loc="left")
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.methods_on_cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a few small parts, to see that it runs")
+    parser.add_argument("--minutes", type=float, default=BUDGET_S / 60, help="of all parts together, at most")
+    parser.add_argument("--name", default="methods-on-cluster", help="name of the report")
+    parser.add_argument("--reports", type=Path, help="its folder, by default benchmarks/reports")
+    args = parser.parse_args()
+    from benchmarks import common
+
+    env = common.environment(["longspan", "torch", "transformers", "deepspeed", "yunchang"])
+    env["backend"] = f"gloo, {HOSTS} hosts x {RANKS} ranks in network namespaces"
+    if args.quick:
+        args.name += "-quick"
+    todo, found = parts(args.quick), {}
+    deadline = time.monotonic() + 60 * args.minutes
+    for place, part in enumerate(todo):
+        left = deadline - time.monotonic() - 5
+        # A part may take what earlier ones have left, never what later ones need.
+        later = sum(each.share for each in todo[place + 1 :]) / sum(each.share for each in todo)
+        seconds = max(1.0, left - later * 60 * args.minutes * 0.9)
+        print(f"{part.name}: at most {seconds:.0f} s", file=sys.stderr, flush=True)
+        found[part.name] = run_part(part, seconds)
+    text = report(found)
+    print(text)
+    folder = args.reports or common.REPORTS
+    common.REPORTS = folder
+    folder.mkdir(parents=True, exist_ok=True)
+    common.write_report(args.name, "Every method on an emulated cluster", env, text, found)
+    if importlib.util.find_spec("matplotlib"):
+        draw(found, folder / f"{env['date']}-{args.name}.png")
+
+
+def report(found: dict[str, dict[str, Any]]) -> str:
+    """The findings, then every part's table and command."""
+    blocks = ["\n".join(["## Findings", "", *findings(found)])]
+    for name, part in found.items():
+        why = f"Not measured: {part['reason']}.\n\n" if "reason" in part else ""
+        shape = f"{part['shape']}, {part['dtype']}; {part['measured']}.\n\n" if "shape" in part else ""
+        body = why or f"{shape}{table_of(part)}\n"
+        blocks.append(f"## {name}\n\n`{part['command']}` ({part['seconds']:g} s)\n\n{body}")
+    blocks.append(
+        "Times are medians over rounds of the slowest rank's, per sequence; planned: how far the planner is off, from "
+        "links that the same job measured on each mesh. Overlap of the exchange with computing: no method here has it "
+        "but the ring's."
+    )
+    return "\n\n".join(blocks)
+
+
+if __name__ == "__main__":
+    slow_link.exit_on_missing(main)

@@ -1,0 +1,122 @@
+"""`bench collectives`: every collective on every axis at every size, beside the fit over all sizes and its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from longspan.bench.config import ELEMENT_BYTES, BenchConfig
+from longspan.bench.fit import Fit, bytes_sent, fit
+from longspan.bench.links import COLLECTIVES
+from longspan.bench.measure import Spread, most_sent
+from longspan.bench.sent import counting
+from longspan.bench.timing import every_seconds
+from longspan.comm.mesh import OneDeviceMesh, init_mesh
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One collective at one size.
+
+    Attributes:
+        axis: of the mesh.
+        ranks: in a group of it.
+        op: the collective.
+        size: bytes of its whole tensor.
+        sent: bytes that a rank handed over.
+        formula: bytes that it should.
+        seconds: over the rounds, the slowest rank's.
+        fitted: what the fit over all sizes says.
+        fit: that fit.
+    """
+
+    axis: str
+    ranks: int
+    op: str
+    size: int
+    sent: int
+    formula: float
+    seconds: Spread
+    fitted: float
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All of them; the same on every rank."""
+
+    measured: str
+    timed: tuple[Timed, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"measured": self.measured, "rows": [dataclasses.asdict(timed) for timed in self.timed]}
+
+
+def measure_collectives(config: BenchConfig, device: torch.device, measured: str) -> Collectives:
+    """Measure them on every axis of more than one rank, all groups of an axis at once. Collective.
+
+    Raises:
+        LongspanError: for a mesh without such an axis.
+    """
+    mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type=device.type)
+    if isinstance(mesh, OneDeviceMesh):
+        raise LongspanError(f"{config.mesh} has no axis of more than one rank; give one, such as --ulysses 4")
+    timed: list[Timed] = []
+    for axis, ranks in config.degrees.items():
+        if ranks > 1:
+            group = mesh.get_group(axis)
+            counts = [-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in sorted(set(config.sizes))]
+            x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
+            for op, collective in COLLECTIVES.items():
+                timed += _timed(
+                    axis, op, [partial(collective, x, y, n, group) for n in counts], counts, ranks, config, device
+                )
+    return Collectives(measured, tuple(timed))
+
+
+def _timed(
+    axis: str, op: str, works: list[Any], counts: list[int], ranks: int, config: BenchConfig, device: torch.device
+) -> list[Timed]:
+    sent = []
+    for work in works:
+        with counting() as log:
+            work()
+        sent.append(sum(most_sent(dict(log)).values()))
+    rounds = every_seconds(works, config.rounds, device)
+    spreads = [Spread.of(of_size) for of_size in rounds]
+    formulas = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
+    line = fit(formulas, [spread.median for spread in spreads])
+    return [
+        Timed(axis, ranks, op, ELEMENT_BYTES * n, handed, formula, spread, line.seconds(formula), line)
+        for n, handed, formula, spread in zip(counts, sent, formulas, spreads, strict=True)
+    ]
+
+
+def table_of(found: Collectives) -> Table:
+    """The figures as a table."""
+    from rich import box
+    from rich.table import Table
+
+    from longspan.plan.views.units import seconds as time_text
+    from longspan.plan.views.units import size
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
+    for name in ("axis", "ranks", "collective", "size", "sent", "formula", "median", "quartiles", "fit", "off", "GB/s"):
+        table.add_column(name, justify="left" if name in ("axis", "collective") else "right")
+    for t in found.timed:
+        formula = "= sent" if t.sent == t.formula else size(t.formula)
+        table.add_row(
+            t.axis, str(t.ranks), t.op, size(t.size), size(t.sent), formula,
+            time_text(t.seconds.median), f"{time_text(t.seconds.low)} - {time_text(t.seconds.high)}",
+            time_text(t.fitted), f"{t.fitted / t.seconds.median - 1:+.0%}", f"{t.sent / t.seconds.median / 1e9:.3g}",
+        )  # fmt: skip
+    return table

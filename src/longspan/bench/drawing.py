@@ -1,0 +1,78 @@
+"""What `bench` has measured as a PNG. matplotlib is imported when it is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longspan.bench.collectives import Collectives
+from longspan.tracing.drawing import COLOURS, check_matplotlib
+
+if TYPE_CHECKING:
+    from longspan.bench.compare import Comparison
+
+_INK, _MUTED = "#1C1E21", "#5A6068"
+_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5C5C5C", "#B8A800", "#000000")
+
+
+def draw(found: Comparison | Collectives, path: Path) -> None:
+    """Write a PNG: of methods the time per sequence and what of it is exposed; of collectives time against size.
+
+    Raises:
+        LongspanError: if matplotlib is missing.
+    """
+    check_matplotlib("--png")
+    from matplotlib.figure import Figure
+
+    if isinstance(found, Collectives):
+        _collectives(Figure(figsize=(14, 6), dpi=100, facecolor="white", layout="constrained"), found, path)
+    else:
+        _methods(Figure, found, path)
+
+
+def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
+    contexts = list(dict.fromkeys(entry.context for entry in found.entries))
+    names = list(dict.fromkeys(entry.row.name for entry in found.entries))
+    figure = figure_of(figsize=(5 + 4.5 * len(contexts), 2.2 + 0.5 * len(names)), dpi=100, facecolor="white",
+                       layout="constrained")  # fmt: skip
+    every: Any = figure.subplots(1, len(contexts), squeeze=False)[0]
+    for axes, context in zip(every, contexts, strict=True):
+        for place, name in enumerate(names):
+            entry = next(e for e in found.entries if e.row.name == name and e.context == context)
+            m = entry.measured
+            if m is None:
+                axes.text(0, place, " not measured", va="center", color=_MUTED)
+                continue
+            share = min(1.0, m.exposed / max(f.step for f in m.figures))
+            total = m.total.median / entry.sequences * 1e3
+            axes.barh(place, total, color="#B9BEC6", label="" if place else "computing and rest")
+            axes.barh(place, total * share, color="#A33B00", label="" if place else "exposed communication")
+            ends = [[total - m.total.low / entry.sequences * 1e3], [m.total.high / entry.sequences * 1e3 - total]]
+            axes.errorbar(total, place, xerr=ends, color=_INK, capsize=3)
+            if entry.predicted is not None:
+                axes.plot(entry.predicted.total / entry.sequences * 1e3, place, "D", color=COLOURS["attention"])
+        axes.set_yticks(range(len(names)), names if axes is every[0] else [""] * len(names))
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_title(f"{context:,} tokens", color=_INK)
+        axes.set_xlabel("ms per sequence" + ("; blue: predicted" if any(e.predicted for e in found.entries) else ""))
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    every[0].legend(frameon=False, fontsize=9, loc="lower right")
+    figure.suptitle(f"{found.shape}, {found.dtype}\n{found.measured}", fontsize=11, color=_INK, parse_math=False)
+    figure.savefig(path, format="png")
+
+
+def _collectives(figure: Any, found: Collectives, path: Path) -> None:
+    axes_of = list(dict.fromkeys(t.axis for t in found.timed))
+    for axes, axis in zip(figure.subplots(1, len(axes_of), squeeze=False)[0], axes_of, strict=True):
+        ops = list(dict.fromkeys(t.op for t in found.timed if t.axis == axis))
+        for op, colour in zip(ops, _LINES, strict=False):
+            of_op = [t for t in found.timed if t.axis == axis and t.op == op]
+            sizes = [t.size for t in of_op]
+            axes.plot(sizes, [t.seconds.median * 1e3 for t in of_op], "o", color=colour, label=op)
+            axes.plot(sizes, [t.fitted * 1e3 for t in of_op], "-", color=colour, alpha=0.6)
+        axes.set(xscale="log", yscale="log", xlabel="bytes of the whole tensor", ylabel="ms (line: fit)", title=axis)
+        axes.legend(frameon=False)
+    figure.suptitle(found.measured, fontsize=11, color=_INK, parse_math=False)
+    figure.savefig(path, format="png")

@@ -1,0 +1,169 @@
+"""Other libraries' attention, each in the best way that it documents, with torch's SDPA as its kernel where it can be.
+
+Only this file knows their calling conventions. They are imported when they are asked for. DeepSpeed has two Ulysses:
+`DistributedAttention` and, for Hugging Face models, `UlyssesSPAttentionHF` (ALST). yunchang is the library of USP (Fang
+& Zhao 2024, arXiv:2405.07719).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.bench.methods import Row
+from longspan.bench.works import Case, Work, attention_work, leaves_of
+from longspan.core.errors import LongspanError
+
+
+def sdpa(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> Tensor:
+    """torch's causal attention of tokens-first tensors."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BSKD, v_BSKD))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+def deepspeed_attention(row: Row, case: Case) -> Work:
+    """`deepspeed.sequence.layer.DistributedAttention`, batch first; KV heads fewer than ranks are repeated for it.
+
+    Raises:
+        LongspanError: for heads that the ranks do not divide.
+    """
+    ranks, group = _ready(row, case)
+    from deepspeed.sequence.layer import DistributedAttention
+
+    repeats = -(-ranks // case.kv_heads)
+    module = DistributedAttention(sdpa, group, scatter_idx=2, gather_idx=1, num_kv_heads=case.kv_heads * repeats)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if repeats > 1:  # it refuses fewer
+            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+        return module(q, k, v, 0)
+
+    return _of_my_tokens(case, ranks, attend)
+
+
+def alst_attention(row: Row, case: Case) -> Work:
+    """ALST's `UlyssesSPAttentionHF`, called as a Hugging Face layer calls it.
+
+    Raises:
+        LongspanError: for heads that the ranks do not divide.
+    """
+    ranks, group = _ready(row, case)
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    local = case.context // ranks
+    module = UlyssesSPAttentionHF(
+        attn=sdpa_attention_forward, batch_size=1, attn_head_count=case.heads, attn_head_size=case.head_dim,
+        kv_head_count=case.kv_heads, num_hidden_layers=1, process_group=group, local_seq_length=local,
+        global_seq_length=case.context,
+    )  # fmt: skip
+    layer = SimpleNamespace(training=True, num_key_value_groups=case.heads // case.kv_heads, is_causal=True)
+    first = dist.get_rank() * local
+    position_ids = torch.arange(first, first + local, device=case.device)[None]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        out, _ = module(layer, *heads_first, None, position_ids=position_ids)
+        return out.unflatten(-1, (case.heads, case.head_dim))
+
+    return _of_my_tokens(case, ranks, attend)
+
+
+def yunchang_attention(row: Row, case: Case) -> Work:
+    """yunchang's `LongContextAttention`: its exchange, its ring. On a CPU its kernels are torch's, put in their place.
+
+    Raises:
+        LongspanError: for heads, or KV heads, that the ranks of its exchange do not divide.
+    """
+    mesh = row.mesh
+    for what, heads in (("heads", case.heads), ("KV heads", case.kv_heads)):
+        if heads % mesh.ulysses:
+            raise LongspanError(f"yunchang needs {what} that {mesh.ulysses} ranks divide, and there are {heads}")
+    yunchang = _imported("yunchang")
+    yunchang.set_seq_parallel_pg(mesh.ulysses, mesh.ring, dist.get_rank(), mesh.gpus)
+    if case.device.type == "cuda":
+        kind = yunchang.kernels.AttnType.FA
+        module = yunchang.LongContextAttention(ring_impl_type="basic", attn_type=kind)
+    else:
+        ring = importlib.import_module("yunchang.ring.ring_pytorch_attn")
+        ring.pytorch_attn_forward, ring.pytorch_attn_backward = _cpu_forward, _cpu_backward  # type: ignore[attr-defined]
+        kind = yunchang.kernels.AttnType.TORCH_FLASH
+        module = yunchang.LongContextAttention(ring_impl_type="basic_pytorch", attn_type=kind)
+        if mesh.ring == 1:  # a ring of one is one kernel's call
+            module.ring_attn_fn = lambda q, k, v, **_: sdpa(q, k, v)
+    return _of_my_tokens(case, mesh.gpus, lambda q, k, v: module(q, k, v, causal=True))
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output [B, S, H, D] and log-sum-exp [B, H, S] of a block."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads_first, 0.0, causal, scale=softmax_scale
+    )
+    return out.transpose(1, 2), lse.to(q.dtype)
+
+
+def _cpu_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    softmax_lse: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups, kv_heads = q.shape[2] // k.shape[2], k.shape[2]
+    wide = [x.repeat_interleave(groups, dim=2) for x in (k, v)]
+    heads_first = [x.transpose(1, 2) for x in (dout, q, *wide, out)]
+    lse = softmax_lse.transpose(1, 2).contiguous().float()
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *heads_first, lse, 0.0, causal, scale=softmax_scale
+    )
+    of_kv = [x.unflatten(1, (kv_heads, groups)).sum(2).transpose(1, 2).contiguous() for x in (dk, dv)]
+    return dq.transpose(1, 2).contiguous(), of_kv[0], of_kv[1]
+
+
+def _ready(row: Row, case: Case) -> tuple[int, Any]:
+    """Ranks and their group, DeepSpeed imported quietly and having adopted the process group that is there."""
+    ranks = row.mesh.gpus
+    for what, heads in (("heads", case.heads), ("KV heads", max(case.kv_heads, ranks))):
+        if heads % ranks:
+            raise LongspanError(f"{row.name} needs {what} that {ranks} ranks divide, and there are {heads}")
+    if case.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        comm = _imported("deepspeed.comm")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    comm.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
+    return ranks, dist.group.WORLD
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise LongspanError(
+            f"{name} is installed but cannot be imported: {type(error).__name__}: {error}; leave its methods out"
+        ) from error
+
+
+def _of_my_tokens(case: Case, ranks: int, attend: Any) -> Work:
+    """The attention of a rank that holds a contiguous part of the tokens."""
+    q, k, v, grad = (x.chunk(ranks, 1)[dist.get_rank()] for x in case.tensors())
+    return attention_work(leaves_of(q, k, v), grad, attend)

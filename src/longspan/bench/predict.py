@@ -1,0 +1,88 @@
+"""What the planner says of a method on this mesh, of links and speeds that were measured on it as `bench link` does."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from longspan.bench.compute import Compute, ranks_on_node
+from longspan.bench.config import BenchConfig
+from longspan.bench.links import measure_links
+from longspan.bench.report import Measurement, as_toml
+from longspan.comm.mesh import init_mesh
+from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.compute import layer_seconds
+from longspan.plan.hardware import Hardware, read_hardware
+from longspan.plan.job import Job, Mesh
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import cost
+
+if TYPE_CHECKING:
+    from longspan.bench.methods import Row
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one run.
+
+    Attributes:
+        communication: in which a collective is in flight.
+        total: of the whole.
+        peak_bytes: held at once on the rank that holds most; None for an attention.
+    """
+
+    communication: float
+    total: float
+    peak_bytes: int | None = None
+
+
+def hardware_of(config: BenchConfig, mesh: Mesh, compute: Compute, device: torch.device) -> tuple[str, Hardware]:
+    """The hardware file of a mesh of these ranks, and what the planner reads in it. Collective."""
+    asked = replace(
+        BenchConfig("link", sizes=config.sizes, rounds=max(2, config.times // 2), dtype=config.dtype),
+        data_degree=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor,
+    )  # fmt: skip
+    links = measure_links(
+        asked, init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device.type), device
+    )
+    sizes = {**asked.degrees, "fsdp": mesh.weights}
+    text = as_toml(
+        Measurement(
+            name=str(mesh),
+            dtype=config.dtype,
+            measured=f"{mesh}, in the same job",
+            ranks_per_node=ranks_on_node(),
+            compute=compute,
+            degrees={axis: sizes[axis] for axis in links},
+            links=links,
+            on_gpu=device.type == "cuda",
+        )
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "link.toml")
+        path.write_text(text)
+        return text, read_hardware(path)
+
+
+def predict(what: str, shape: ModelShape, job: Job, row: Row, hardware: Hardware) -> Prediction:
+    """Of one attention, forward and backward, or one training step."""
+    mesh = row.mesh
+    if what == "step":
+        plan = cost(shape, job, mesh, hardware)
+        return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)
+    layer = shape.layers[0]
+    sent = 0.0
+    hidden = 0.0
+    for each in layer_method(shape, layer, job, mesh):
+        seconds = each.calls * hardware.seconds(
+            each.op, each.axis, each.bytes, mesh.stride(each.axis), mesh.size(each.axis)
+        )
+        sent += seconds
+        hidden += seconds if hardware.overlaps and each.op == "p2p" else 0.0
+    computing = layer_seconds(shape, layer, job, mesh, hardware)
+    attention = computing.attention_forward + computing.attention_backward
+    return Prediction(sent, sent - min(hidden, attention) + attention)

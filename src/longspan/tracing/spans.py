@@ -1,0 +1,286 @@
+"""What a trace says: when each rank computed, when a collective was in flight, and what of that nothing hid.
+
+Standard library only. A trace is a list of Chrome trace events whose `pid` is the rank; times are microseconds.
+
+In flight means from the call to the end of the operation: waiting for a slower rank is in it. Exposed is the part of it
+in which the rank computed nothing. On CPUs computing is any of torch's operators, on GPUs any kernel but NCCL's.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longspan.core.errors import LongspanError
+
+STEP = "longspan.step"
+"""The range around what was recorded."""
+
+ATTENTION = "longspan.attention"
+"""The range around one attention, exchange included."""
+
+P2P = "longspan.p2p"
+"""How the ranges around a message's post and wait begin; a number follows, the same for both."""
+
+COMMUNICATION = ("exchange", "ring", "gather", "reduce-scatter", "all-reduce", "other collective")
+COMPUTING = ("attention", "packing", "computing")
+
+_KIND_OF = (
+    ("alltoall", "exchange"),
+    ("all_to_all", "exchange"),
+    ("allgather", "gather"),
+    ("all_gather", "gather"),
+    ("reducescatter", "reduce-scatter"),
+    ("reduce_scatter", "reduce-scatter"),
+    ("allreduce", "all-reduce"),
+    ("all_reduce", "all-reduce"),
+    ("sendrecv", "ring"),
+    ("send", "ring"),
+    ("recv", "ring"),
+)
+
+# What contains an attention: our range, the loops of a ring and of a lean attention, torch's kernels and their nodes.
+_ATTENTION = (ATTENTION, "_RingAttention", "_LeanAttention", "ScaledDotProduct", "FlexAttention", "_TiledAttention")
+_ATTENTION_KERNELS = ("scaled_dot_product", "flash", "fmha", "flex_attention")
+# What moves tokens into buffers and out of them, beside what is sent.
+_PACKING = ("longspan::scatter_heads", "longspan::gather_heads", "fsdp::")
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `start` to `end`, in microseconds since the step began; one of `COMMUNICATION` or `COMPUTING`."""
+
+    kind: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One rank's step.
+
+    Attributes:
+        rank: which.
+        length: microseconds of the step.
+        communication: every collective and message, while in flight.
+        computing: every operator or kernel, nested ones too.
+    """
+
+    rank: int
+    length: float
+    communication: tuple[Span, ...]
+    computing: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Where one rank's step went, in seconds; computing + exposed + rest = step.
+
+    Attributes:
+        step: of the whole.
+        computing: in which it computed, attention and packing included.
+        attention: of that, attention.
+        communication: in which a collective or message was in flight.
+        exposed: of that, in which it computed nothing.
+        rest: neither: the host between two operators.
+        kinds: in flight, by kind.
+    """
+
+    step: float
+    computing: float
+    attention: float
+    communication: float
+    exposed: float
+    rest: float
+    kinds: dict[str, float]
+
+    @property
+    def hidden(self) -> float:
+        """Communication that ran beside computing."""
+        return self.communication - self.exposed
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals (start, end)."""
+    return sum(end - start for start, end in union(spans))
+
+
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same points as disjoint intervals, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def without(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of `spans` less that of `others`."""
+    holes, left = union(others), []
+    for start, end in union(spans):
+        at = start
+        for hole_start, hole_end in holes:
+            if hole_end <= at or hole_start >= end:
+                continue
+            if hole_start > at:
+                left.append((at, hole_start))
+            at = max(at, hole_end)
+        if at < end:
+            left.append((at, end))
+    return left
+
+
+def figures(trace: RankTrace) -> Figures:
+    """Where a rank's step went."""
+    sent, computed = _ends(trace.communication), _ends(trace.computing)
+    exposed = covered(without(sent, computed))
+    computing = covered(computed)
+    return Figures(
+        step=trace.length / 1e6,
+        computing=computing / 1e6,
+        attention=covered(_ends(s for s in trace.computing if s.kind == "attention")) / 1e6,
+        communication=covered(sent) / 1e6,
+        exposed=exposed / 1e6,
+        rest=(trace.length - computing - exposed) / 1e6,
+        kinds={
+            kind: covered(_ends(s for s in trace.communication if s.kind == kind)) / 1e6
+            for kind in COMMUNICATION
+            if any(s.kind == kind for s in trace.communication)
+        },
+    )
+
+
+def imbalance(values: Sequence[float]) -> float:
+    """How much more the rank with most has than the mean: 0 where all are alike."""
+    mean = sum(values) / len(values)
+    return max(values) / mean - 1 if mean > 0 else 0.0
+
+
+def _ends(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    return [(span.start, span.end) for span in spans]
+
+
+# --- reading
+
+
+def read_trace(events: Iterable[dict[str, Any]]) -> tuple[RankTrace, ...]:
+    """Every rank's step in a merged trace.
+
+    Raises:
+        LongspanError: for a trace without the range that marks a step.
+    """
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for event in events:
+        if event.get("ph") == "X" and isinstance(event.get("pid"), int):
+            by_rank.setdefault(event["pid"], []).append(event)
+    traces = tuple(_rank_trace(rank, found) for rank, found in sorted(by_rank.items()) if _window(found))
+    if not traces:
+        raise LongspanError(f"the trace has no range {STEP!r}, so no step; record it with --trace or --profile")
+    return traces
+
+
+def _window(events: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"), None)
+
+
+def _rank_trace(rank: int, events: list[dict[str, Any]]) -> RankTrace:
+    window = _window(events)
+    assert window is not None
+    start, length = float(window["ts"]), float(window["dur"])
+    inside = [e for e in events if e["ts"] + e.get("dur", 0) > start and e["ts"] < start + length]
+    on_gpu = any(e.get("cat") == "kernel" for e in inside)
+    sent, computed = (_on_gpu if on_gpu else _on_cpu)(inside)
+
+    def cut(spans: Iterable[Span]) -> tuple[Span, ...]:
+        moved = (Span(s.kind, s.name, max(0.0, s.start - start), min(length, s.end - start)) for s in spans)
+        return tuple(sorted((s for s in moved if s.end > s.start), key=lambda s: s.start))
+
+    return RankTrace(rank, length, cut(sent), cut(computed))
+
+
+def kind_of(name: str) -> str:
+    """Of a collective, by any of its names."""
+    plain = name.lower().replace("_base", "")
+    return next((kind for part, kind in _KIND_OF if part in plain), "other collective")
+
+
+def _span(kind: str, event: dict[str, Any], name: str | None = None) -> Span:
+    return Span(kind, name or event["name"], float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0)))
+
+
+def _on_gpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
+    sent, computed = [], []
+    for event in events:
+        if event.get("cat") != "kernel":
+            continue
+        if "nccl" in event["name"].lower():
+            # An All-to-All is sends and receives to NCCL; the profiler knows what was called.
+            name = str(event.get("args", {}).get("Collective name") or event["name"])
+            sent.append(_span(kind_of(name), event, name))
+        else:
+            attention = any(part in event["name"].lower() for part in _ATTENTION_KERNELS)
+            computed.append(_span("attention" if attention else "computing", event))
+    return sent, computed
+
+
+def _on_cpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
+    in_flight = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
+    main = {e["tid"] for e in events if e["name"] == STEP}
+    senders = {e["tid"] for e in in_flight} - main  # gloo's own threads, which copy too
+    calls = [e for e in events if e["name"].startswith("c10d::") and kind_of(e["name"]) != "ring"]
+    names = _names(sorted(calls, key=lambda e: e["ts"]), in_flight)
+    sent = [_span(kind_of(name), event, name) for name, event in zip(names, in_flight, strict=True)]
+    sent += _messages(events)
+    attention = _containers(e for e in events if any(part in e["name"] for part in _ATTENTION))
+    packing = _containers(e for e in events if e["name"].startswith(_PACKING))
+    computed = []
+    for event in events:
+        if not event["name"].startswith(("aten::", "fsdp::", "longspan_kernel::")) or event["tid"] in senders:
+            continue
+        if any(part in event["name"] for part in _ATTENTION_KERNELS):
+            kind = "attention"
+        elif _inside(event, packing):
+            kind = "packing"
+        else:
+            kind = "attention" if _inside(event, attention) else "computing"
+        computed.append(_span(kind, event))
+    return sent, computed
+
+
+def _names(calls: list[dict[str, Any]], in_flight: list[dict[str, Any]]) -> list[str]:
+    """What was called, for each operation of gloo's: it runs a reduce-scatter under the name of an all-reduce."""
+    if len(calls) != len(in_flight):
+        return [event["name"] for event in in_flight]
+    return [call["name"].removeprefix("c10d::").strip("_") for call in calls]
+
+
+def _messages(events: Iterable[dict[str, Any]]) -> list[Span]:
+    """Messages between two ranks, each from its post to the end of the wait for it."""
+    posts: dict[str, dict[str, Any]] = {}
+    ends: dict[str, float] = {}
+    for event in events:
+        if event["name"].startswith(P2P):
+            _, number, what = event["name"].split()
+            if what == "post":
+                posts[number] = event
+            else:
+                ends[number] = max(ends.get(number, 0.0), float(event["ts"]) + float(event["dur"]))
+    return [Span("ring", "send, receive", float(post["ts"]), ends[n]) for n, post in posts.items() if n in ends]
+
+
+def _containers(events: Iterable[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
+    by_thread: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        by_thread.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event.get("dur", 0)))
+    return {thread: union(spans) for thread, spans in by_thread.items()}
+
+
+def _inside(event: dict[str, Any], containers: dict[Any, list[tuple[float, float]]]) -> bool:
+    spans = containers.get(event["tid"], [])
+    at = bisect.bisect_right(spans, (event["ts"], float("inf"))) - 1
+    return at >= 0 and event["ts"] < spans[at][1]

@@ -1,0 +1,341 @@
+"""`bench attention`, `step`, `collectives`: every method computes the same; what is counted, shown, refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import slow_link
+from longspan import cli
+from longspan.bench import BenchConfig
+from longspan.bench.methods import KINDS, chosen
+from longspan.core.errors import LongspanError
+from longspan.plan.job import Mesh
+from tests.pool import RankPool
+
+ROOT = Path(__file__).parents[1]
+SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "fp32", "rounds": 2, "contexts": (32,)}
+SHAPE = {"ffn": 32, "layers": 1, "vocab": 32}
+
+
+def _compare(what: str, **changes: Any) -> tuple[Any, str, dict[str, Any]]:
+    """A comparison on this rank, its tables and its JSON."""
+    import torch
+    import torch.distributed as dist
+
+    from longspan.bench.compare import compare
+    from longspan.bench.shown import as_json, print_tables
+
+    found = compare(BenchConfig(what, **{**SMALL, **changes}), dist.get_world_size(), torch.device("cpu"), "here")
+    out = io.StringIO()
+    print_tables(found, out)
+    return None, out.getvalue(), json.loads(json.dumps(as_json(found)))
+
+
+def _attention_results(world: int) -> dict[str, dict[str, Any]]:
+    """Of every method's attention, the worst relative error of what lies on this rank, against one process in fp64."""
+    import torch
+    import torch.nn.functional as F
+
+    from longspan.bench.measure import run
+    from longspan.bench.methods import builder
+    from longspan.bench.works import Case, Shardings
+
+    case = Case(32, 4, 2, 8, torch.float32, Shardings(torch.device("cpu")))
+    q, k, v, grad = (x.double().transpose(1, 2) for x in case.tensors())
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    out.backward(grad)
+    whole = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))}
+    errors: dict[str, dict[str, Any]] = {}
+    for row in chosen((), "attention", world):
+        work = builder(row.kind.attention)(row, case)
+        run(work)
+        errors[row.name] = {}
+        for name, x in work.results().items():
+            want = whole[name].transpose(1, 2)
+            errors[row.name][name] = _nearest(x.double(), want, row.mesh)
+    return errors
+
+
+def _nearest(x: Any, want: Any, mesh: Mesh) -> float:
+    """The largest difference of a rank's part from the whole, cut as the method cuts: by tokens, by heads, or not."""
+    import torch.distributed as dist
+
+    from longspan.core.layout import choose_layout
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if x.shape == want.shape:
+        part = want
+    elif x.shape[1] == want.shape[1]:
+        part = want.chunk(ranks, 2)[rank]
+    else:
+        spans = choose_layout("auto", mesh.ring, mesh.ulysses).padded_spans(want.shape[1], rank)
+        part = want[:, [at for span in spans for at in range(*span)]]
+    return float((x - part).abs().max() / want.abs().max())
+
+
+def test_every_method_computes_the_same_attention(pool2: RankPool) -> None:
+    for errors in pool2.run(_attention_results, 2, timeout=240):
+        assert {"tp", "megatron-sp", "fsdp", "ulysses", "ring"} <= set(errors)
+        for name, of_method in errors.items():
+            assert set(of_method) == {"out", "dq", "dk", "dv"}
+            assert max(of_method.values()) < 1e-5, (name, of_method)
+
+
+def test_an_attention_is_counted_to_the_byte_and_shown(pool2: RankPool) -> None:
+    _, text, found = pool2.run(
+        _compare, "attention", methods=("tp", "megatron-sp", "fsdp", "ulysses", "ring"), timeout=240
+    )[0]
+    rows = {row["method"]: row for row in found["rows"]}
+    for name, row in rows.items():
+        assert row["sent_bytes"] == row["formula_bytes"], name
+        assert row["seconds"]["total"]["median"] > 0 and row["peak_bytes"] > 0
+        assert len(row["figures"]) == 2 and len(row["rounds"]) == 2
+        for figures in row["figures"]:
+            parts = figures["computing"] + figures["exposed"] + figures["rest"]
+            assert parts == pytest.approx(figures["step"])
+    # 4 x 32 x 32 x 4 bytes a sum over 2 ranks; of Ulysses' Q, K, V, O half of a rank's half.
+    assert rows["tp"]["method_bytes"] == 4 * 32 * 32 * 4 and rows["fsdp"]["method_bytes"] == 0
+    assert rows["ulysses"]["method_bytes"] == 2 * (2 * 4 + 2 * 2) * 8 * 16 * 4 // 2
+    assert "TP sends 2.67 times Ulysses' bytes (formula 2.67)" in text
+    assert text.count("= sent") == 5 and "fsdp shards no sequence: 2 sequences at once" in text
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def _losses() -> dict[str, list[float]]:
+    """Two steps' losses by every method that takes one sequence, and whether its bytes are the formula's."""
+    import torch
+    import torch.distributed as dist
+
+    from longspan.bench.compare import formula
+    from longspan.bench.measure import run
+    from longspan.bench.methods import builder
+    from longspan.bench.sent import counting
+    from longspan.bench.shapes import read_config
+    from longspan.bench.step import StepCase
+    from longspan.bench.works import Shardings
+
+    config = BenchConfig("step", **{**SMALL, **SHAPE})
+    model = read_config(config)
+    case = StepCase(model, 32, torch.float32, Shardings(torch.device("cpu")))
+    found = {}
+    for row in chosen(("tp", "megatron-sp", "ulysses", "fsdp-no-prefetch"), "step", dist.get_world_size()):
+        work = builder(row.kind.step)(row, case)
+        losses = []
+        for _ in range(2):
+            with counting() as sent:
+                run(work)
+            losses.append(float(work.results()["loss"]))
+        method, around = formula(config, model, row, 32)
+        assert sum(sent.values()) == sum(method.values()) + sum(around.values()), (row.name, dict(sent), method, around)
+        assert work.at_rest() > 0
+        found[row.name] = losses
+    return found
+
+
+def test_every_method_takes_the_same_step_and_sends_what_its_formula_says(pool2: RankPool) -> None:
+    for found in pool2.run(_losses, timeout=240):
+        assert found["tp"] == pytest.approx(found["ulysses"], rel=1e-5)
+        assert found["megatron-sp"] == pytest.approx(found["ulysses"], rel=1e-5)
+
+
+def _collectives() -> tuple[dict[str, Any], str]:
+    import torch
+
+    from longspan.bench.collectives import measure_collectives
+    from longspan.bench.shown import as_json, print_tables
+
+    config = BenchConfig("collectives", ulysses=2, sizes=(64, 1024, 4096), rounds=2)
+    found = measure_collectives(config, torch.device("cpu"), "here")
+    out = io.StringIO()
+    print_tables(found, out)
+    return as_json(found), out.getvalue()
+
+
+def test_collectives_are_shown_beside_fit_and_formula(pool2: RankPool) -> None:
+    found, text = pool2.run(_collectives)[0]
+    assert {row["op"] for row in found["rows"]} == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"}
+    assert len(found["rows"]) == 15 and all(row["sent"] == row["formula"] for row in found["rows"])
+    assert all(row["fitted"] > 0 and row["seconds"]["low"] <= row["seconds"]["high"] for row in found["rows"])
+    assert text.count("= sent") == 15
+
+
+@pytest.mark.launcher
+def test_a_step_with_a_trace_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--quick --nproc 2 --dtype fp32 --heads 2 --kv-heads 2 --head-dim 8 --ffn 32 --layers 1 --vocab 32 --rounds 1"
+    )
+    args = ["bench", "step", *flags.split(), "--methods", "ulysses", "--trace", str(tmp_path / "t"), "--json"]
+    assert cli.main([*args, "--png", str(tmp_path / "a.png")]) == 0
+    out = capfd.readouterr().out
+    found = json.loads(out)  # nothing else on stdout
+    assert found["schema"] == "longspan.bench/1" and found["ranks"] == 2
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {
+        f"ulysses-512.{x}" for x in ("trace.json", "html", "png")
+    }
+    names = {
+        e["name"].split(" ")[0]
+        for e in json.loads((tmp_path / "t" / "ulysses-512.trace.json").read_text())["traceEvents"]
+    }
+    assert {"longspan.attention", "longspan::scatter_heads", "FSDP::all_gather", "gloo:all_to_all"} <= names
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+# --- what is chosen, and refused
+
+
+def test_every_mesh_of_the_ranks_is_a_row() -> None:
+    names = [row.name for row in chosen((), "step", 12)]
+    assert names[:5] == ["tp", "megatron-sp", "fsdp", "ulysses", "ring"]
+    assert names[5:9] == ["usp-2x6", "usp-3x4", "usp-4x3", "usp-6x2"]
+    assert [row.mesh for row in chosen(("usp-3x4",), "step", 12)] == [Mesh(ulysses=3, ring=4)]
+    assert not [row for row in chosen((), "step", 2) if row.kind.name == "usp"]
+
+
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"methods": ("ulises",)}, 2, "'ulises' is unknown; did you mean ulysses"),
+    ({"methods": ("usp",)}, 2, "2 ranks have no mesh for it"),
+    ({"methods": ("usp-3x2",)}, 4, "usp-3x2.*is unknown"),
+    ({"contexts": (1000,)}, 3, "--contexts 1000 .* 3 ranks .*give 996 or 1002"),
+    ({"contexts": ()}, 2, "--contexts needs"),
+    ({"heads": 6, "kv_heads": 4}, 2, "--heads 6 is no multiple of --kv-heads 4"),
+    ({"model": "llama-2-7"}, 2, "did you mean llama-2-7b"),
+    ({}, 1, "2 ranks or more"),
+    ({"ulysses": 2}, 2, "--ulysses is of `bench link` and `bench collectives`, not of `bench attention`"),
+    ({"layers": 3}, 2, "--layers is of `bench step`"),
+    ({}, 5000, "5000 processes on this machine"),
+]
+
+
+@pytest.mark.parametrize(("changes", "ranks", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_bad_input_is_refused_before_a_rank_starts(
+    changes: dict[str, Any], ranks: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longspan.bench.job import run
+    from longspan.ranks import launch
+
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(LongspanError, match=message):
+        run(BenchConfig("attention", nproc=ranks, **{"contexts": (1024 * 12,), **changes}))
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.bench import methods
+
+    monkeypatch.setattr(methods, "installed", lambda package: package != "yunchang")
+    with pytest.raises(LongspanError, match=r"yunchang.*not installed \(pip install --no-deps yunchang"):
+        chosen(("yunchang",), "attention", 2)
+    assert not [row for row in chosen((), "attention", 2) if row.kind.name == "yunchang"]
+    with pytest.raises(LongspanError, match="not measured by `bench step`; it has tp"):
+        chosen(("deepspeed",), "step", 2)
+    assert all(kind.attention or kind.step for kind in KINDS.values())
+
+
+def test_heads_that_do_not_go_round_are_said_or_refused(pool2: RankPool) -> None:
+    """Of 3 heads tensor parallelism over 2 ranks is not measured: with a reason, and refused where it was named."""
+    _, text, found = pool2.run(_compare, "attention", heads=3, kv_heads=3, methods=(), timeout=240)[0]
+    rows = {row["method"]: row for row in found["rows"]}
+    assert "tensor=2 does not divide" in rows["tp"]["reason"] and "seconds" in rows["ulysses"]
+    assert "tp is not measured" in text
+    with pytest.raises(AssertionError, match="--methods tp at 32 tokens: tensor=2 does not divide"):
+        pool2.run(_compare, "attention", heads=3, kv_heads=3, methods=("tp",))
+
+
+def test_flags() -> None:
+    args = [
+        "step",
+        "--nproc",
+        "4",
+        "--contexts",
+        "2k",
+        "8k",
+        "--methods",
+        "tp",
+        "usp-2x2",
+        "--predict",
+        "--json",
+        "--trace",
+        "runs/t",
+    ]
+    config = cli.parse(BenchConfig, args, prog="longspan bench", summary="measure")
+    assert config == dataclasses.replace(
+        BenchConfig("step", nproc=4, contexts=(2048, 8192), methods=("tp", "usp-2x2")),
+        predict=True, json=True, trace=Path("runs/t"),
+    )  # fmt: skip
+    config.check()
+
+
+# --- the emulated cluster
+
+
+def _cluster(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.cluster", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, **options)
+
+
+def _namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    return {line.split()[0] for line in listed.splitlines() if line.strip()}
+
+
+SAY = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'))); "
+
+
+def test_a_cluster_runs_a_command_and_leaves_nothing() -> None:
+    try:
+        slow_link.check_machine()
+    except slow_link.CannotBuild as error:
+        pytest.skip(str(error))
+    before = _namespaces()
+    hosts = ["--hosts", "2", "--ranks-per-host", "2"]
+    last = "raise SystemExit(7 * (os.environ['RANK'] == '3'))"
+    done = _cluster(*hosts, "--", "python", "-S", "-c", SAY + last)
+    assert (done.returncode, done.stdout) == (7, "0 0 4 2\n"), done.stderr
+    assert _namespaces() <= before
+    command = [sys.executable, "-m", "benchmarks.cluster", *hosts, "--", "sleep", "611"]
+    with subprocess.Popen(command, cwd=ROOT) as killed:  # not even a chance to clean up
+        deadline = time.monotonic() + 60
+        while not _sleepers() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert _sleepers()
+        killed.kill()
+    while (_namespaces() - before or _sleepers()) and time.monotonic() < deadline + 60:
+        time.sleep(0.1)
+    assert not _namespaces() - before and not _sleepers()
+
+
+def _sleepers() -> list[str]:
+    commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    return [str(command) for command in commands if command == b"sleep\x00611\x00"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--hosts", "0", "--", "true"], "must be above 0"),
+        (["--hosts", "200", "--ranks-per-host", "90", "--", "true"], "200 hosts x 90 ranks"),
+        (["--", "no-such-program"], "no-such-program"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(args: list[str], message: str) -> None:
+    done = _cluster(*args)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import cluster
+
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(sys, "argv", ["cluster", "--", "true"])
+    assert cluster.main() == 2
+    assert "need root" in capsys.readouterr().err
