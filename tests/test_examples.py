@@ -117,3 +117,17 @@ def test_a_grpo_loss_is_that_of_one_process(pool2: RankPool, pool4: RankPool) ->
             for found, grads in of_rank:
                 assert found == pytest.approx(loss, rel=1e-9)
                 torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory by a control group, or RLIMIT_DATA")
+def test_two_ranks_read_twice_what_one_ranks_limit_allows(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
+    command = [sys.executable, str(ROOT / "examples" / "recall.py"), "--quick", "--save", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    said = re.search(r"one rank reads at most ([\d,]+) tokens; ([\d,]+) fail: out of memory", done.stdout)
+    assert said is not None, done.stdout
+    longest, reach = (int(n.replace(",", "")) for n in said.groups())
+    assert longest >= 2048 and reach == 2 * longest
+    assert f"2 ranks: {reach:,} tokens complete" in done.stdout, done.stdout

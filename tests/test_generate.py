@@ -137,7 +137,7 @@ def _refusals() -> list[str]:
         said.append(str(error.value))
 
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=other)
+        model(ids, None, None, other)  # by place
         if sp.rank == 3:
             other.crop(-5)
     refused(input_ids=ids[:, :1], past_key_values=other)

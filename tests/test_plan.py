@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.generate import GenerateConfig
 from longspan.plan import (
     CATALOGUE,
     Hardware,
@@ -281,7 +282,12 @@ def test_no_command_for_what_this_version_does_not_run() -> None:
         assert command(plan) is None
         assert any("this version" in reason for reason in plan.reasons)
     plan = cost(LLAMA, Job(context=8192, mode="prefill"), Mesh(ulysses=2), A100)
-    assert command(plan) is None and any("`longspan generate` takes a prompt" in reason for reason in plan.reasons)
+    assert "longspan generate " in str(command(plan)) and any("--prefill-chunk plans" in r for r in plan.reasons)
+    for job, mesh in (
+        (Job(context=8192, mode="prefill", batch=2), Mesh(data=2)),
+        (Job(context=8192, mode="decode", memory=Memory(head_chunks=0)), Mesh(ulysses=2)),
+    ):
+        assert command(cost(LLAMA, job, mesh, A100)) is None  # of several texts, or with levers that it has not
 
 
 # ---- Rings.
@@ -600,6 +606,38 @@ def test_the_methods_side_by_side(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_nothing_fits_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-3.1-405b", "--gpu", "l40s", "--gpus", "2", "--context", "1M"]) == 1
     assert "nothing fits; the nearest is" in capsys.readouterr().out
+
+
+def test_a_prompt_in_chunks_has_a_command_that_generate_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "llama-3.1-8b", "--gpu", "a100-80gb", "--gpus", "16", "--context", "1M"]
+    reports = {}
+    for mode, more in (
+        ("prefill", ["--prefill-chunk", "64k", "--no-fsdp"]),
+        ("prefill", ["--prefill-chunk", "64k", "--no-fsdp", "--cache", "int8"]),
+        ("decode", ["--cache", "fp8"]),
+        ("prefill", []),
+    ):
+        report = json.loads(shown(capsys, *args, "--mode", mode, *more, "--json"))
+        reports[mode, *more] = report["recommended"]
+        _, _, said = report["recommended"]["command"].partition("longspan generate ")
+        config = parse(GenerateConfig, shlex.split(said), prog="longspan generate", summary="x")
+        config.check()
+        mesh = report["recommended"]["mesh"]
+        assert (config.ring, config.ulysses, mesh["data"]) == (mesh["ring"], mesh["ulysses"], 1)
+        assert config.fsdp == ("--no-fsdp" not in more) and config.dtype == "bf16" and config.rope_scaling == "yarn"
+        assert config.cache == (more[-1] if "--cache" in more else "exact")
+        assert config.prefill_chunk == (65536 if "--prefill-chunk" in more else None)
+    exact, int8, _, at_once = reports.values()
+    cache = exact["memory_bytes"]["kv_cache"]
+    assert cache == 32 * 2 * 2 * 128 * 8 * (1 << 20) // 8 // (2 if exact["mesh"]["ring"] == 2 else 1)
+    assert int8["memory_bytes"]["kv_cache"] == cache * (128 + 4) // 256
+    assert exact["memory_bytes"]["qkv"] + exact["memory_bytes"]["hidden"] < at_once["memory_bytes"]["hidden"]
+    for refused, said in (
+        (["--mode", "decode", "--prefill-chunk", "4"], "--prefill-chunk 4 is of --mode prefill"),
+        (["--cache", "int8"], "--cache int8 is of --mode prefill and decode"),
+    ):
+        assert main(["plan", *args, *refused]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_planning_imports_no_torch() -> None:

@@ -214,6 +214,45 @@ def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) 
     assert max((step_sent(rank, mesh, LLAMA, 37, options, 3, waits) for rank in (0, 1)), key=total) == planned
 
 
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(ring=2)], ids=str)
+@pytest.mark.parametrize(
+    ("config", "sharded"), [({}, True), ({"model_type": "mistral", "sliding_window": 8}, False), (MLA, True)]
+)
+def test_a_prompt_in_chunks_and_a_token_send_what_is_planned(mesh: Mesh, config: dict[str, Any], sharded: bool) -> None:
+    """Chunks of 20, 20 and 5 tokens (of the last, all ranks compute all), and one token: exchange, queries that travel,
+    partial outputs, FSDP's gathers for each forward.
+    """
+    config, n, chunk = {**LLAMA, **config}, 45, 20
+    by_rank = [generation_sent(rank, mesh, config, n, chunk, sharded) for rank in range(mesh.gpus)]
+    shape = shape_from_config(config, "test")
+    for at, mode in enumerate(("prefill", "decode")):
+        options: dict[str, Any] = {"prefill_chunk": chunk} if mode == "prefill" else {}
+        job = Job(context=n, mode=mode, dtype="fp32", weight_sharding=sharded, **options)  # type: ignore[arg-type]
+        planned: Counter[tuple[str, int]] = Counter()
+        for c in cost(shape, job, mesh, CPU).comm:
+            planned[(c.op, c.bytes_per_gpu)] += c.count
+        assert max((sent[at] for sent in by_rank), key=total) == planned, mode
+
+
+def generation_sent(
+    rank: int, mesh: Mesh, config: dict[str, Any], n: int, chunk: int, sharded: bool
+) -> list[Counter[tuple[str, int]]]:
+    """What a prompt in chunks sends from `rank`, and what one token behind it does."""
+    import transformers
+
+    with fake_world(rank, mesh.gpus), torch.no_grad():
+        cls = transformers.CONFIG_MAPPING[config["model_type"]]
+        model = transformers.AutoModelForCausalLM.from_config(cls(**config))
+        model = longspan.parallelize(model.eval(), sharding(mesh), fsdp=sharded)
+        cache, tokens, found = longspan.ShardedCache(model), torch.zeros(1, n, dtype=torch.long), []
+        for forwards in (tokens.split(chunk, 1), (tokens[:, :1],)):
+            with count_sent() as sent:
+                for ids in forwards:
+                    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            found.append(Counter((one.op, one.bytes) for one in sent))
+        return found
+
+
 def total(log: Counter[tuple[str, int]]) -> int:
     return sum(size * count for (_, size), count in log.items())
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-CODES = ("exact", "int8", "fp8")
+from typing import Literal, get_args
+
+CacheCode = Literal["exact", "int8", "fp8"]
+
+CODES: tuple[CacheCode, ...] = get_args(CacheCode)
 """As they are, or a byte per element and an fp32 scale per head and token."""
 
 SCALE_BYTES = 4

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from longspan.core.cached import CacheCode
 from longspan.core.checked import (
     LARGEST_COUNT,
     LARGEST_JOB,
@@ -17,10 +18,13 @@ from longspan.core.checked import (
 )
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
+from longspan.core.memory_flags import flags_last
+from longspan.core.rope import RopeFlags
 
 
+@flags_last
 @dataclass(frozen=True)
-class ModelFlags:
+class ModelFlags(RopeFlags):
     """A model with its tokenizer, and the ranks that it runs on."""
 
     model: str = ""
@@ -50,6 +54,9 @@ class ModelFlags:
     timeout: int | None = None
     """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
     default 60, with GPUs 300. Loading may take longer."""
+    rank_memory: float | None = None
+    """GB that a rank may take for weights, activations and a cache, where it is planned beforehand whether they fit. By
+    default those of its GPU, or on a CPU its share of the machine's."""
 
     @property
     def ranks(self) -> int:
@@ -77,6 +84,9 @@ class ModelFlags:
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         if self.nproc is not None:
             check_number("--nproc", self.nproc, 1, LARGEST_COUNT)
+        if self.rank_memory is not None:
+            check_number("--rank-memory", self.rank_memory, 0, above=True)
+        self.rope()
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
 
@@ -103,6 +113,9 @@ class GenerateConfig(ModelFlags):
     prefill_chunk: int | None = None
     """Tokens of the prompt that go through the model at once, over all ranks: what bounds the memory of a long prompt.
     By default 8k for each rank."""
+    cache: CacheCode = "exact"
+    """How keys and values are kept. exact: as the model computes them. int8, fp8: a byte per element and an fp32 scale
+    per head and token, an approximation (docs/cache.md has its error)."""
     temperature: float | None = None
     """0: always the likeliest token. Above: draw, with logits divided by it. By default as the model's
     generation_config.json says."""
@@ -115,9 +128,6 @@ class GenerateConfig(ModelFlags):
     """Seed of what is drawn; the same text on any mesh."""
     out: Path | None = None
     """Write the text to this file as well, as it comes."""
-    rank_memory: float | None = None
-    """GB that a rank may take for weights, cache and activations, where it is planned beforehand whether they fit. By
-    default those of its GPU, or on a CPU its share of the machine's."""
 
     @property
     def chunk(self) -> int:
@@ -148,7 +158,5 @@ class GenerateConfig(ModelFlags):
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise LongspanError("--temperature 0 draws nothing, and --top-k and --top-p are of drawing; leave one out")
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        if self.rank_memory is not None:
-            check_number("--rank-memory", self.rank_memory, 0, above=True)
         if self.out is not None:
             check_output("--out", self.out, example="text.txt")

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.hf.auto import BASE_OF_A_RANK, device_memory, hardware_of, shape_of
-from longspan.plan.generation import check_fits, largest_moment
+from longspan.plan.generation import check_fits, check_score_fits, largest_moment
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.softmax import Softmax
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
-    from longspan.generate.config import GenerateConfig
+    from longspan.generate.config import GenerateConfig, ModelFlags
     from longspan.plan.hardware import Hardware
 
 
-def job_of(config: GenerateConfig, model_config: Any, tokens: int) -> Job:
-    """What the planner is asked: a cache of so many tokens."""
+def job_of(config: ModelFlags, model_config: Any, tokens: int) -> Job:
+    """What the planner is asked: so many tokens, in a cache or scored."""
     import torch
 
     dtype = config.dtype
@@ -32,7 +33,7 @@ def job_of(config: GenerateConfig, model_config: Any, tokens: int) -> Job:
     )
 
 
-def hardware_for(config: GenerateConfig) -> Hardware:
+def hardware_for(config: ModelFlags) -> Hardware:
     """This machine's devices, with the memory that a rank may take."""
     import torch
 
@@ -63,7 +64,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     except LongspanError as error:
         return f"the planner does not know this model, so whether it fits was not looked at ({error})"
     job, mesh, hardware = (
-        job_of(config, model_config, total),
+        replace(job_of(config, model_config, total), cache=config.cache),
         Mesh(1, config.ring, config.ulysses),
         hardware_for(config),
     )
@@ -73,6 +74,25 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
         f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens"
     )
+
+
+def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> None:
+    """Refuse a text that cannot be scored in memory; one of a model that the planner does not know is not looked at.
+
+    Args:
+        config: of the command.
+        model_config: the Hugging Face config.
+        tokens: of the text.
+
+    Raises:
+        LongspanError: with the sum, item by item, and what would do.
+    """
+    try:
+        shape = shape_of(model_config)
+    except LongspanError:
+        return
+    job, mesh = job_of(config, model_config, tokens), Mesh(1, config.ring, config.ulysses)
+    check_score_fits(shape, job, mesh, hardware_for(config))
 
 
 def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> int | None:
@@ -88,7 +108,10 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
         shape = shape_of(model_config)
     except LongspanError:
         return None
-    mesh, job = Mesh(1, config.ring, config.ulysses), job_of(config, model_config, max(1, prompt))
+    mesh, job = (
+        Mesh(1, config.ring, config.ulysses),
+        replace(job_of(config, model_config, max(1, prompt)), cache=config.cache),
+    )
     totals = [0] * mesh.sequence
     for layer, count in shape.layer_kinds:
         mixer = layer.mixer

@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import position_range, read_model_config
+from longspan.hf.pretrained import check_language_model, position_range, read_model_config
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def open_prompt(config: GenerateConfig) -> Prompt:
         text = f"{text.rstrip()}\n\n{config.question}"
     ids = _encoded(config, tokenizer, text)
     check_ids(config, model_config, ids)
-    check_positions(config, model_config, len(ids), config.max_new_tokens)
+    fit_positions(config, model_config, len(ids), config.max_new_tokens)
     return Prompt(model_config, ids)
 
 
@@ -134,18 +134,21 @@ def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> 
         )
 
 
-def check_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
-    """Refuse more tokens than the model knows positions.
+def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
+    """Give the model the RoPE scaling that is asked for, and refuse more tokens than it then knows positions.
 
     Args:
-        config: names the model.
-        model_config: its Hugging Face config.
+        config: names the model, and the scaling.
+        model_config: its Hugging Face config; changed in place where a scaling is taken.
         tokens: of the text.
         new: that are generated behind them.
 
     Raises:
         LongspanError: with the numbers and the way out.
     """
+    rope = config.rope()
+    if rope.scaling != "as-is":
+        check_language_model(f"--model {config.model}", model_config, tokens + new, rope)
     limit = position_range(model_config)
     if limit is None or tokens + new <= limit:
         return
@@ -166,8 +169,4 @@ def _rope_hint(model_config: Any, wanted: int, limit: int) -> str:
     rope = getattr(model_config.get_text_config(), "rope_parameters", None)
     if not isinstance(rope, dict):
         return ""
-    factor = -(-wanted // limit)
-    return (
-        f', or extend its rotary positions in its config.json (rope_parameters): "rope_type": "yarn", "factor": '
-        f'{factor}, "original_max_position_embeddings": {limit}, and max_position_embeddings {factor * limit}'
-    )
+    return f", or extend its rotary positions: --rope-scaling auto (a factor of {-(-wanted // limit)})"

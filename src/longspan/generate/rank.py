@@ -49,7 +49,7 @@ class Generation:
         self.first = self.sp.rank == 0
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))
-        self._cache = ShardedCache(self.model, room=self.prompt.tokens + config.max_new_tokens)
+        self._cache = ShardedCache(self.model, room=self.prompt.tokens + config.max_new_tokens, dtype=config.cache)
         self._progress = Progress(self.prompt.tokens, self.first)
         self._forwards = 0
 

@@ -101,14 +101,15 @@ def open_text(config: ScoreConfig) -> Prompt:
     """The text that a `ScoreConfig` gives, as ids; no weights are loaded.
 
     Raises:
-        LongspanError: for a missing or unfit model, tokenizer or text, and for more tokens than the model has
-            positions.
+        LongspanError: for a missing or unfit model, tokenizer or text, for more tokens than the model has positions,
+            and for what by the planner does not fit.
     """
     from longspan.data import load_tokenizer
+    from longspan.generate.fit import check_score_memory
     from longspan.generate.prompt import (
         Prompt,
         check_ids,
-        check_positions,
+        fit_positions,
         read_given,
         text_ids,
         tokenizer_name,
@@ -119,12 +120,13 @@ def open_text(config: ScoreConfig) -> Prompt:
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_given(config.text, config.file, "--text"))[: config.max_tokens]
     check_ids(config, model_config, ids)
-    check_positions(config, model_config, len(ids))
+    fit_positions(config, model_config, len(ids))
     if len(ids) < max(2, config.ranks):
         raise LongspanError(
             f"the text has {len(ids)} tokens; score needs 2, the second given the first, and one for each of the "
             f"{config.ranks} ranks of {config.mesh}"
         )
+    check_score_memory(config, model_config, len(ids))
     return Prompt(model_config, ids)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longspan.comm.mesh import SequenceSharding, init_mesh
-from longspan.hf.loading import from_pretrained
+from longspan.hf.loading import load_sharded
+from longspan.hf.sources import Origin
 from longspan.ranks import agreement, launch
 
 if TYPE_CHECKING:
@@ -48,12 +49,14 @@ def start(
     heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     heart.at("loading", long=True)
     with launch.stdout_to_stderr():
+        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         sp = SequenceSharding(init_mesh(ring=config.ring, ulysses=config.ulysses), config.layout, **options)
-        dtypes: dict[str, Any] = {"auto": "auto", "fp32": torch.float32, "bf16": torch.bfloat16}
-        if config.dtype == "auto" and prompt.model_config.dtype is None:
-            dtypes["auto"] = torch.float32
-        model = from_pretrained(config.model, sp, dtype=dtypes[config.dtype], fsdp=config.fsdp, kernel=config.kernel)
+        own = prompt.model_config.dtype or torch.float32
+        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+        # From the config that was opened: it may have another RoPE scaling than the folder's.
+        origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, config.model, said=f"--model {config.model}")
+        model = load_sharded(origin, sp, fsdp=config.fsdp, kernel=config.kernel)
     return prompt, sp, model.eval()

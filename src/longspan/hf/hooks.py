@@ -125,7 +125,7 @@ class ForwardHooks:
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = (dict(zip(self.signature.parameters, args, strict=False)) | kwargs).get("past_key_values")
         if isinstance(cache, ShardedCache):
             return self._enter_with_cache(model, cache, args, kwargs)
         self.cached = None  # of a forward that broke off

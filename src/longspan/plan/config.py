@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from longspan.core.cached import CacheCode
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
@@ -50,6 +51,12 @@ class PlanConfig(MemoryFlags, RopeFlags):
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
     """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
     once. auto plans what the code would choose, or the other where the links make it clearly faster, and says so."""
+    cache: CacheCode = "exact"
+    """How the KV cache of prefill and decode is kept: as the model computes it, or (an approximation) by int8 or fp8 a
+    byte per element and an fp32 scale per head and token."""
+    prefill_chunk: int | None = None
+    """Of prefill: so many tokens at once, over all ranks, as `longspan generate` runs it (by default 8k for each rank).
+    Without it all tokens at once, as in any forward."""
     kv_replication: bool = True
     """Allow one KV head on several ranks where there are more Ulysses ranks than KV heads."""
     efficiency: float | None = None
@@ -100,6 +107,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
             kv_replication=self.kv_replication,
             layout=self.layout,
             ring_impl=self.ring_impl,
+            cache=self.cache,
+            prefill_chunk=self.prefill_chunk,
         )
 
     def check(self) -> None:
@@ -110,6 +119,14 @@ class PlanConfig(MemoryFlags, RopeFlags):
         """
         self.job()
         self.rope()
+        if self.prefill_chunk is not None and self.mode != "prefill":
+            raise LongspanError(
+                f"--prefill-chunk {self.prefill_chunk} is of --mode prefill, and the mode is {self.mode}; leave it out"
+            )
+        if self.cache != "exact" and self.mode == "train":
+            raise LongspanError(
+                f"--cache {self.cache} is of --mode prefill and decode, and training keeps no cache; leave it out"
+            )
         if self.context == "max" and self.mode == "decode":
             raise LongspanError("--context max is for train and prefill; of decode the table has the longest cache")
         check_number("--gpus", self.gpus, 1, MOST_GPUS)

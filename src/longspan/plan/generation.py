@@ -1,21 +1,26 @@
-"""Whether a model with a prompt and its KV cache fits, as `longspan generate` runs it: the prompt in chunks."""
+"""Whether a model with a prompt and its KV cache fits, as `longspan generate` runs it: the prompt in chunks; and
+whether a text does, as `longspan score` runs it: all of it at once, without a cache.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from longspan.core.buckets import head_tile
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.memory import memory
 from longspan.plan.limits import GB, refusal
 from longspan.plan.search import meshes, spelled_items
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
     from longspan.plan.models.shape import ModelShape
+
+    Items = Callable[[Job, Mesh], dict[str, int]]
 
 MOST_RANKS = 1 << 10
 """Ranks up to which one looks for a mesh that would do."""
@@ -31,12 +36,26 @@ def largest_moment(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, 
         hardware: on what.
         chunk: tokens of the prompt at once, over all ranks.
     """
-    cache = sum(
-        count * layer.mixer.cache_bytes(replace(job, mode="prefill"), mesh) for layer, count in model.layer_kinds
-    )
-    prefill = replace(job, mode="prefill", context=min(chunk, job.context))
-    moments = [memory(model, each, mesh, hardware) for each in (prefill, replace(job, mode="decode"))]
-    return max(({**items, "kv_cache": cache} for items in moments), key=lambda items: sum(items.values()))
+    moments = [
+        memory(model, replace(job, mode=mode, prefill_chunk=chunk), mesh, hardware, tiles=1)
+        for mode in ("prefill", "decode")
+    ]
+    return max(moments, key=lambda items: sum(items.values()))
+
+
+def scoring_moment(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
+    """The same of a forward over a whole text, of which nothing is kept: the head goes tile by tile.
+
+    Args:
+        model: what runs.
+        job: `context` is the tokens of the text.
+        mesh: the mesh.
+        hardware: on what.
+    """
+    prefill = replace(job, mode="prefill")
+    items = {**memory(model, prefill, mesh, hardware, tiles=1), "kv_cache": 0}
+    rows = min(-(-job.context // mesh.sequence), head_tile(model.vocab, hardware.on_cpu))
+    return {**items, "logits": rows * model.vocab * (4 if job.dtype == "fp32" else 8)}
 
 
 def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> None:
@@ -54,44 +73,63 @@ def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
             mesh that would do, or the longest cache that fits.
     """
     asked = replace(job, mode="decode")  # fewer tokens than ranks will do
-    problem = refusal(model, asked, mesh)
+    held = "prompt and --max-new-tokens together"
+    _check(model, asked, mesh, hardware, lambda j, m: largest_moment(model, j, m, hardware, chunk), f" ({held})")
+
+
+def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> None:
+    """Refuse a text that cannot be scored.
+
+    Args:
+        model: what runs.
+        job: `context` is the tokens of the text.
+        mesh: the mesh.
+        hardware: on what.
+
+    Raises:
+        LongspanError: as `check_fits`.
+    """
+    asked = replace(job, mode="prefill")
+    _check(model, asked, mesh, hardware, lambda j, m: scoring_moment(model, j, m, hardware), " (--max-tokens)")
+
+
+def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> None:
+    problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
-    items = largest_moment(model, job, mesh, hardware, chunk)
+    items = items_of(job, mesh)
     if sum(items.values()) <= hardware.memory_bytes:
         return
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {sum(items.values()) / GB:.2f} "
         f"GB of {hardware.memory_bytes / GB:.2f} GB per rank. Item by item: {spelled_items(items)}. "
-        f"{_what_would_do(model, asked, mesh, hardware, chunk)}"
+        f"{_what_would_do(model, job, mesh, hardware, items_of, means)}"
     )
 
 
-def _fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> bool:
-    return sum(largest_moment(model, job, mesh, hardware, chunk).values()) <= hardware.memory_bytes
-
-
-def _what_would_do(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> str:
+def _what_would_do(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> str:
     said = []
     ranks = mesh.gpus
     while ranks <= MOST_RANKS:
         sharded = replace(job, weight_sharding=True) if ranks > 1 else job
-        for other in _meshes_of(ranks):
-            if refusal(model, sharded, other) is None and _fits(model, sharded, other, hardware, chunk):
-                total = sum(largest_moment(model, sharded, other, hardware, chunk).values())
-                weights = " with FSDP" if not job.weight_sharding and ranks > 1 else ""
-                flags = f"--ring {other.ring} --ulysses {other.ulysses}"
-                said.append(f"{ranks:,} ranks of this kind would do: {flags}{weights}, {total / GB:.2f} GB each.")
-                break
-        if said:
+        found = next((m for m in _meshes_of(ranks) if _holds(model, sharded, m, hardware, items_of)), None)
+        if found is not None:
+            total = sum(items_of(sharded, found).values())
+            weights = " with FSDP" if not job.weight_sharding and ranks > 1 else ""
+            flags = f"--ring {found.ring} --ulysses {found.ulysses}"
+            said.append(f"{ranks:,} ranks of this kind would do: {flags}{weights}, {total / GB:.2f} GB each.")
             break
         ranks = 1 << ranks.bit_length()
     else:
         said.append(f"Up to {MOST_RANKS:,} ranks of this kind would not do.")
-    longest = _longest(model, job, mesh, hardware, chunk)
+    longest = _longest(job, mesh, hardware, items_of)
     if longest:
-        said.append(f"On {mesh} {longest:,} tokens fit (prompt and --max-new-tokens together).")
+        said.append(f"On {mesh} {longest:,} tokens fit{means}.")
     return " ".join(said)
+
+
+def _holds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
+    return refusal(model, job, mesh) is None and sum(items_of(job, mesh).values()) <= hardware.memory_bytes
 
 
 def _meshes_of(ranks: int) -> Iterator[Mesh]:
@@ -100,11 +138,11 @@ def _meshes_of(ranks: int) -> Iterator[Mesh]:
     yield from sorted(found, key=lambda mesh: mesh.ring)
 
 
-def _longest(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> int:
+def _longest(job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> int:
     low, high = 0, job.context
     while high - low > 1:
         middle = (low + high) // 2
-        if _fits(model, replace(job, context=middle), mesh, hardware, chunk):
+        if sum(items_of(replace(job, context=middle), mesh).values()) <= hardware.memory_bytes:
             low = middle
         else:
             high = middle

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from longspan.core.cached import CODES, CacheCode
 from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
@@ -46,6 +47,9 @@ class Job:
         layout: how tokens lie over a ring, as `SequenceSharding` takes it: `zigzag`, `contiguous`, another that is
             registered, or `auto` (zigzag).
         ring_impl: how keys and values go round: `p2p`, `allgather`, or `auto` (`longspan.core.routes.choose_impl`).
+        cache: how keys and values are kept (`longspan.core.cached.CODES`).
+        prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
+            runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
     """
 
     context: int
@@ -60,6 +64,8 @@ class Job:
     tensor_style: TensorStyle = "tp"
     layout: LayoutName = "auto"
     ring_impl: RingImpl = "auto"
+    cache: CacheCode = "exact"
+    prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
@@ -74,16 +80,24 @@ class Job:
             ("tensor_style", ("tp", "megatron-sp")),
             ("layout", layout_names()),
             ("ring_impl", ("auto", "p2p", "allgather")),
+            ("cache", CODES),
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
+        if self.prefill_chunk is not None:
+            check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
             raise LongspanError(f"memory is {spell(self.memory)}; make one with longspan.core.memory.Memory")
         if self.memory.cpu_offload and not self.weight_sharding:
             raise LongspanError("cpu_offload moves what FSDP shards, and weight_sharding is off; leave one of them")
+
+    @property
+    def forwards(self) -> int:
+        """Of a prompt in chunks as many; else 1."""
+        return 1 if self.mode != "prefill" or self.prefill_chunk is None else -(-self.context // self.prefill_chunk)
 
     @property
     def bytes_per_element(self) -> int:

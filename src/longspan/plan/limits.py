@@ -87,10 +87,10 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
         yield f"{needed}{scaling} ({flags})"
     if model.assumption:
         yield model.assumption
-    if job.mode == "prefill":
+    if job.mode == "prefill" and job.prefill_chunk is None:
         yield (
-            "all tokens at once; `longspan generate` takes a prompt in chunks (--prefill-chunk), whose activations "
-            "need less memory, and plans that itself"
+            "all tokens at once; `longspan generate` takes a prompt in chunks, whose activations need less memory: "
+            "--prefill-chunk plans that"
         )
     yield from not_in_this_version(model, job, mesh)
 

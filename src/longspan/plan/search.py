@@ -80,7 +80,7 @@ class Plan:
     @cached_property
     def ring_impl(self) -> str | None:
         """How keys and values go round: "p2p", "allgather", or "mixed" where layers differ; None without a ring."""
-        if self.mesh.ring == 1 or self.job.mode == "decode":
+        if self.mesh.ring == 1 or self.job.mode == "decode" or self.job.prefill_chunk is not None:
             return None
         found = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
         return found.pop() if len(found) == 1 else "mixed" if found else None

@@ -91,12 +91,12 @@ def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]
     summed = 1 if once else micro
     for layer, layers in model.layer_kinds:
         for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
-            times = layers * (summed if sums_gradients(sent) else micro)
+            times = layers * (summed if sums_gradients(sent) else micro) * (1 if sent.method else job.forwards)
             yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
     for sent in between(model, job, mesh):
         yield replace(sent, calls=sent.calls * micro)
     for sent in around_the_layers(model, job, mesh):
-        times = summed if sums_gradients(sent) else micro
+        times = summed if sums_gradients(sent) else micro * job.forwards
         yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
 
 

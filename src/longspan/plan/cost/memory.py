@@ -14,6 +14,7 @@ Letters: L tokens of a rank (all its sequences at once), b bytes per element, d 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
@@ -60,14 +61,25 @@ PREFILL_TILES = 16
 """Tiles of the MLP in prefill and decode where the job does not say: without a backward, tiles cost nothing."""
 
 
-def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
-    """Bytes of every item of `ITEMS` on the GPU that holds most, at the moment when they sum up to most."""
-    scale = scale_of(model, job, mesh, hardware)
+def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
+    """Bytes of every item of `ITEMS` on the GPU that holds most, at the moment when they sum up to most.
+
+    Args:
+        model: what runs.
+        job: what is computed.
+        mesh: the mesh.
+        hardware: on what.
+        tiles: of the MLP in prefill and decode, where the job does not say.
+    """
+    at_once = job
+    if job.mode == "prefill" and job.prefill_chunk is not None:
+        at_once = replace(job, context=min(job.prefill_chunk, job.context))
+    scale = scale_of(model, at_once, mesh, hardware)
     constant = {} if on_host(job, scale) else weights_at_rest(model, job, mesh)
     if job.mode == "train":
         moments = _training(model, job, mesh, scale, once=sums_gradients_once(model, job, mesh, hardware))
     else:
-        moments = _forward(model, job, mesh, scale)
+        moments = _forward(model, at_once, mesh, scale, tiles)
         constant["kv_cache"] = sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
     most = max(moments, key=lambda items: sum(items.values()))
     constant["reserve"] = int(hardware.reserve_bytes)
@@ -322,7 +334,7 @@ def _largest_shard(model: ModelShape, job: Job, mesh: Mesh) -> int:
 # A forward alone.
 
 
-def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
+def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale, tiles: int) -> list[dict[str, int]]:
     t, tokens = mesh.tensor, s.tokens
     gathered, at_head = _gathered(model, job, mesh, 2), _gathered(model, job, mesh, 0, heads=2)
     each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
@@ -337,7 +349,7 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str
         workspace = -(-workspace // pieces) + out
     matrices = max(layer.mlp.matrices for layer, _ in model.layer_kinds)
     own = min(mlp_tiles(layer, job, mesh, s) for layer, _ in model.layer_kinds)
-    tiles = own if own > 1 else PREFILL_TILES
+    tiles = own if own > 1 else tiles
     return [
         {
             "gathered_weights": gathered,

@@ -42,7 +42,7 @@ def _exposed(
     for (layer, count), computing in zip(model.layer_kinds, of_layers, strict=True):
         sents = layer_method(model, layer, job, mesh)
         sharded = [sent for sent in layer_weights(layer, job, mesh) if sums or not sums_gradients(sent)]
-        weights = [_seconds([sent], mesh, hardware)["fsdp"] for sent in sharded]
+        weights = [job.forwards * _seconds([sent], mesh, hardware)["fsdp"] for sent in sharded]
         if not hardware.overlaps:
             exposed += count * (sum(_seconds(sents, mesh, hardware).values()) + sum(weights))
             continue
@@ -65,7 +65,7 @@ def _exposed(
     beside = of_layers[0].attention_forward * runs_between(len(model.layers), job) if hardware.overlaps else 0.0
     exposed += sends + max(0.0, rings - beside)
     around = [sent for sent in around_the_layers(model, job, mesh) if sums or not sums_gradients(sent)]
-    return exposed + first_gather + sum(_seconds(around, mesh, hardware).values())
+    return exposed + first_gather + job.forwards * sum(_seconds(around, mesh, hardware).values())
 
 
 def _not_hidden(

@@ -6,12 +6,14 @@ Compared with the running code to the byte in the tests (decoding is a formula).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from longspan.core.places import is_cut
 from longspan.core.routes import choose_impl
 from longspan.plan.cost.local import heads_of, local_batch, local_tokens, mixing_passes
 from longspan.plan.cost.ring import RingSchedule, ring_schedule
+from longspan.plan.cost.saved import Buffers
 from longspan.plan.cost.sent import Sent
 from longspan.plan.job import layout_of
 
@@ -175,17 +177,17 @@ def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
     ]
 
 
-def decode(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
-    """One new token over a KV cache sharded by heads (ulysses) and tokens (ring), computed by every rank: one
+def decode(layer: Softmax, job: Job, mesh: Mesh, tokens: int = 1) -> list[Sent]:
+    """So few new tokens over a KV cache sharded by heads (ulysses) and tokens (ring) that every rank computes them: one
     all-gather of the outputs of all heads, or, over a ring, of partial outputs and log-sum-exps in fp32.
     """
     heads = max(share.q_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
     if mesh.sequence == 1:
         return []
     if mesh.ring == 1:
-        width, what = job.bytes_per_element * layer.v_head_dim, "O of all heads"
-        return [Sent("all_gather", "ulysses", what, local_batch(job, mesh) * heads * width * (mesh.ulysses - 1))]
-    partial = local_batch(job, mesh) * heads * (layer.v_head_dim + 1) * 4
+        width = local_batch(job, mesh) * tokens * heads * job.bytes_per_element * layer.v_head_dim
+        return [Sent("all_gather", "ulysses", "O of all heads", width * (mesh.ulysses - 1))]
+    partial = local_batch(job, mesh) * tokens * heads * (layer.v_head_dim + 1) * 4
     return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (mesh.sequence - 1))]
 
 
@@ -219,3 +221,26 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
         ]
         kinds.append([each for each in sent if mesh.size(each.axis) > 1])
     return max(kinds, key=lambda sent: sum(each.bytes for each in sent))
+
+
+def prompt(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
+    """A whole prompt that comes in chunks of `job.prefill_chunk`."""
+    assert job.prefill_chunk is not None
+    whole, rest = divmod(job.context, job.prefill_chunk)
+    sent = []
+    for tokens, times in ((job.prefill_chunk, whole), (rest, 1)):
+        if tokens and times:
+            one = chunk if is_cut(layout_of(job, mesh), tokens) else decode
+            sent += [replace(each, calls=each.calls * times) for each in one(layer, job, mesh, tokens)]
+    return sent
+
+
+def gathered(layer: Softmax, job: Job, mesh: Mesh) -> Buffers:
+    """What a ring holds beside the exchange while it computes a chunk, the job's context: the queries of all blocks,
+    and partial outputs with their log-sum-exps: as computed, as sent, and as they arrive.
+    """
+    heads = busiest(layer, mesh)
+    tokens = local_tokens(job, mesh) * local_batch(job, mesh) * mesh.sequence
+    return Buffers(
+        comm=tokens * heads.q * job.bytes_per_element, workspace=3 * tokens * heads.q_heads * (layer.v_head_dim + 1) * 4
+    )

@@ -85,7 +85,10 @@ class Softmax(Mixer):
     # What it sends.
 
     def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
-        return exchange.decode(self, job, mesh) if job.mode == "decode" else exchange.sequence(self, job, mesh)
+        if job.mode == "decode":
+            return exchange.decode(self, job, mesh)
+        in_chunks = job.mode == "prefill" and job.prefill_chunk is not None
+        return (exchange.prompt if in_chunks else exchange.sequence)(self, job, mesh)
 
     def ring_schedule(self, job: Job, mesh: Mesh) -> RingSchedule:
         return exchange.schedule(self, job, mesh)
@@ -101,7 +104,7 @@ class Softmax(Mixer):
         return max(self.cache_by_rank(job, mesh))
 
     def cache_by_rank(
-        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, code: str = "exact"
+        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, code: str | None = None
     ) -> list[int]:
         """Bytes of keys and values on each rank of a sequence group.
 
@@ -109,13 +112,15 @@ class Softmax(Mixer):
             job: its context is the prompt.
             mesh: the mesh.
             generated: tokens behind the prompt.
-            chunk: tokens of a chunk of the prompt; None as `longspan.core.places` has it.
-            code: how they are written (`longspan.core.cached.CODES`).
+            chunk: tokens of a chunk of the prompt; None as the job, or else `longspan.core.places`, has it.
+            code: how they are written (`longspan.core.cached.CODES`); None as the job has it.
         """
         first = self.reach.kept_from(job.context + generated)
-        tokens = tokens_held(layout_of(job, mesh), job.context, generated, first, chunk)
+        tokens = tokens_held(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
         shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
-        each = sum(vector_bytes(code, dim, job.bytes_per_element) for dim in (self.head_dim, self.v_head_dim))
+        each = sum(
+            vector_bytes(code or job.cache, dim, job.bytes_per_element) for dim in (self.head_dim, self.v_head_dim)
+        )
         return [local_batch(job, mesh) * count * share.kv_heads * each for count in tokens for share in shares]
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
@@ -163,6 +168,8 @@ class Softmax(Mixer):
     def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
         if mesh.ring == 1 or job.mode == "decode":
             return Buffers()
+        if job.mode == "prefill" and job.prefill_chunk is not None:
+            return exchange.gathered(self, job, mesh)
         whole = (on_ring.buffers_backward if backward else on_ring.buffers_forward)(self, job, mesh, s)
         chunks = self.chunks(job, mesh)
         return Buffers(-(-whole.comm // chunks), -(-whole.workspace // chunks))

@@ -166,8 +166,10 @@ def command(plan: Plan) -> str | None:
     has no weights that can be trained as they are, for a folder with such.
     """
     job, mesh = plan.job, plan.mesh
-    if job.mode != "train" or not plan.runs:
+    if not plan.runs:
         return None
+    if job.mode != "train":
+        return _generate_command(plan)
     words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
     scaling = plan.model.scaling(job.context)
@@ -176,13 +178,44 @@ def command(plan: Plan) -> str | None:
     words += memory_flags(job.memory)
     words += [] if job.weight_sharding else ["--no-fsdp"]
     words.insert(0, _model_flag(plan.model.name))
+    return _started(plan, "train", words)
+
+
+def _generate_command(plan: Plan) -> str | None:
+    """The same of a prompt, or of a token behind a cache, where that is one text and nothing that `generate` has not.
+
+    FILE stands for the text.
+    """
+    job, mesh, levers = plan.job, plan.mesh, plan.job.memory
+    if mesh.data > 1 or job.batch > 1 or (levers.tiled_mlp, levers.head_chunks, levers.cpu_offload) != (1, 1, False):
+        return None
+    model = _model_flag(plan.model.name)
+    if model.startswith("--config "):  # a config alone has no weights: the folder that holds both
+        path = Path(plan.model.name)
+        folder = path.parent if path.suffix == ".json" and not path.is_dir() else path
+        model = f"--model {shlex.quote(f'./{folder}' if str(folder).startswith('-') else str(folder))}"
+    words = [model, "--file FILE"]
+    words += [f"--ring {mesh.ring}"] if mesh.ring > 1 else []
+    words += [f"--layout {job.layout}"] if job.layout != "auto" else []
+    words += [f"--ulysses {mesh.ulysses}", f"--dtype {job.dtype}"]
+    words += [f"--cache {job.cache}"] if job.cache != "exact" else []
+    words += [f"--prefill-chunk {job.prefill_chunk}"] if job.prefill_chunk is not None else []
+    words += [] if job.weight_sharding else ["--no-fsdp"]
+    scaling = plan.model.scaling(job.context)
+    if scaling is not None:
+        words += [f"{flag} {shlex.quote(value)}" for flag, value in scaling.flags.items()]
+    return _started(plan, "generate", words)
+
+
+def _started(plan: Plan, name: str, words: list[str]) -> str:
+    mesh = plan.mesh
     # torchrun starts as many ranks on each node: 12 GPUs in nodes of 8 are two nodes of 6.
     per_node = max(n for n in range(1, min(mesh.gpus, plan.hardware.gpus_per_node) + 1) if mesh.gpus % n == 0)
     nodes = mesh.gpus // per_node
     if nodes == 1:
-        return " ".join(["longspan train", *words, f"--nproc {mesh.gpus}"])
+        return " ".join([f"longspan {name}", *words, f"--nproc {mesh.gpus}"])
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    return " ".join([torchrun, "-m longspan train", *words])
+    return " ".join([torchrun, f"-m longspan {name}", *words])
 
 
 def memory_flags(memory: Memory) -> list[str]:
