@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from longspan.hf.guards import Guard, RestCheck
     from longspan.hf.in_backward import InBackward
     from longspan.hf.levers import Levers
+    from longspan.hf.tensor import TensorParallel
     from longspan.memory.logits import DeferredLogits
 
 
@@ -109,6 +110,7 @@ class ForwardHooks:
         self.cached: CachedInfo | None = None
         self.signature = inspect.signature(model.forward)
         self.gradients: GradientSum | None = None
+        self.tensor: TensorParallel | None = None
         self.in_backward: InBackward | None = None
         self.masked = labels_each_token(model)
         self.pooled = PooledHead(model, sp) if labels_each_row(model) else None
@@ -319,7 +321,8 @@ class ForwardHooks:
                     "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
                     'checkpointing loses it; pass {"use_reentrant": False}'
                 )
-            losses["aux_loss"] = load_balancing_loss(logits, self.top_k, self.sp, owed.real)
+            real = owed.real if self.tensor is None else self.tensor.my_rows(owed.real)
+            losses["aux_loss"] = load_balancing_loss(logits, self.top_k, self.sp, real)
             if "loss" in losses:
                 losses["loss"] = losses["loss"] + model.router_aux_loss_coef * losses["aux_loss"]
         return losses

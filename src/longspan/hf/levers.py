@@ -15,7 +15,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.auto import hardware_of, levers_for, shape_of
 from longspan.hf.registry import LayerBinding
-from longspan.hf.support import attention_layers, decoder_layers
+from longspan.hf.support import attention_layers, decoder_layers, draws
 from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import CheckpointedLayer, LayerCall
 from longspan.memory.offload import store_for
@@ -288,12 +288,6 @@ def _routes(mlp: nn.Module) -> bool:
         "Router" in type(module).__name__ or hasattr(module, "num_experts") or hasattr(module, "experts")
         for module in mlp.modules()
     )
-
-
-def draws(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
-    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
-    return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
 
 
 def _takes_one(module: nn.Module) -> bool:
