@@ -62,12 +62,12 @@ class TensorGroup:
     def gather_tokens(self, x_BTD: Tensor) -> Tensor:
         """All ranks' tokens, `[B, size * T, ...]`; the gradients of each are summed, and scattered."""
         out: Tensor = torch.ops.longspan.all_gather(x_BTD.transpose(0, 1), self.size, self.name)
-        return out.transpose(0, 1)
+        return out.transpose(0, 1).contiguous()
 
     def scatter_tokens(self, x_BLD: Tensor) -> Tensor:
         """My tokens' part of the sum of all ranks' `x`, `[B, T, ...]`, the last ranks' padded with zeros."""
         out: Tensor = torch.ops.longspan.reduce_scatter(self.padded(x_BLD).transpose(0, 1), self.size, self.name)
-        return out.transpose(0, 1)
+        return out.transpose(0, 1).contiguous()
 
     def tokens(self, length: int) -> int:
         """Tokens of a rank, of so many of the group."""
@@ -83,12 +83,12 @@ class TensorGroup:
         ranks' tokens are gathered."""
         x = self.padded(x_BLD)
         out: Tensor = torch.ops.longspan.tensor_slice(x.transpose(0, 1), self.size, self.rank, self.name)
-        return out.transpose(0, 1)
+        return out.transpose(0, 1).contiguous()
 
     def whole_tokens(self, x_BTD: Tensor, length: int) -> Tensor:
         """All ranks' tokens, `[B, length, ...]`, of which every rank makes the same: mine have the gradient of mine."""
         out: Tensor = torch.ops.longspan.tensor_join(x_BTD.transpose(0, 1), self.size, self.rank, self.name)
-        return out.transpose(0, 1)[:, :length]
+        return out.transpose(0, 1)[:, :length].contiguous()
 
     def whole_last(self, x: Tensor) -> Tensor:
         """All ranks' parts of the last dimension, of which every rank makes the same: mine has the gradient of mine."""

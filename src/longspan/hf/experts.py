@@ -48,4 +48,4 @@ class ExpertParallel:
             return out
         # No token came: the weights still have a gradient, of zeros, as on the ranks that hold other parts of them.
         module: nn.Module = self.module
-        return rows_RD + sum(p.flatten()[:0].sum() for p in module._parameters.values() if p is not None)
+        return rows_RD + sum(p.flatten()[:0].sum() for p in module.parameters(recurse=False))

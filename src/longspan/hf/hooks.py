@@ -158,7 +158,10 @@ class ForwardHooks:
         self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
-        cut["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        shape = tokens.shape[:2]
+        if self.tensor is not None:  # and how many tokens a rank routes
+            shape = torch.Size((shape[0], self.tensor.group.tokens(shape[1])))
+        cut["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=tokens.device)
         cut["use_cache"] = False
         if self.pooled is not None:
             self.pooled.begin(batch, cut)
@@ -358,6 +361,8 @@ class ForwardHooks:
             )
         if batch.get("labels") is not None and "labels" not in self.signature.parameters:
             raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
+        if self.tensor is not None and self.tensor.style == "megatron-sp":
+            self.tensor.refuse(batch, self.config)
         if self.pooled is not None:
             self.pooled.check(batch)
         if model.training and self.levers is not None:

@@ -109,12 +109,13 @@ def load_sharded(
     Raises:
         LongspanError: as `from_pretrained`.
     """
-    sharded = fsdp and sp.world_size > 1
+    # A tensor axis cuts each weight on a rank that holds all of it, on the host, one after the other.
+    sharded = fsdp and sp.world_size > 1 and sp.tensor_size == 1
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
     model = together(sp, lambda: prepare(origin.build()))
-    return parallelize(model if sharded else model.to(sp.device), sp, fsdp=fsdp, **options)
+    return parallelize(model if sharded or sp.tensor_size > 1 else model.to(sp.device), sp, fsdp=fsdp, **options)
 
 
 def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) -> Files | FirstRank | None:

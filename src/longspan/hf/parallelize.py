@@ -150,7 +150,12 @@ def parallelize(
         levers = FASTEST if memory == "auto" else memory_of(memory)
         inner = _checked(model, sp, options)
         _check_levers(inner, levers, sharded=fsdp and sp.world_size > 1)
-        auto = Auto(inner, sp, fsdp, mp_policy) if memory == "auto" else None
+        if sp.tensor_size > 1 and levers.head_loss != "tiled":
+            raise LongspanError(
+                f"head_loss={levers.head_loss!r} knows no vocabulary that is cut over `tensor={sp.tensor_size}`; "
+                "use 'tiled'"
+            )
+        auto = Auto(inner, sp, fsdp, mp_policy, tensor_style) if memory == "auto" else None
         check_cpu_offload(sp.device, levers.cpu_offload)
         store = store_for(levers, sp.device)
         facts = _facts(model, sp, options)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from longspan.comm.tensor import TensorGroup
+from longspan.compat.torch_api import own_parameters
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.hf.experts import ExpertParallel
@@ -33,6 +34,8 @@ from longspan.memory.shards import Rule, Shards
 from longspan.memory.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
@@ -173,9 +176,8 @@ class _Planner:
         return head * width, (head + 1) * width
 
     def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
-        for name in module._parameters:
-            if module._parameters[name] is not None:
-                self.made.rules[f"{path}.{name}"] = rules[name]
+        for name, _ in module.named_parameters(recurse=False):
+            self.made.rules[f"{path}.{name}"] = rules[name]
 
     def _adapters(self, module: nn.Module, path: str, a: Rule, b: Rule, bias: Rule) -> None:
         """LoRA beside a cut layer: B A x is linear, so parts of either give parts of the sum."""
@@ -204,7 +206,7 @@ class _Planner:
     def _experts(self, path: str) -> None:
         module, owner = self.modules[path], path.rpartition(".")[0]
         count = getattr(module, "num_experts", None)
-        weights = {name: p for name, p in module._parameters.items() if p is not None}
+        weights = dict(module.named_parameters(recurse=False))
         inner = [name for name, _ in module.named_parameters() if name not in weights]
         if not isinstance(count, int) or inner or any(len(p) != count for p in weights.values()):
             self._refuse(f"layer {path} ({type(module).__name__}) does not hold its experts in one tensor a weight")
@@ -226,7 +228,7 @@ class _Planner:
                 self._refuse_size(f"entries of the vocabulary in {self.names[module]}", entries, pad=True)
             if next(module.children(), None) is not None:
                 self._refuse(f"{self.names[module]} has adapters")
-            cut = dict.fromkeys([name for name, p in module._parameters.items() if p is not None], Rule(0))
+            cut = {name: Rule(0) for name, _ in module.named_parameters(recurse=False)}
             self._rule(module, self.names[module], **cut)
         self.made.vocabulary = len(head.weight)
 
@@ -320,14 +322,16 @@ class TensorParallel:
     def _cut_weights(self, model: nn.Module, rules: dict[str, Rule]) -> None:
         made: dict[int, tuple[nn.Parameter, Rule]] = {}
         for path, module in model.named_modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if not buffer.is_meta:
+                    setattr(module, name, buffer.to(self.sp.device))
             own = dict[str, Rule]()
-            for name, p in module._parameters.items():
-                if p is None:
-                    continue
+            seen = own_parameters(module)
+            for name, p in list(module.named_parameters(recurse=False)):
                 if id(p) not in made:
                     rule = rules[f"{path}.{name}".lstrip(".")]
                     made[id(p)] = self._cut(p, rule), rule
-                module._parameters[name], own[name] = made[id(p)]
+                seen[name], own[name] = made[id(p)]
             if own:
                 shards = Shards(module, self.group, own)
                 module.longspan_shards = shards  # type: ignore[assignment]
@@ -399,7 +403,8 @@ class TensorParallel:
 
         def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             x = torch.where(mine.pop()[..., None], output, 0)
-            return self.group.sum_out(x) if self.style == "tp" else self.group.scatter_tokens(x)
+            # No view: FSDP puts a hook on what a module returns.
+            return self.group.sum_out(x) if self.style == "tp" else self.group.scatter_tokens(x).clone()
 
         embedding.register_forward_pre_hook(enter, with_kwargs=True)
         embedding.register_forward_hook(leave)
@@ -417,10 +422,28 @@ class TensorParallel:
             return _with_hidden(args, kwargs, whole)
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return self.group.whole_last(output) if isinstance(output, Tensor) else output
+            return self.group.whole_last(output).contiguous() if isinstance(output, Tensor) else output
 
         head.module.register_forward_pre_hook(enter, with_kwargs=True)
         head.module.register_forward_hook(leave)
+
+    def refuse(self, batch: Mapping[str, Any], config: Any) -> None:
+        """Refuse what a residual stream cut by tokens has not: embeddings from outside, hidden states to show.
+
+        Raises:
+            LongspanError: with the way out.
+        """
+        asked = batch.get("output_hidden_states")
+        hidden = getattr(config, "output_hidden_states", False) if asked is None else asked
+        for what, given in (
+            ("output_hidden_states=True", hidden),
+            ("inputs_embeds", batch.get("inputs_embeds") is not None),
+        ):
+            if given:
+                raise LongspanError(
+                    f"{what}: with tensor_style='megatron-sp' each rank has a part of the tokens' hidden states; use "
+                    "tensor_style='tp', or leave it out"
+                )
 
     def my_rows(self, real: Tensor) -> Tensor:
         """Of flags of all tokens `[B, L]` those of the tokens that this rank routes."""

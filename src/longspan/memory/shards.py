@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.compat.torch_api import own_parameters
+
 if TYPE_CHECKING:
     from longspan.comm.tensor import TensorGroup
 
@@ -68,15 +70,15 @@ class Shards:
 
     def show(self) -> None:
         """From now on the module sees plain tensors."""
-        own = self.module._parameters
+        own = own_parameters(self.module)
         self.held.append({name: own[name] for name in self.rules if isinstance(own[name], DTensor)})
         for name, p in self.held[-1].items():
-            own[name] = self.local(name, p)  # type: ignore[assignment]
+            own[name] = self.local(name, p)
 
     def hide(self) -> None:
         """As it was before `show`."""
         if self.held:
-            self.module._parameters.update(self.held.pop())
+            own_parameters(self.module).update(self.held.pop())
 
 
 def shards_of(module: nn.Module) -> Shards | None:

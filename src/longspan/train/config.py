@@ -61,8 +61,12 @@ class TrainConfig(MemoryFlags, RopeFlags):
     """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
     ulysses: int = 1
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
+    tensor: int = 1
+    """Ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
+    tensor_style: Literal["tp", "megatron-sp"] = "tp"
+    """How they sum: by AllReduce (tp), or by AllGather and ReduceScatter, norms and residuals cut by tokens."""
     data_degree: int = 1
-    """Replicas that read different sequences; data x ring x ulysses ranks in all."""
+    """Replicas that read different sequences; data x ring x ulysses x tensor ranks in all."""
     layout: LayoutName = "auto"
     """How tokens lie over a ring. zigzag shares out a causal mask evenly, contiguous sends least under sliding windows
     alone. auto: zigzag."""
@@ -187,13 +191,14 @@ class TrainConfig(MemoryFlags, RopeFlags):
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.data_degree * self.ring * self.ulysses
+        return self.data_degree * self.ring * self.ulysses * self.tensor
 
     @property
     def mesh(self) -> str:
         """How the ranks were asked for."""
         ring = f" --ring {self.ring}" if self.ring > 1 else ""
-        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}"
+        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
+        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}{tensor}"
 
     @property
     def sequences(self) -> int:
@@ -281,7 +286,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_COUNT)
         for name in ("warmup", "save_every", "keep", "shuffle"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, LARGEST_COUNT)
-        for name in ("ring", "ulysses", "data_degree"):
+        for name in ("ring", "ulysses", "tensor", "data_degree"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)

@@ -8,6 +8,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.hf.fsdp import check_cpu_offload
 from longspan.hf.parallelize import check_ahead
+from longspan.hf.tensor import tensor_plan
 from longspan.memory.offload import store_for
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import check_inputs, model_origin
@@ -37,18 +38,21 @@ def dry_run(config: TrainConfig) -> list[str]:
         model,
         device=device,
         ring_size=config.ring,
-        ranks=config.ranks,
+        ranks=config.ranks // config.tensor,
         fsdp=config.fsdp,
         kernel=config.kernel,
         levers=levers,
     )
+    if config.tensor > 1:
+        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
     layout = choose_layout(config.layout, config.ring, config.ulysses)
     ring = f"ring {config.ring} x " if config.ring > 1 else ""
+    tensor = f" x tensor {config.tensor}" if config.tensor > 1 else ""
     how = f" ({layout.kind}, {config.ring_impl})" if config.ring > 1 else ""
     weights = sum(p.numel() for p in model.parameters())
     said = [
         "dry run: no rank is started, nothing is trained or written",
-        *what_runs(config, inputs, weights, device.type, f"{ring}ulysses {config.ulysses}{how}"),
+        *what_runs(config, inputs, weights, device.type, f"{ring}ulysses {config.ulysses}{tensor}{how}"),
     ]
     try:
         check_cpu_offload(device, levers.cpu_offload)

@@ -66,7 +66,7 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     from longspan.verify.runs import Link, logits_part, make_models, make_report, sharded_parts, unsharded_runs
 
     inputs, ranks = _agreed_inputs(config, heart)
-    mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
+    mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
     sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}

@@ -64,9 +64,10 @@ class Link:
     @classmethod
     def of(cls, sp: SequenceSharding) -> Link:
         """Collective: every rank makes it."""
-        group = sp.world_group
+        group = sp.everyone
         patient = None if group is None else dist.new_group(backend="gloo", timeout=_PATIENCE)
-        return cls(sp.data_rank * sp.size + sp.rank, sp.world_size, group, patient, sp.device)
+        place = (sp.data_rank * sp.size + sp.rank) * sp.tensor_size + sp.tensor_rank
+        return cls(place, sp.job_size, group, patient, sp.device)
 
     def from_first(self, x: Tensor) -> None:
         """Overwrite `x` with what rank 0 has in it."""
@@ -231,7 +232,8 @@ def make_models(
         LongspanError: on every rank, if the model cannot be made or sharded, or ranks hold other weights than rank 0.
     """
     sharded = config.fsdp and sp.world_size > 1
-    source = find_source(origin, sp, later=config.resume is not None) if sharded else None
+    by_shards = sharded and sp.tensor_size == 1
+    source = find_source(origin, sp, later=config.resume is not None) if by_shards else None
 
     def make() -> nn.Module | None:
         # Before the long runs, not after them.
@@ -256,7 +258,12 @@ def make_models(
             return model
         assert whole is not None
         return parallelize(
-            whole.float() if bf16 else whole, sp, fsdp=config.fsdp, mp_policy=policy, kernel=config.kernel
+            whole.float() if bf16 else whole,
+            sp,
+            fsdp=config.fsdp,
+            mp_policy=policy,
+            kernel=config.kernel,
+            tensor_style=config.tensor_style,
         )
 
     if source is None:
@@ -273,7 +280,7 @@ def sharded_parts(
     yield "loss", (Part(first, loss.detach().reshape(1)), (1,))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name, (gradient_part(parameter), tuple(parameter.shape))
+            yield name, (gradient_part(parameter, whole=sp.tensor_size > 1), tuple(parameter.shape))
 
 
 def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) -> tuple[Part, tuple[int, ...]]:
@@ -289,14 +296,18 @@ def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) 
     return Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape
 
 
-def gradient_part(parameter: nn.Parameter) -> Part:
+def gradient_part(parameter: nn.Parameter, whole: bool = False) -> Part:
     """What this rank holds of a parameter's gradient: all rows, or under FSDP2 its shard's. No gradient is zeros.
+
+    A `whole` one is gathered first, over every axis that it is cut over: collective.
 
     Raises:
         LongspanError: if the parameter is sharded along another dim than its first.
     """
     values = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
     rows = torch.arange(parameter.shape[0], device=parameter.device)
+    if isinstance(values, DTensor) and whole:
+        values = values.full_tensor()
     if isinstance(values, DTensor):
         if any(placement.is_shard() and not placement.is_shard(0) for placement in values.placements):
             raise LongspanError(f"verify compares parameters sharded along dim 0, not {values.placements}")
@@ -354,6 +365,8 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "data_degree": config.data_degree,
         "ring": config.ring,
         "ulysses": config.ulysses,
+        "tensor": config.tensor,
+        "tensor_style": config.tensor_style if config.tensor > 1 else None,
         "layout": sp.layout.kind,
         "ring_impl": config.ring_impl if config.ring > 1 else None,
         "dtype": config.dtype,
