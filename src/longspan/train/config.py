@@ -191,7 +191,12 @@ class TrainConfig(MemoryFlags, RopeFlags):
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.data_degree * self.ring * self.ulysses * self.tensor
+        return self.sharers * self.tensor
+
+    @property
+    def sharers(self) -> int:
+        """Ranks over which gradients are summed and FSDP shards weights; those of --tensor hold parts anyway."""
+        return self.data_degree * self.ring * self.ulysses
 
     @property
     def mesh(self) -> str:
@@ -248,12 +253,19 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 f"--batch {self.sequences} is not a multiple of --micro-batch {self.micro_batch} x --data-degree "
                 f"{self.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
             )
+        if self.optimizer == "adamw8bit" and self.tensor > 1:
+            raise LongspanError(
+                f"--optimizer adamw8bit packs weights of which ranks hold whole rows, and --tensor {self.tensor} cuts "
+                f"them in columns too: the states of those would stay fp32; leave --optimizer at adamw, or use "
+                f"--tensor 1 --ulysses {self.ulysses * self.tensor}"
+            )
         self._check_gradients()
 
     def _check_gradients(self) -> None:
         """Refuse what cannot be had together in the way gradients are summed, and used."""
-        if self.grad_dtype != "fp32" and (not self.fsdp or self.ranks == 1):
-            why = "with --no-fsdp gradients are summed in fp32" if self.ranks > 1 else "one rank sums no gradients"
+        if self.grad_dtype != "fp32" and (not self.fsdp or self.sharers == 1):
+            alone = "one rank sums no gradients" if self.ranks == 1 else "the ranks of --tensor alone sum none so"
+            why = "with --no-fsdp gradients are summed in fp32" if self.sharers > 1 else alone
             raise LongspanError(f"--grad-dtype {self.grad_dtype} is of FSDP's sums over ranks, and {why}; leave it out")
         if not self.optimizer_in_backward:
             return
@@ -269,7 +281,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 f"{self.sequences // (self.micro_batch * self.data_degree)} of them; give --batch "
                 f"{self.micro_batch * self.data_degree}, or --micro-batch {self.sequences // self.data_degree}"
             )
-        if not self.fsdp and self.ranks > 1:
+        if not self.fsdp and self.sharers > 1:
             raise LongspanError(
                 f"{flag} needs gradients that are summed one by one, and with --no-fsdp they are summed when the "
                 f"backward has ended; leave --no-fsdp out"

@@ -8,7 +8,6 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.hf.fsdp import check_cpu_offload
 from longspan.hf.parallelize import check_ahead
-from longspan.hf.tensor import tensor_plan
 from longspan.memory.offload import store_for
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import check_inputs, model_origin
@@ -38,13 +37,11 @@ def dry_run(config: TrainConfig) -> list[str]:
         model,
         device=device,
         ring_size=config.ring,
-        ranks=config.ranks // config.tensor,
+        ranks=config.sharers,
         fsdp=config.fsdp,
         kernel=config.kernel,
         levers=levers,
     )
-    if config.tensor > 1:
-        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
     layout = choose_layout(config.layout, config.ring, config.ulysses)
     ring = f"ring {config.ring} x " if config.ring > 1 else ""
     tensor = f" x tensor {config.tensor}" if config.tensor > 1 else ""

@@ -37,6 +37,7 @@ from longspan.hf.hooks import ForwardHooks
 from longspan.hf.in_backward import optimizer_in_backward
 from longspan.hf.loading import load_sharded
 from longspan.hf.nonfinite import watch
+from longspan.hf.placed import tensor_parts
 from longspan.hf.support import transformers_model
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
@@ -370,10 +371,9 @@ class Trainer:
         if config.reduce != "auto" or self.group is None:
             return config.reduce != "each"
         width = 2 if config.grad_dtype == "bf16" else 4  # what waits for its sum is in the sum's dtype
-        whole = sum(p.numel() for p in self.model.parameters() if p.requires_grad) * width
-        once = torch.tensor(
-            sums_once(config.fsdp, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32
-        )
+        whole = sum(p.numel() // tensor_parts(p) for p in self.model.parameters() if p.requires_grad) * width
+        sharded = config.fsdp and sp.world_size > 1
+        once = torch.tensor(sums_once(sharded, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32)
         dist.all_reduce(once, dist.ReduceOp.MIN, group=self.group)
         return bool(once)
 

@@ -85,7 +85,7 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     out = model(**{name: x[mine] for name, x in batch_BS.items()})
     out.loss.backward()
-    parts = dict(sharded_parts(config, sp, model, out.loss))
+    parts = dict(sharded_parts(sp, model, out.loss))
     with torch.no_grad():  # in training none are made
         out = model(**{name: x[mine] for name, x in batch_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)

@@ -19,15 +19,16 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import longspan
 from longspan.checkpoint import Checkpoint
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import together
+from longspan.hf.digests import local_part
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
+from longspan.hf.placed import my_box
 from longspan.hf.sources import FirstRank, Origin
 from longspan.hf.support import Place, check_model, is_masked_lm
 from longspan.ranks.launch import threads_per_rank
@@ -232,8 +233,8 @@ def make_models(
         LongspanError: on every rank, if the model cannot be made or sharded, or ranks hold other weights than rank 0.
     """
     sharded = config.fsdp and sp.world_size > 1
-    by_shards = sharded and sp.tensor_size == 1
-    source = find_source(origin, sp, later=config.resume is not None) if by_shards else None
+    apart = config.fsdp and sp.job_size > 1  # each rank gets its shards, and only the first holds the whole model
+    source = find_source(origin, sp, later=config.resume is not None) if apart else None
 
     def make() -> nn.Module | None:
         # Before the long runs, not after them.
@@ -249,22 +250,15 @@ def make_models(
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
     bf16 = sharded and config.dtype == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
+    options: dict[str, Any] = {"mp_policy": policy, "kernel": config.kernel, "tensor_style": config.tensor_style}
 
     def shard() -> nn.Module:
         if source is not None:
             kept = torch.float32 if bf16 else None
-            options = {"mp_policy": policy, "kernel": config.kernel}
             model: nn.Module = load_from(source, origin, sp, prepare=lambda model: model.train(), kept=kept, **options)
             return model
         assert whole is not None
-        return parallelize(
-            whole.float() if bf16 else whole,
-            sp,
-            fsdp=config.fsdp,
-            mp_policy=policy,
-            kernel=config.kernel,
-            tensor_style=config.tensor_style,
-        )
+        return parallelize(whole.float() if bf16 else whole, sp, fsdp=config.fsdp, **options)
 
     if source is None:
         assert whole is not None
@@ -273,14 +267,14 @@ def make_models(
 
 
 def sharded_parts(
-    config: VerifyConfig, sp: SequenceSharding, model: nn.Module, loss: Tensor
+    sp: SequenceSharding, model: nn.Module, loss: Tensor
 ) -> Iterator[tuple[str, tuple[Part, tuple[int, ...]]]]:
     """Name, this rank's part, and whole shape of loss and gradients; in the same order on every rank."""
     first = torch.zeros(1, dtype=torch.int64, device=sp.device)
     yield "loss", (Part(first, loss.detach().reshape(1)), (1,))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name, (gradient_part(parameter, whole=sp.tensor_size > 1), tuple(parameter.shape))
+            yield name, (gradient_part(parameter, sp), tuple(parameter.shape))
 
 
 def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) -> tuple[Part, tuple[int, ...]]:
@@ -296,25 +290,14 @@ def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) 
     return Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape
 
 
-def gradient_part(parameter: nn.Parameter, whole: bool = False) -> Part:
-    """What this rank holds of a parameter's gradient: all rows, or under FSDP2 its shard's. No gradient is zeros.
-
-    A `whole` one is gathered first, over every axis that it is cut over: collective.
-
-    Raises:
-        LongspanError: if the parameter is sharded along another dim than its first.
+def gradient_part(parameter: nn.Parameter, sp: SequenceSharding) -> Part:
+    """What this rank holds of a parameter's gradient: all of it, its rows (FSDP2), its part over a tensor group, or the
+    rows of that. No gradient is zeros.
     """
     values = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    rows = torch.arange(parameter.shape[0], device=parameter.device)
-    if isinstance(values, DTensor) and whole:
-        values = values.full_tensor()
-    if isinstance(values, DTensor):
-        if any(placement.is_shard() and not placement.is_shard(0) for placement in values.placements):
-            raise LongspanError(f"verify compares parameters sharded along dim 0, not {values.placements}")
-        # Sharding the row numbers as the parameter is sharded tells which rows are here, whatever the mesh.
-        rows = distribute_tensor(rows, values.device_mesh, values.placements, src_data_rank=None).to_local()
-        values = values.to_local()
-    return Part(rows, values.detach())
+    rows, *rest = my_box(parameter, sp)
+    mine = torch.arange(rows.start, rows.stop, device=parameter.device)
+    return Part(mine, local_part(values), tuple(rest))
 
 
 def make_report(
@@ -338,7 +321,9 @@ def make_report(
         checksums = link.gather(
             [_checksum(part.values) for name, (part, _) in parts.items() if name not in ("loss", "logits")]
         )
-        equalities.append(equality("gradients", checksums))
+        held = sp.tensor_size  # ranks that hold the same parts have the same place in their tensor groups
+        alike = [mine == checksums[rank % held] for rank, mine in enumerate(checksums)]
+        equalities.append(equality("gradients", alike))
     return Report(
         setup=_setup(config, sp, checkpoint),
         criterion=criterion,
