@@ -176,7 +176,7 @@ _OPTIONS: dict[str, Any] = {
         ("Llama", {"intermediate_size": 50}, 4, ("50 features", "mlp", "tensor=2, ulysses=2")),
         ("Mixtral", {"num_local_experts": 6}, 4, ("6 experts", "tensor=2")),
         ("GPT2", {}, 2, ("no tensor-parallel plan", "gpt2", "tensor=1")),
-        ("Olmo2", {}, 2, ("colwise_gather_output", "q_norm", "tensor=1")),
+        ("Olmo2", {}, 2, ("colwise_gather_output", "q_proj", "tensor=1")),
         ("Llama", {"attention_dropout": 0.5}, 2, ("draws", "set it to 0")),
     ],
 )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -261,16 +261,15 @@ class _Planner:
         decoder = self.names[decoder_of(self.model)]
         return name.startswith(f"{decoder}.")
 
-    def _refuse(self, why: str) -> Any:
-        raise LongspanError(f"`tensor={self.size}` cannot cut {self.name}: {why}; use `tensor=1`{self._rather(1)}")
+    def _refuse(self, why: str) -> NoReturn:
+        raise LongspanError(f"`tensor={self.size}` cannot cut {self.name}: {why}; use `{self._mesh(1)}`")
 
-    def _refuse_size(self, what: str, count: int, of: Any = None, pad: bool = False) -> None:
+    def _refuse_size(self, what: str, count: int, of: Any = None, pad: bool = False) -> NoReturn:
         total = self.size * self.others
         fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count))
         more = f", or pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={self.size})" if pad else ""
         raise LongspanError(
-            f"`tensor={self.size}` does not divide the {count} {what} of {self.name}; try `tensor={fits}`"
-            f"{self._rather(fits)}{more}"
+            f"`tensor={self.size}` does not divide the {count} {what} of {self.name}; try `{self._mesh(fits)}`{more}"
         )
 
     def _fits(self, t: int, count: int) -> bool:
@@ -278,8 +277,8 @@ class _Planner:
         kv = self.kv_heads % t == 0 or t % self.kv_heads == 0
         return kv and all(x % t == 0 for x in counts)
 
-    def _rather(self, tensor: int) -> str:
-        return f", ulysses={self.size * self.others // tensor}" if self.size // tensor > 1 or self.others > 1 else ""
+    def _mesh(self, tensor: int) -> str:
+        return f"tensor={tensor}, ulysses={self.size * self.others // tensor}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,7 +333,7 @@ class TensorParallel:
                 seen[name], own[name] = made[id(p)]
             if own:
                 shards = Shards(module, self.group, own)
-                module.longspan_shards = shards  # type: ignore[assignment]
+                module.longspan_shards = shards
                 module.register_forward_pre_hook(lambda *_, shards=shards: shards.show())
                 module.register_forward_hook(lambda *_, shards=shards: shards.hide(), always_call=True)
 

@@ -207,7 +207,7 @@ class Head:
     def weight(self) -> Tensor:
         """The matrix of a head that is a linear layer, as the module sees it."""
         with as_local(self.module):
-            return self.module.weight.detach()  # type: ignore[union-attr, operator, return-value]
+            return self.module.weight.detach()  # type: ignore[operator]
 
     def regather(self) -> None:
         """Before a backward computes with it again: another forward may have given its weights back meanwhile."""

@@ -50,7 +50,8 @@ class Vocabulary:
         x = logits_TV.to(dtype)
         highest = self.group.largest(x.amax(-1, keepdim=True))
         total = self.group.sum_out((x - highest).exp().sum(-1, keepdim=True))
-        return x - (total.log() + highest)
+        # Every rank subtracts it from its own part: its gradient is the sum of theirs.
+        return x - self.group.copy_in(total.log() + highest)
 
     def is_top1(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
         """Whether the label is the likeliest token; of several, the first."""

@@ -58,7 +58,7 @@ class Collective:
 def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[Collective, ...]:
     """Every collective of one step, in the order of the forward, equal ones counted together."""
     together: dict[tuple[str, str, str, int, bool], int] = {}
-    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware)):
+    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware), on_cpu=hardware.on_cpu):
         if sent.bytes and sent.calls and mesh.size(sent.axis) > 1:
             key = (sent.op, sent.axis, sent.what, sent.bytes, sent.method)
             together[key] = together.get(key, 0) + sent.calls
@@ -84,7 +84,7 @@ def _beside(op: str, what: str) -> str:
     return "computing" if what in ("weights of a layer", "gradients of a layer") else ""
 
 
-def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]:
+def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool, on_cpu: bool) -> Iterator[Sent]:
     micro = micro_batches(job, mesh)
     summed = 1 if once else micro
     for layer, layers in model.layer_kinds:
@@ -92,7 +92,7 @@ def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]
         for sent in (*layer_method(model, layer, job, mesh), *whole, *layer_weights(layer, job, mesh)):
             times = layers * (summed if sums_gradients(sent) else micro)
             yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
-    for sent in (*around_tensor(model, job, mesh), *around_the_layers(model, job, mesh)):
+    for sent in (*around_tensor(model, job, mesh, on_cpu), *around_the_layers(model, job, mesh)):
         times = summed if sums_gradients(sent) else micro
         yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from longspan.core.buckets import NARROW_PARTS, head_tile
 from longspan.plan.cost.local import local_batch, local_tokens, passes
 from longspan.plan.cost.sent import Sent
 
@@ -45,7 +46,7 @@ def _cut_dim(name: str) -> int | None:
 
 
 def known_to_cut(layer: LayerShape) -> bool:
-    """Whether `longspan.hf.tensor` has a plan for a layer like this one: separate projections, norms of single heads."""
+    """Whether `longspan.hf.tensor` can cut a layer like this one: separate projections, norms of single heads."""
     owners = {p.name.rpartition(".")[0].rpartition(".")[2]: p for p in layer.parameters}
     dim = getattr(layer.mixer, "head_dim", 0)
     of_heads = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)
@@ -101,7 +102,7 @@ def layer_tensor(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> 
     return sent
 
 
-def around_tensor(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+def around_tensor(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
     """Embedding, head and loss of one micro-batch."""
     t = mesh.tensor
     if t == 1:
@@ -117,19 +118,23 @@ def around_tensor(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
             for op in ("all_gather", "reduce_scatter")
         ]
     if train:
-        number = 2 * 4 * tokens * (t - 1) // t  # fp32, of each token
-        sent += [
-            Sent("all_reduce", "tensor", "largest logits", number, method=False),
-            Sent(
-                "all_reduce",
-                "tensor",
-                "sums and labels of the softmax",
-                2 * 4 * 2 * tokens * (t - 1) // t,
-                method=False,
-            ),
-            *_gradients(tuple(p for p in model.root if len(p.shape) == 1), job, mesh, experts=False),
-        ]
+        for rows in _softmax_rows(tokens, model.vocab // t, job, mesh, on_cpu):  # fp32, of each token
+            for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):
+                size = 2 * 4 * numbers * rows * (t - 1) // t
+                sent.append(Sent("all_reduce", "tensor", what, size, method=False))
+        sent += _gradients(tuple(p for p in model.root if len(p.shape) == 1), job, mesh, experts=False)
     return sent
+
+
+def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bool) -> list[int]:
+    """Tokens whose softmax is computed at a time: of a tile of logits, in half precision of its parts."""
+    rows = head_tile(vocabulary, on_cpu)
+    if job.dtype == "fp32" or not job.weight_sharding or mesh.weights == 1:  # under autocast logits are not narrow
+        return [min(rows, tokens - start) for start in range(0, tokens, rows)]
+    rows = min(tokens, 2 * rows)
+    part = -(-rows // NARROW_PARTS)
+    tiles = [min(rows, tokens - start) for start in range(0, tokens, rows)]
+    return [min(part, tile - start) for tile in tiles for start in range(0, tile, part)]
 
 
 def _gradients(parameters: tuple[Parameter, ...], job: Job, mesh: Mesh, experts: bool) -> list[Sent]:
