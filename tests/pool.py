@@ -29,6 +29,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -329,6 +330,14 @@ def _answer(conn: Connection, rank: int, fn: Callable[..., Any], *args: Any) -> 
     conn.send_bytes(answer)
 
 
+def _forget_meshes() -> None:
+    """torch keeps how it gathers a DTensor by the shape of its mesh, with the names of groups that are gone by now."""
+    module = sys.modules.get("torch.distributed.tensor._redistribute")
+    for value in list(vars(module).values()) if module is not None else []:
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+
+
 def _run(task: bytes, store: Any, rank: int, world_size: int) -> Any:
     """Run one task in a process group of its own.
 
@@ -345,4 +354,5 @@ def _run(task: bytes, store: Any, rank: int, world_size: int) -> Any:
     store = dist.PrefixStore(f"task{number}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)
+    _forget_meshes()
     return fn(*args)

@@ -274,13 +274,15 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
 
 
 def test_no_command_for_what_this_version_does_not_run() -> None:
-    for job, mesh in (
-        (Job(context=8192), Mesh(tensor=2)),
-        (Job(context=8192, tiled_loss=False), Mesh(ulysses=2)),
+    for model, job, mesh, said in (
+        (read_model("gpt-1.2b"), Job(context=1024), Mesh(tensor=2), "cannot cut this family"),
+        (LLAMA, Job(context=8192, mode="prefill"), Mesh(tensor=2), "generate` does not run"),
+        (LLAMA, Job(context=8192, tiled_loss=False), Mesh(ulysses=2), "this version"),
     ):
-        plan = cost(LLAMA, job, mesh, A100)
+        plan = cost(model, job, mesh, A100)
         assert command(plan) is None
-        assert any("this version" in reason for reason in plan.reasons)
+        assert any(said in reason for reason in plan.reasons)
+    assert "--tensor 2" in str(command(cost(LLAMA, Job(context=8192), Mesh(tensor=2), A100)))
     plan = cost(LLAMA, Job(context=8192, mode="prefill"), Mesh(ulysses=2), A100)
     assert "longspan generate " in str(command(plan)) and any("--prefill-chunk plans" in r for r in plan.reasons)
     for job, mesh in (

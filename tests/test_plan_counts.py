@@ -39,7 +39,7 @@ Shape = tuple[int, int, int, int]
 
 
 def sharding(mesh: Mesh, layout: str = "auto", ring_impl: str = "auto") -> longspan.SequenceSharding:
-    made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses)
+    made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
     return longspan.SequenceSharding(made, layout, ring_impl=ring_impl)
 
 
@@ -179,6 +179,16 @@ CASES = [
     (Mesh(ring=4), {"model_type": "mistral", "sliding_window": 8}, {"layout": "contiguous"}),
     (Mesh(ring=2, ulysses=2), {"model_type": "mistral", "sliding_window": 5}, {}),
     (Mesh(ring=2, ulysses=2), MLA, {"ring_impl": "p2p"}),
+    (Mesh(tensor=2), {}, {}),
+    (Mesh(tensor=4), {}, {"tensor_style": "megatron-sp"}),
+    (Mesh(tensor=2, ulysses=2), {"attention_bias": True}, {"dtype": "bf16"}),
+    (Mesh(tensor=2, ulysses=2), {"tie_word_embeddings": True}, {"tensor_style": "megatron-sp", "dtype": "bf16"}),
+    (Mesh(tensor=2, data=2, ring=2), {"model_type": "qwen3"}, {"tensor_style": "megatron-sp"}),
+    (Mesh(tensor=2, data=2), {}, {"weight_sharding": False}),
+    (Mesh(tensor=2, ulysses=2), {}, {"weight_sharding": False, "tensor_style": "megatron-sp"}),
+    (Mesh(tensor=2, ulysses=2), {"model_type": "qwen3"}, {"memory": CHECKPOINTED}),
+    (Mesh(tensor=4, ulysses=2), {}, {"memory": CHECKPOINTED, "tensor_style": "megatron-sp"}),
+    (Mesh(tensor=2), {"model_type": "gemma3_text", "sliding_window": 8}, {"memory": CHECKPOINTED}),
     (Mesh(ulysses=16), {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2}, {}),
 ]
 
@@ -268,10 +278,11 @@ def step_sent(
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = transformers.AutoModelForCausalLM.from_config(cls(**config))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.weights > 1 else None
         by_transformers = options.get("memory") == CHECKPOINTED
         levers = "fastest" if by_transformers else options.get("memory", "fastest")
-        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers)
+        style = options.get("tensor_style", "tp")
+        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers, tensor_style=style)
         if by_transformers:
             model.gradient_checkpointing_enable()
         model.train()

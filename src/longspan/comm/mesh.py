@@ -150,6 +150,7 @@ class SequenceSharding:
         ulysses_size, ulysses_rank, ulysses_group: the same of the Ulysses group alone.
         data_size: number of replicas.
         data_rank: the replica this rank belongs to.
+        tensor_size, tensor_rank: ranks that share each layer's weights and hold the same tokens, and this one's place.
 
     Raises:
         LongspanError: for a mesh without the four axes, an unknown layout or ring_impl, or exchange_chunks below 1.
@@ -192,11 +193,11 @@ class SequenceSharding:
         self.group: dist.ProcessGroup | None = None
         self.ring_group: dist.ProcessGroup | None = None
         self.ulysses_group: dist.ProcessGroup | None = None
-        self.ring_rank = self.ulysses_rank = self.data_rank = 0
+        self.ring_rank = self.ulysses_rank = self.data_rank = self.tensor_rank = 0
         if isinstance(mesh, DeviceMesh):
             self.ring_group, self.ring_rank = mesh.get_group("ring"), mesh.get_local_rank("ring")
             self.ulysses_group, self.ulysses_rank = mesh.get_group("ulysses"), mesh.get_local_rank("ulysses")
-            self.data_rank = mesh.get_local_rank("data")
+            self.data_rank, self.tensor_rank = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
             self.group = self._sequence_group(mesh)
         self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
         self.spans_hosts = exchange_chunks == "auto" and self._spans_hosts()
@@ -269,6 +270,20 @@ class SequenceSharding:
     def world_size(self) -> int:
         """Ranks in data x sequence."""
         return self.data_size * self.size
+
+    @cached_property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks of the mesh, in the order data, ring, ulysses, tensor: what must be alike is
+        compared over it. None on one process."""
+        if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
+            return self.world_group
+        group = flatten_mesh(self.mesh, "data_sequence_tensor").get_group()
+        return give_up_like_the_job(group, self.mesh.device_type)
+
+    @property
+    def job_size(self) -> int:
+        """Ranks of the mesh."""
+        return self.world_size * self.tensor_size
 
     def shard(self, x: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
         """My part of the whole tensor `x` along `dim`; see `longspan.comm.shard.shard`."""

@@ -284,3 +284,15 @@ def register_tree(
     except ImportError as error:
         raise gone("torch", "torch.utils._pytree", "training without logits", "logits=True") from error
     _pytree.register_pytree_node(kind, flatten, lambda leaves, rest: unflatten(list(leaves), rest))
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """The dict in which a module keeps its own parameters, to put a tensor in a parameter's place for a while.
+
+    Versions: torch 2.11 to 2.13, and what FSDP2 writes to as well. Public way: none (`register_parameter` takes leaves
+    alone). When gone: LongspanError.
+    """
+    found: dict[str, Any] | None = getattr(module, "_parameters", None)
+    if found is None:
+        raise gone("torch", "nn.Module._parameters", "a layer cut over a tensor axis", "`tensor=1`")
+    return found

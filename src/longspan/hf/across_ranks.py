@@ -58,8 +58,8 @@ def agree_on_model(
     Raises:
         LongspanError: naming the ranks, and the keys or parameters; on the rank that has it, `problem` itself.
     """
-    group = sp.world_group
-    if group is None or sp.world_size == 1:
+    group = sp.everyone
+    if group is None or sp.job_size == 1:
         if problem is not None:
             raise problem
         return
@@ -112,8 +112,8 @@ def together(sp: SequenceSharding, action: Callable[[], T]) -> T:
         found.append(action())
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
-    group = sp.world_group
-    if group is None or sp.world_size == 1:
+    group = sp.everyone
+    if group is None or sp.job_size == 1:
         if problem is not None:
             raise problem
         return found[0]
@@ -141,8 +141,8 @@ def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
 
 def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
     """Give the parameters and buffers of the first rank to all. Collective, where there are ranks."""
-    group = sp.world_group
-    if group is None or sp.world_size == 1:
+    group = sp.everyone
+    if group is None or sp.job_size == 1:
         return
     source = dist.get_process_group_ranks(group)[0]
     with torch.no_grad():
@@ -183,14 +183,21 @@ class ReplicaCheck:
             self.digester = Digester(parameters[0].device)
         return int(self.digester.joint(parameters))
 
-    def refuse(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def refuse(self, model: nn.Module, group: dist.ProcessGroup, held: int = 1) -> None:
         """Raise on every rank alike, naming parameter and ranks. Collective.
+
+        Args:
+            model: whose weights differ.
+            group: all ranks.
+            held: every so-manieth rank holds the same weights.
 
         Raises:
             LongspanError: always.
         """
         weights = gather_values(digests_of(dict(model.named_parameters())), group)
-        found = _unlike(weights, dist.get_process_group_ranks(group))
+        ranks = dist.get_process_group_ranks(group)
+        groups = [(weights[i::held], ranks[i::held]) for i in range(held)]
+        found = next(_unlike(*each) for each in groups if any(x != each[0][0] for x in each[0]))
         raise LongspanError(
             f"the weights are not alike on all ranks any more: {found}; they were "
             f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
@@ -199,7 +206,7 @@ class ReplicaCheck:
 
 
 def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.ProcessGroup:
-    """A group of all ranks of data x sequence over which hosts speak without waiting for their GPUs. Collective.
+    """A group of all ranks over which hosts speak without waiting for their GPUs. Collective.
 
     Args:
         sp: the sharding.
@@ -208,7 +215,7 @@ def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.Pro
     Raises:
         LongspanError: if gloo cannot make one beside NCCL.
     """
-    group = sp.world_group
+    group = sp.everyone
     assert group is not None
     if sp.device.type == "cpu":
         return group

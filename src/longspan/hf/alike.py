@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 THOROUGH = 3
 """First forwards in which the content is compared on the host also where it lies on a GPU: most faults show there."""
 
+_APART = 1 << 20  # keeps what a tensor group has found apart from what a sequence group has
 _REFUSED, _LATE = 1, 2  # flags of a rank in a gather
 
 
@@ -105,8 +106,9 @@ class BatchCheck:
         numbers = [flags, _number(wide), _number(form), content or 0, weights]
         rows = gather_numbers(numbers, self.group, torch.device("cpu"))
         self._refuse(rows, form, wide, problem)
-        if len({row[4] for row in rows}) > 1:
-            self.replicas.refuse(model, self.group)
+        held = self.sp.tensor_size  # ranks that hold the same weights have the same place in their tensor group
+        if any(len({row[4] for row in rows[i::held]}) > 1 for i in range(held)):
+            self.replicas.refuse(model, self.group, held)
 
     def _refuse(
         self, rows: list[list[int]], form: dict[str, str], wide: dict[str, str], problem: Exception | None
@@ -114,7 +116,8 @@ class BatchCheck:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         seen = [(row[2], row[3]) for row in rows]
-        groups = [range(first, first + self.sp.size) for first in range(0, self.sp.world_size, self.sp.size)]
+        same = self.sp.size * self.sp.tensor_size  # ranks that are given the same batch are neighbours
+        groups = [range(first, first + same) for first in range(0, self.sp.job_size, same)]
         apart = next((group for group in groups if len({seen[i] for i in group}) > 1), None)
         if apart is not None:
             facts = gather_values(form, self.group)
@@ -144,9 +147,14 @@ class BatchCheck:
 
         Below 2^31 each, so that sums over ranks are exact, and in a sequence group they cancel out if all are alike.
         """
-        if self.mine is None or self.sp.size == 1:
+        if self.mine is None or self.sp.size * self.sp.tensor_size == 1:
             return None
-        return self.mine * (1 if self.sp.rank else 1 - self.sp.size)
+        apart = self.mine * (1 if self.sp.rank else 1 - self.sp.size)
+        if self.sp.tensor_size > 1:  # the loss is not summed over these
+            more = self.mine * (1 if self.sp.tensor_rank else 1 - self.sp.tensor_size)
+            dist.all_reduce(more, group=self.sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
+            apart = apart + more.abs() * _APART
+        return apart
 
     @not_compiled
     def carried(self, total: Tensor) -> None:
@@ -185,8 +193,9 @@ class BatchCheck:
         else:
             return
         seen = gather_values((first.forward, float(first.values[1])), self.group)
-        for start in range(0, self.sp.world_size, self.sp.size):
-            group = slice(start, start + self.sp.size)
+        same = self.sp.size * self.sp.tensor_size
+        for start in range(0, self.sp.job_size, same):
+            group = slice(start, start + same)
             if len(set(seen[group])) > 1:
                 text = self._say_apart(
                     ranks[group], seen[group], f"{self.forward - first.forward} forwards before this one"

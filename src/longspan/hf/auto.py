@@ -12,7 +12,7 @@ import torch
 from longspan.core.memory import Memory
 from longspan.plan.advice import choose
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job, Mesh, TensorStyle
 from longspan.plan.models.read import shape_from_config
 from longspan.plan.models.shape import ModelShape
 
@@ -64,6 +64,7 @@ def levers_for(
     batch: int,
     dtype: torch.dtype,
     fsdp: bool,
+    style: TensorStyle = "tp",
     fixed: Mapping[str, Any] | None = None,
 ) -> tuple[Memory, str]:
     """The fastest levers that fit, and why.
@@ -76,6 +77,7 @@ def levers_for(
         batch: sequences at a time, over all replicas.
         dtype: of the activations.
         fsdp: whether weights are sharded.
+        style: of the tensor axis.
         fixed: levers that stay as they are given, by the fields of `Memory`.
 
     Raises:
@@ -86,6 +88,7 @@ def levers_for(
         batch=batch,
         dtype="fp32" if dtype == torch.float32 else "bf16",
         weight_sharding=fsdp and sp.world_size > 1,
+        tensor_style=style,
     )
     mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
     return choose(shape, job, mesh, hardware, fixed)

@@ -28,8 +28,9 @@ def explain(model: nn.Module) -> str:
     if not isinstance(hooks, ForwardHooks):
         raise LongspanError(f"{type(inner).__name__} was not parallelized; call longspan.parallelize(model, sp) first")
     sp, levers = hooks.sp, hooks.levers
+    tensor = "" if hooks.tensor is None else f" tensor={sp.tensor_size} ({hooks.tensor.style})"
     lines = [
-        f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}, layout {sp.layout.kind}",
+        f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}, layout {sp.layout.kind}",
     ]
     if levers is not None:
         lines.append(f"memory: {levers.memory.described()} ({levers.why})")

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.support import decoder_layers
+from longspan.memory.shards import as_local
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -152,7 +153,7 @@ def _backward_reads_table(embedding: nn.Module) -> bool:
         return x
 
     token = torch.zeros(1, 1, dtype=torch.long, device=embedding.weight.device)
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with as_local(embedding), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         embedding.forward(token)  # without hooks
     return any(size >= embedding.weight.numel() for size in kept)
 

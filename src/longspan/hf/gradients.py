@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from longspan.compat.torch_api import when_backward_ends
 from longspan.core.buckets import GRADIENT_BUCKET, gradient_buckets
 from longspan.core.errors import LongspanError
+from longspan.hf.digests import local_part
 from longspan.hf.support import transformers_model
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class GradientSum:
                 self._lay_aside(p)
                 p.grad = torch.zeros_like(p)
         kinds = [p.dtype for p in summed]
-        for places in gradient_buckets([p.numel() for p in summed], kinds, self.bucket_elements):
+        for places in gradient_buckets([local_part(p).numel() for p in summed], kinds, self.bucket_elements):
             self._sum([summed[i] for i in places])
         for p, grad in self.earlier.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
@@ -172,7 +173,7 @@ class GradientSum:
     def _sum(self, bucket: list[nn.Parameter]) -> None:
         """One all-reduce, in fp32 at least: a sum of many ranks in bf16 would round at every step."""
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
-        grads = [p.grad for p in bucket if p.grad is not None]
+        grads = [local_part(p.grad) for p in bucket if p.grad is not None]  # of a weight cut over a tensor group mine
         if len(grads) == 1:
             self._sum_alone(grads[0], dtype)
             return

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from longspan.hf.guards import Guard, RestCheck
     from longspan.hf.in_backward import InBackward
     from longspan.hf.levers import Levers
+    from longspan.hf.tensor import TensorParallel
     from longspan.memory.logits import DeferredLogits
 
 
@@ -109,6 +110,7 @@ class ForwardHooks:
         self.cached: CachedInfo | None = None
         self.signature = inspect.signature(model.forward)
         self.gradients: GradientSum | None = None
+        self.tensor: TensorParallel | None = None
         self.in_backward: InBackward | None = None
         self.masked = labels_each_token(model)
         self.pooled = PooledHead(model, sp) if labels_each_row(model) else None
@@ -156,7 +158,10 @@ class ForwardHooks:
         self.binding.max_position = info.max_position
         # A mask of ones tells transformers not to look for packed sequences in these positions: `info` has them, of
         # the whole sequence. Padding and documents are in `info` too.
-        cut["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+        shape = tokens.shape[:2]
+        if self.tensor is not None:  # and how many tokens a rank routes
+            shape = torch.Size((shape[0], self.tensor.group.tokens(shape[1])))
+        cut["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=tokens.device)
         cut["use_cache"] = False
         if self.pooled is not None:
             self.pooled.begin(batch, cut)
@@ -319,7 +324,8 @@ class ForwardHooks:
                     "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
                     'checkpointing loses it; pass {"use_reentrant": False}'
                 )
-            losses["aux_loss"] = load_balancing_loss(logits, self.top_k, self.sp, owed.real)
+            real = owed.real if self.tensor is None else self.tensor.my_rows(owed.real)
+            losses["aux_loss"] = load_balancing_loss(logits, self.top_k, self.sp, real)
             if "loss" in losses:
                 losses["loss"] = losses["loss"] + model.router_aux_loss_coef * losses["aux_loss"]
         return losses
@@ -355,6 +361,8 @@ class ForwardHooks:
             )
         if batch.get("labels") is not None and "labels" not in self.signature.parameters:
             raise LongspanError(f"{self.name} takes no labels, it has no head that predicts tokens; leave them out")
+        if self.tensor is not None and self.tensor.style == "megatron-sp":
+            self.tensor.refuse(batch, self.config)
         if self.pooled is not None:
             self.pooled.check(batch)
         if model.training and self.levers is not None:

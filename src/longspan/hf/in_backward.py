@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from longspan.core.errors import LongspanError
 from longspan.hf.digests import local_part
@@ -106,7 +107,9 @@ class InBackward:
             return
         grad = local_part(p.grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
-        self.norms.append(torch.linalg.vector_norm(grad, dtype=wide))
+        # What every rank of a tensor group holds counts once.
+        alike = self.hooks.sp.tensor_size if isinstance(p, DTensor) and p.placements[-1].is_replicate() else 1
+        self.norms.append(torch.linalg.vector_norm(grad, dtype=wide) / math.sqrt(alike))
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:
@@ -122,7 +125,7 @@ class InBackward:
     def grad_norm(self) -> float:
         """The global L2 norm of the gradients since this was last called, or since a backward raised. Collective."""
         norms, self.norms = self.norms, []
-        group = self.hooks.sp.world_group
+        group = self.hooks.sp.everyone
         square = torch.zeros((), dtype=torch.float64, device=self.hooks.sp.device)
         if norms:
             square = torch.stack([x.to(square.device) for x in norms]).double().square().sum()

@@ -99,6 +99,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"{type(model).__name__} is not parallelized; a ShardedCache lies over the ranks of a model that "
                 f"longspan.parallelize returned"
             )
+        if hooks.sp.tensor_size > 1:
+            raise LongspanError(
+                f"a model cut over `tensor={hooks.sp.tensor_size}` has no KV cache in this version: it is trained, "
+                f"evaluated and scored; to generate, parallelize it with tensor=1, "
+                f"ulysses={hooks.sp.ulysses_size * hooks.sp.tensor_size}"
+            )
         super().__init__(layers=[])
         self.config = hooks.config
         self.sp: SequenceSharding = hooks.sp

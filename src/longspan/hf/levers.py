@@ -15,7 +15,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.auto import hardware_of, levers_for, shape_of
 from longspan.hf.registry import LayerBinding
-from longspan.hf.support import attention_layers, decoder_layers
+from longspan.hf.support import attention_layers, decoder_layers, draws
 from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import Chain, CheckpointedLayer, LayerCall
 from longspan.memory.offload import store_for
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
     from longspan.memory.offload import Store
     from longspan.plan.hardware import Hardware
+    from longspan.plan.job import TensorStyle
 
 
 class Levers:
@@ -201,14 +202,21 @@ class Auto:
         sp: its sharding.
         fsdp: whether weights are sharded.
         mp_policy: FSDP's, which says in which dtype it computes.
+        style: of the tensor axis.
 
     Raises:
         LongspanError: for a model that the planner does not know.
     """
 
     def __init__(
-        self, model: PreTrainedModel, sp: SequenceSharding, fsdp: bool, mp_policy: MixedPrecisionPolicy | None
+        self,
+        model: PreTrainedModel,
+        sp: SequenceSharding,
+        fsdp: bool,
+        mp_policy: MixedPrecisionPolicy | None,
+        style: TensorStyle = "tp",
     ) -> None:
+        self.style = style
         self.sp, self.fsdp, self.largest, self.device = sp, fsdp, 0, sp.device
         self.shape = shape_of(model.config.get_text_config())
         asked = mp_policy.param_dtype if mp_policy is not None else None
@@ -219,11 +227,12 @@ class Auto:
         """The fastest that fit the smallest device of all ranks, and why. Collective."""
         if self.hardware is None:
             least = torch.tensor(hardware_of(self.device).memory_bytes, dtype=torch.float64, device=self.device)
-            if self.sp.world_size > 1:
+            if self.sp.job_size > 1:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(self.device, float(least))
         batch = rows * self.sp.data_size
         options: dict[str, Any] = {"tokens": length, "batch": batch, "dtype": self.dtype, "fsdp": self.fsdp}
+        options["style"] = self.style
         return levers_for(self.shape, self.sp, self.hardware, fixed=fixed, **options)
 
 
@@ -293,12 +302,6 @@ def _routes(mlp: nn.Module) -> bool:
         "Router" in type(module).__name__ or hasattr(module, "num_experts") or hasattr(module, "experts")
         for module in mlp.modules()
     )
-
-
-def draws(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
-    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
-    return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
 
 
 def _takes_one(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ def from_pretrained(
     prepare: Prepare | None = None,
     **options: Any,
 ) -> Any:
-    """A pretrained model, loaded and parallelized: with FSDP each rank reads its own rows of each weight.
+    """A pretrained model, loaded and parallelized: with FSDP each rank reads its own part of each weight.
 
     The same as `longspan.parallelize(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), sp, **options)`, but that
     a rank's host never holds more than that rank's shards and one parameter, where the weights lie in safetensors files
@@ -109,12 +109,13 @@ def load_sharded(
     Raises:
         LongspanError: as `from_pretrained`.
     """
-    sharded = fsdp and sp.world_size > 1
+    sharded = fsdp and sp.job_size > 1
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
     model = together(sp, lambda: prepare(origin.build()))
-    return parallelize(model if sharded else model.to(sp.device), sp, fsdp=fsdp, **options)
+    # A tensor axis cuts each weight on the host.
+    return parallelize(model if sharded or sp.tensor_size > 1 else model.to(sp.device), sp, fsdp=fsdp, **options)
 
 
 def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) -> Files | FirstRank | None:

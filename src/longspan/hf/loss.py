@@ -199,7 +199,8 @@ def load_balancing_loss(
         A scalar, fp32 (fp64 for fp64).
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
-    return balance(sum_over_ranks(balance_sums(router_logits, top_k, real), sp)).to(dtype)
+    # Of a tensor group each rank routes some of the tokens.
+    return balance(_sum_over(balance_sums(router_logits, top_k, real), sp.everyone)).to(dtype)
 
 
 def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:
@@ -226,7 +227,10 @@ def balance(sums: Tensor) -> Tensor:
 
 def sum_over_ranks(parts: Tensor, sp: SequenceSharding) -> Tensor:
     """The sum over data x sequence, on every rank; the gradient of `parts` is that of the sum."""
-    group = sp.world_group
+    return _sum_over(parts, sp.world_group)
+
+
+def _sum_over(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None or group.size() == 1:
         return parts
     total: Tensor = torch.ops.longspan.sum_of_parts(parts, group_name(group))

@@ -209,7 +209,7 @@ class _Watcher:
 
 
 def _first_of_all(mine: _Found | None, sp: SequenceSharding) -> NonFinite | None:
-    group = sp.world_group
+    group = sp.everyone
     if group is None:
         found, ranks = [mine], [0]
     else:

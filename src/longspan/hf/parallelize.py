@@ -34,7 +34,7 @@ from longspan.hf.generate import Generate
 from longspan.hf.gradients import GradientSum
 from longspan.hf.guards import Guard, RestCheck, forbid
 from longspan.hf.hooks import ForwardHooks
-from longspan.hf.levers import Auto, LeverModules, Levers, draws
+from longspan.hf.levers import Auto, LeverModules, Levers
 from longspan.hf.registry import ModelBinding, bind_layers
 from longspan.hf.savers import refuse_savers
 from longspan.hf.support import (
@@ -42,10 +42,12 @@ from longspan.hf.support import (
     attention_dropout,
     check_model,
     decoder_of,
+    draws,
     refuse_dropout,
     switch_dropout_off,
     transformers_model,
 )
+from longspan.hf.tensor import TensorParallel, TensorStyle, check_style, tensor_plan
 from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ def parallelize(
     logits: bool = False,
     memory: MemoryLevel | Memory = "fastest",
     dropout: float | None = None,
+    tensor_style: TensorStyle = "tp",
 ) -> Model:
     """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
 
@@ -109,6 +112,9 @@ def parallelize(
         dropout: 0.0: every dropout of the model is set to 0, in its layers and its config, so that a model with dropout
             in its attention can be trained. None: the model's stay; those in attention are refused in training, since
             what they draw would depend on the number of ranks. Nothing else is taken.
+        tensor_style: over the mesh's `tensor` axis, where it is more than 1: "tp": every rank of a tensor group holds
+            the whole residual stream, and each layer sums it twice. "megatron-sp": each holds its tokens of it, which
+            are gathered before attention and MLP, and summed and scattered behind; see `longspan.hf.tensor`.
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
@@ -135,6 +141,7 @@ def parallelize(
         "logits": logits,
         "memory": memory,
         "dropout": dropout,
+        "tensor_style": tensor_style,
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
@@ -143,11 +150,16 @@ def parallelize(
         levers = FASTEST if memory == "auto" else memory_of(memory)
         inner = _checked(model, sp, options)
         _check_levers(inner, levers, sharded=fsdp and sp.world_size > 1)
-        auto = Auto(inner, sp, fsdp, mp_policy) if memory == "auto" else None
+        if sp.tensor_size > 1 and levers.head_loss != "tiled":
+            raise LongspanError(
+                f"head_loss={levers.head_loss!r} knows no vocabulary that is cut over `tensor={sp.tensor_size}`; "
+                "use 'tiled'"
+            )
+        auto = Auto(inner, sp, fsdp, mp_policy, tensor_style) if memory == "auto" else None
         check_cpu_offload(sp.device, levers.cpu_offload)
         store = store_for(levers, sp.device)
         facts = _facts(model, sp, options)
-        if sp.world_size > 1 and weights == "same":
+        if sp.job_size > 1 and weights == "same":
             digests = digests_of(weights_of(model))
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
@@ -157,23 +169,29 @@ def parallelize(
         switch_dropout_off(inner)
     if weights == "broadcast":
         broadcast_weights(inner, sp)
-    if sp.data_rank == 0 and sp.rank == 0:  # it is the same on all
+    if sp.data_rank == sp.rank == sp.tensor_rank == 0:  # it is the same on all
         _warn_of_idle_ranks(inner, sp)
         _warn_of_dropout(inner)
     binding = bind_layers(inner, sp, kernel, levers)
     hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store, auto), logits)
-    if sp.world_size > 1:
+    sums = not fsdp and sp.world_size > 1
+    if sp.job_size > 1:
         hooks.guard = Guard(inner, sp, mp_policy)
-        hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, 0 if fsdp else check_weights))
+        hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, check_weights if sums else 0))
         forbid(model, inner)
-        if fsdp:
+        if sp.tensor_size > 1:
+            hooks.guard.remember(inner)
+            plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, tensor_style, sp.size)
+            hooks.tensor = TensorParallel(inner, sp, tensor_style, plan, hooks.head)
+            refuse_savers(model, inner)
+        if fsdp and sp.world_size > 1:
             hooks.guard.remember(inner)
             apply_fsdp(inner, sp, mp_policy, cpu_offload=levers.cpu_offload)
             inner.register_forward_hook(hooks.give_back)
             if hooks.head is not None:
                 hooks.head.gather = functools.partial(gather_group_of, inner, hooks.head.module)
             refuse_savers(model, inner)
-        else:
+        elif sums:
             hooks.gradients = GradientSum(inner.parameters(), sp)
     if check_at_rest:
         hooks.rest = RestCheck(inner)
@@ -224,8 +242,7 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
     name = type(inner).__name__
     if hasattr(inner, "longspan_hooks"):
         raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
-    if sp.tensor_size > 1:
-        raise LongspanError(f"`tensor={sp.tensor_size}`: tensor parallelism is not in this version; use `tensor=1`")
+    check_style(options["tensor_style"], sp.tensor_size)
     fsdp, mp_policy, weights = (options[option] for option in ("fsdp", "mp_policy", "weights"))
     if mp_policy is not None and (not fsdp or sp.world_size == 1):
         why = "with fsdp=False" if not fsdp else "on one rank, where nothing is sharded,"
@@ -255,6 +272,8 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
             )
     lean = options["memory"] != "auto" and memory_of(options["memory"]).lean
     check_model(inner, Place(sp.device, sp.ring_size), options["kernel"], lean=lean)
+    if sp.tensor_size > 1:
+        tensor_plan(inner, sp.tensor_size, sp.tensor_rank, options["tensor_style"], sp.size)
     _shards_of(inner, sp)
     return inner
 
@@ -302,6 +321,7 @@ def _shards_of(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard,
     config = model.config.get_text_config()
     q_heads: int = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    q_heads, kv_heads = q_heads // sp.tensor_size, max(1, kv_heads // sp.tensor_size)
     return split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
 
 

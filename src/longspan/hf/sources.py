@@ -18,8 +18,9 @@ from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_numbers, gather_values, together
 from longspan.hf.digests import local_part
 from longspan.hf.hollow import put, stub, tied_names
+from longspan.hf.placed import box_of, elements, my_box
 from longspan.hf.pretrained import check_weights, first_line, kind_of
-from longspan.hf.weight_files import WeightFiles, rows_of
+from longspan.hf.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -98,7 +99,7 @@ class Weights:
     """What is to be filled.
 
     Attributes:
-        parameters: sharded by FSDP2, by their first names in the model as loaded.
+        parameters: sharded by FSDP2, over a tensor group, or both, by their first names in the model as loaded.
         dtypes: that they have when they are loaded, which may not be what they are kept in.
     """
 
@@ -168,11 +169,11 @@ class Files:
 
         def read() -> None:
             for name, p in weights.parameters.items():
-                assert isinstance(p, DTensor) and p.placements[0].is_shard(0) and p.device_mesh.ndim == 1
-                start, stop = rows_of(p.shape[0], p.device_mesh.get_local_rank(), p.device_mesh.size())
-                if start < stop:
-                    rows = files.read(self.keys[name], start, stop)
-                    local_part(p).copy_(rows.to(weights.dtypes[name]))
+                assert isinstance(p, DTensor)
+                rows, *rest = my_box(p, sp)
+                if rows.start < rows.stop:
+                    part = files.read(self.keys[name], rows.start, rows.stop)[:, *rest]
+                    local_part(p).copy_(part.to(weights.dtypes[name]))
 
         together(sp, read)
 
@@ -243,11 +244,11 @@ class FirstRank:
             LongspanError: on every rank, if the first one cannot make the model.
         """
         whole, model = together(sp, lambda: (_build_apart(origin) if _is_first(sp) else None, origin.on_meta()))
-        assert sp.world_group is not None
-        said = gather_values(None if whole is None else (_parameters(whole), _buffers(whole)), sp.world_group)
+        assert sp.everyone is not None
+        said = gather_values(None if whole is None else (_parameters(whole), _buffers(whole)), sp.everyone)
         parameters, buffers = said[0]
         alike = _parameters(model).keys() == parameters.keys() and _buffers(model).keys() == buffers.keys()
-        if not all(row[0] for row in gather_numbers([alike], sp.world_group, sp.device)):
+        if not all(row[0] for row in gather_numbers([alike], sp.everyone, sp.device)):
             return None
         made: dict[str, nn.Parameter] = {}
         for name, x in parameters.items():
@@ -258,7 +259,7 @@ class FirstRank:
         for name, x in buffers.items():
             data = values[name].to(sp.device) if values else torch.empty(x.shape, dtype=x.dtype, device=sp.device)
             data = data.clone(memory_format=torch.contiguous_format)  # longrope writes into its buffer in a forward
-            dist.broadcast(_bytes(data), group_src=0, group=sp.world_group)
+            dist.broadcast(_bytes(data), group_src=0, group=sp.everyone)
             put(model, name, data.cpu())
         return cls(model, whole, parameters)
 
@@ -267,19 +268,18 @@ class FirstRank:
         whole = None if self.whole is None else dict(self.whole.named_parameters())
         for name, p in weights.parameters.items():
             assert isinstance(p, DTensor)
-            x, group = self.parameters[name], p.device_mesh.get_group()
-            size = group.size()
-            each = rows_of(x.shape[0], 0, size)[1]
-            mine = torch.empty(each, *x.shape[1:], dtype=x.dtype, device=sp.device)
+            boxes = [box_of(p, sp, rank, t) for rank in range(sp.world_size) for t in range(sp.tensor_size)]
+            most = max(map(elements, boxes))
+            mine = torch.empty(most, dtype=self.parameters[name].dtype, device=sp.device)
             sent = None
             if whole is not None:
                 values = whole[name].detach().to(sp.device)
-                parts = [values[slice(*rows_of(x.shape[0], rank, size))] for rank in range(size)]
-                # The last may have fewer rows, and all must be of one size.
-                sent = [_bytes(y if len(y) == each else torch.cat([y, mine[len(y) :]])) for y in parts]
-            dist.scatter(_bytes(mine), sent, group_src=0, group=group)
+                # Some have fewer rows, and all must be of one size.
+                parts = (values[box].flatten() for box in boxes)
+                sent = [_bytes(y if len(y) == most else torch.cat([y, mine[len(y) :]])) for y in parts]
+            dist.scatter(_bytes(mine), sent, group_src=0, group=sp.everyone)
             local = local_part(p)
-            local.copy_(mine[: len(local)])
+            local.copy_(mine[: local.numel()].view(local.shape))
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _is_first(sp: SequenceSharding) -> bool:
-    return sp.data_rank == 0 and sp.rank == 0
+    return sp.data_rank == sp.rank == sp.tensor_rank == 0
 
 
 def _build_apart(origin: Origin) -> Any:

@@ -123,6 +123,12 @@ def switch_dropout_off(model: PreTrainedModel) -> None:
                 setattr(module, name, 0.0)
 
 
+def draws(module: nn.Module) -> bool:
+    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
+    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
+    return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
+
+
 def refuse_dropout(found: tuple[str, float, str] | None) -> None:
     """Refuse to train with what `attention_dropout` has found.
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from longspan.compat.torch_api import register_tree
 from longspan.core.errors import LongspanError
+from longspan.memory.shards import as_local, seeing_local, trained_parameters
+from longspan.memory.vocabulary import Vocabulary
 
 WAY_OUT = "they are not made in training with labels; get them by longspan.parallelize(..., logits=True)"
 
@@ -116,7 +118,7 @@ class DeferredLogits:
 
     def __getitem__(self, index: Any) -> DeferredLogits:
         """A cut of the vocabulary; all tokens."""
-        at = index if isinstance(index, tuple) else (index,)
+        at = index if isinstance(index, tuple) and self.head.vocabulary is None else (index,)
         whole = [at[0] is Ellipsis] if len(at) == 2 else [part == slice(None) for part in at[:-1]]
         if len(at) in (2, self.hidden.dim()) and all(whole) and isinstance(at[-1], slice):
             return self.then(lambda logits: logits[..., at[-1]])
@@ -183,21 +185,29 @@ class Head:
         observer: is shown each tile of logits that is made, if there is one.
         loss: what computes the loss: "tiled", or a name of `longspan.memory.head_losses`.
         gather: gathers its weights, where they are sharded.
+        vocabulary: this rank's part, where a tensor group shares it: the head gives the logits of that part.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.compute: Callable[[Tensor], Tensor] = module.forward
+        self.compute: Callable[..., Tensor] = seeing_local(module, module.forward)
         self.bare = Bare(module, self.compute)
         self.armed = False
         self.observer: Callable[[Tensor], None] | None = None
         self.loss = "tiled"
+        self.vocabulary: Vocabulary | None = None
         self.gather: Callable[[], None] | None = None
         module.forward = self._forward  # the instance's: hooks around the call, FSDP's among them, stay
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
-        return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+        return trained_parameters(self.bare)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix of a head that is a linear layer, as the module sees it."""
+        with as_local(self.module):
+            return self.module.weight.detach()  # type: ignore[operator]
 
     def regather(self) -> None:
         """Before a backward computes with it again: another forward may have given its weights back meanwhile."""

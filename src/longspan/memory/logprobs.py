@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan.core.buckets import head_tile
 from longspan.memory.logits import DeferredLogits
 from longspan.memory.loss import IGNORE
+from longspan.memory.vocabulary import Vocabulary
 
 
 def logprobs_of(
@@ -51,7 +52,8 @@ class _Logprobs(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         parts = [
-            _numbers(logits.of(hidden_TD[part]), labels_T[part], *wanted) for part in _parts(logits, len(labels_T))
+            _numbers(logits.of(hidden_TD[part]), labels_T[part], *wanted, part=logits.head.vocabulary)
+            for part in _parts(logits, len(labels_T))
         ]
         ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, wanted, _autocast_of(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
@@ -75,7 +77,8 @@ class _Logprobs(torch.autograd.Function):
         for part in _parts(ctx.logits, len(labels_T)):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 x = hidden_TD[part].detach().requires_grad_(of_hidden)
-                numbers = _numbers(ctx.logits.of(x, wanted or None), labels_T[part], ctx.entropy)
+                made = ctx.logits.of(x, wanted or None)
+                numbers = _numbers(made, labels_T[part], ctx.entropy, part=ctx.logits.head.vocabulary)
             inputs = [*([x] if of_hidden else []), *wanted.values()]
             of_numbers = [g[part] for g in grads[: len(numbers)]]
             found = list(torch.autograd.grad(numbers, inputs, of_numbers, allow_unused=True))
@@ -106,9 +109,30 @@ gradient, so that a backward does not compute it again.
 """
 
 
-def _numbers(logits_TV: Tensor, labels_T: Tensor, entropy: bool, extras: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
-    counts = labels_T != IGNORE
-    all_log_p = torch.log_softmax(logits_TV, -1, dtype=torch.promote_types(logits_TV.dtype, torch.float32))
+_PARTS: dict[str, Callable[[Tensor, Tensor, Tensor, Vocabulary], Tensor]] = {
+    "entropy": lambda logits, log_p, labels, part: part.group.sum_out(-(log_p.exp() * log_p).sum(-1)),
+    "is_top1": lambda logits, log_p, labels, part: part.is_top1(logits, labels),
+    "mean_logits": lambda logits, log_p, labels, part: part.group.sum_out(logits.to(log_p.dtype).sum(-1)) / part.size,
+    "log_sum_sq_probs": lambda logits, log_p, labels, part: part.group.sum_out((2 * log_p).exp().sum(-1)).log(),
+}
+"""`EXTRAS`, of a part of the vocabulary; collective."""
+
+
+def _numbers(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    entropy: bool,
+    extras: tuple[str, ...] = (),
+    part: Vocabulary | None = None,
+) -> tuple[Tensor, ...]:
+    counts, dtype = labels_T != IGNORE, torch.promote_types(logits_TV.dtype, torch.float32)
+    if part is not None:
+        all_log_p = part.log_softmax(logits_TV, dtype)
+        log_p = part.group.sum_out(part.of_label(all_log_p, labels_T))
+        asked = [*(["entropy"] if entropy else []), *extras]
+        found = [log_p, *(_PARTS[name](logits_TV, all_log_p, labels_T, part).to(log_p.dtype) for name in asked)]
+        return tuple(torch.where(counts, x, 0) for x in found)
+    all_log_p = torch.log_softmax(logits_TV, -1, dtype=dtype)
     log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
     found = [log_p, *([EXTRAS["entropy"](logits_TV, all_log_p, labels_T)] if entropy else [])]
     found += [EXTRAS[name](logits_TV, all_log_p, labels_T).to(log_p.dtype) for name in extras]

@@ -21,6 +21,7 @@ from longspan.core.buckets import HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.core.errors import LongspanError
 from longspan.memory.head_losses import head_loss
 from longspan.memory.logits import DeferredLogits, Head
+from longspan.memory.vocabulary import Vocabulary
 
 IGNORE = -100
 """The label of a token that no loss is computed for (the convention of `torch.nn.functional.cross_entropy`)."""
@@ -149,7 +150,7 @@ def _tile_of(logits: DeferredLogits, hidden_TD: Tensor, of_hidden: bool, of_para
     rows = head_tile(logits.shape[-1], hidden_TD.device.type == "cpu")
     plain = logits.plain
     if plain is not None and (of_hidden or any(of_parameters)):
-        return _PlainTile(logits.head, plain.weight.detach(), rows, len(hidden_TD))
+        return _PlainTile(logits.head, logits.head.weight, rows, len(hidden_TD))
     trained = logits.head.trained()
     wanted = [name for name, asked in zip(trained, of_parameters, strict=True) if asked]
     # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
@@ -169,7 +170,7 @@ class _AnyTile:
         with torch.set_grad_enabled(asked):
             x = hidden_TD.detach().requires_grad_(self.of_hidden)
             made = self.logits.of(x, self.wanted or None)
-        loss, grad_TV = _of_tile(made.detach(), labels_T, terms, asked)
+        loss, grad_TV = _of_tile(made.detach(), labels_T, terms, asked, part=self.logits.head.vocabulary)
         if asked:
             assert grad_TV is not None
             inputs = [*([x] if self.of_hidden else []), *self.wanted.values()]
@@ -202,7 +203,7 @@ class _PlainTile:
         tile = self.head.observed(torch.mm(hidden_TD, self.weight_VD.t(), out=self.logits[: len(hidden_TD)]))
         total = torch.zeros((), dtype=torch.float64, device=tile.device)
         for logits, labels in zip(tile.split(self.part), labels_T.split(self.part), strict=True):
-            loss, grad = _of_tile(logits, labels, terms, True, in_place=True)
+            loss, grad = _of_tile(logits, labels, terms, True, in_place=True, part=self.head.vocabulary)
             assert grad is not None
             total += loss
             if grad.dtype != logits.dtype:
@@ -225,17 +226,31 @@ def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
 
 
 def _of_tile(
-    tile_TV: Tensor, labels_T: Tensor, terms: Terms, grad: bool, in_place: bool = False
+    tile_TV: Tensor,
+    labels_T: Tensor,
+    terms: Terms,
+    grad: bool,
+    in_place: bool = False,
+    part: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum of a tile's losses, fp64 [], and its gradient `[T, V]` in fp32 at least, which may lie in the tile."""
+    """The sum of a tile's losses, fp64 [], and its gradient `[T, V]` in fp32 at least, which may lie in the tile.
+
+    Of a `part` of the vocabulary: the sum of the whole vocabulary's losses, the gradient of this part; collective.
+    """
     dtype = torch.promote_types(tile_TV.dtype, torch.float32)
-    at = _index(labels_T)
-    label_T = tile_TV.gather(-1, at)[:, 0].to(dtype)
+    label_T = (tile_TV.gather(-1, _index(labels_T))[:, 0] if part is None else part.of_label(tile_TV, labels_T)).to(
+        dtype
+    )
     mean_T = tile_TV.mean(-1, dtype=dtype) if terms.label_smoothing else None
     x = tile_TV if in_place and tile_TV.dtype == dtype else tile_TV.to(dtype, copy=True)
     highest_T = x.amax(-1, keepdim=True)
+    highest_T = highest_T if part is None else part.group.largest(highest_T)
     p_TV = x.sub_(highest_T).exp_()
     sum_T = p_TV.sum(-1, keepdim=True)
+    if part is not None:
+        numbers = [sum_T[:, 0], label_T, *([] if mean_T is None else [mean_T / part.group.size])]
+        sum_T, label_T, *means = part.group.sum_out(torch.stack(numbers)).unbind()
+        sum_T, mean_T = sum_T[:, None], means[0] if means else None
     lse_T = (sum_T.log() + highest_T)[:, 0]
     loss_T = _losses(lse_T - label_T, mean_T, lse_T, terms)
     counts = labels_T != IGNORE
@@ -243,7 +258,7 @@ def _of_tile(
     if not grad:
         return total, None
     p_TV.div_(sum_T)
-    _to_gradient(p_TV, labels_T, counts.to(dtype), lse_T, terms)
+    _to_gradient(p_TV, labels_T, counts.to(dtype), lse_T, terms, part)
     return total, p_TV
 
 
@@ -254,12 +269,19 @@ def _losses(loss_T: Tensor, mean_T: Tensor | None, lse_T: Tensor, terms: Terms) 
     return loss_T + terms.z_loss * lse_T.square() if terms.z_loss else loss_T
 
 
-def _to_gradient(p_TV: Tensor, labels_T: Tensor, scale_T: Tensor, lse_T: Tensor, terms: Terms) -> None:
+def _to_gradient(
+    p_TV: Tensor, labels_T: Tensor, scale_T: Tensor, lse_T: Tensor, terms: Terms, part: Vocabulary | None = None
+) -> None:
     """Probabilities become the gradient of each token's loss with regard to its logits, times `scale_T`; in place."""
     p_TV.mul_((scale_T if not terms.z_loss else scale_T * (1 + 2 * terms.z_loss * lse_T))[:, None])
     if terms.label_smoothing:
-        p_TV.sub_((terms.label_smoothing / p_TV.shape[-1] * scale_T)[:, None])
-    p_TV.scatter_add_(-1, _index(labels_T), -(1 - terms.label_smoothing) * scale_T[:, None])
+        size = p_TV.shape[-1] if part is None else part.size
+        p_TV.sub_((terms.label_smoothing / size * scale_T)[:, None])
+    at = _index(labels_T)
+    if part is not None:
+        mine_T, at = part.find(labels_T)
+        scale_T = torch.where(mine_T, scale_T, 0)
+    p_TV.scatter_add_(-1, at, -(1 - terms.label_smoothing) * scale_T[:, None])
 
 
 def _index(labels: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.memory.activations import Kept
 from longspan.memory.logits import Bare
+from longspan.memory.shards import seeing_local, trained_parameters
 
 _PROBED = 4  # tokens with which a module is asked whether its tokens are independent
 
@@ -49,7 +50,7 @@ class Tiled:
         self, module: nn.Module, name: str, rows: Callable[[int], int], *, draws: bool = False, light: bool = False
     ) -> None:
         self.module, self.name, self.rows, self.draws, self.light = module, name, rows, draws, light
-        self.compute: Callable[[Tensor], Any] = module.forward
+        self.compute: Callable[..., Any] = seeing_local(module, module.forward)
         self.bare = Bare(module, self.compute)
         self.probed, self.on = False, True
         self._tiled = not_compiled(self._by_tiles)  # a compiler breaks its graph here
@@ -57,7 +58,7 @@ class Tiled:
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
-        return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+        return trained_parameters(self.bare)
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The module's outputs for a tile, with other tensors for some parameters."""

@@ -131,14 +131,14 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
 def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware) -> WouldDo | None:
     """What would do where nothing is recommended; None where it is not for want of memory."""
     best = found.fastest
-    if not found.plans or (best is not None and best.mesh.tensor == 1):
+    if not found.plans or (best is not None and best.runs):
         return None
     return would_do(model, job, config.gpus, hardware, config.fixed(), config.chooses)
 
 
 def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
     """Of the mesh that is recommended, else of the nearest that this version runs."""
-    running = [plan for plan in found.plans if plan.mesh.tensor == 1]
+    running = [plan for plan in found.plans if plan.runs]
     plan = found.recommended or next(iter(running or found.plans), None)
     return [] if plan is None else lever_rows(plan.model, job, plan.mesh, hardware)
 

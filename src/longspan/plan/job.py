@@ -18,8 +18,8 @@ RingImpl = Literal["auto", "p2p", "allgather"]
 AXES = ("data", "ring", "ulysses", "tensor")
 """Outermost first: neighbours in rank order share the axes to the right (as in `longspan.comm.mesh`)."""
 
-RUNS = ("data", "ring", "ulysses")
-"""The axes that this version of longspan runs; the others are planned from their formulas."""
+RUNS = AXES
+"""The axes that this version of longspan runs; others would be planned from their formulas."""
 
 
 _FLAGS = ("weight_sharding", "tiled_loss", "kv_replication")

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from longspan.core.errors import LongspanError
+from longspan.plan.cost.tensor import known_to_cut
 from longspan.plan.job import AXES, RUNS
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that are planned; take more ulysses or data"
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
+    if model.vocab % mesh.tensor:
+        fits = math.gcd(model.vocab, mesh.tensor)
+        return f"tensor={mesh.tensor} does not divide the vocabulary of {model.vocab}; try tensor={fits}, or pad it"
     for layer, _ in model.layer_kinds:
         problem = (
             layer.mixer.length_refusal(job.context)
@@ -59,11 +63,13 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
 
 
 def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
-    q, kv, width = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn
+    q, kv, width, what = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
+    if layer.mlp.experts > 1:
+        width, what = layer.mlp.experts, "the number of experts"
     if q % t or (kv % t and t % kv):
         return f"tensor={t} does not divide the model's {q} query and {kv} KV heads; try tensor={math.gcd(q, t)}"
     if width % t:
-        return f"tensor={t} does not divide the MLP's intermediate size {width}; try tensor={math.gcd(width, t)}"
+        return f"tensor={t} does not divide {what} {width}; try tensor={math.gcd(width, t)}"
     return None
 
 
@@ -102,6 +108,10 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
         for axis in AXES
         if getattr(mesh, axis) > 1 and axis not in RUNS
     ]
+    if mesh.tensor > 1 and job.mode != "train":
+        said.append(f"tensor={mesh.tensor} is planned from its formulas: `longspan generate` does not run it")
+    elif mesh.tensor > 1 and not all(known_to_cut(layer) for layer, _ in model.layer_kinds):
+        said.append(f"tensor={mesh.tensor} is planned from its formulas: longspan.parallelize cannot cut this family")
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":

@@ -61,8 +61,12 @@ class TrainConfig(MemoryFlags, RopeFlags):
     """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
     ulysses: int = 1
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
+    tensor: int = 1
+    """Ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
+    tensor_style: Literal["tp", "megatron-sp"] = "tp"
+    """How they sum: by AllReduce (tp), or by AllGather and ReduceScatter, norms and residuals cut by tokens."""
     data_degree: int = 1
-    """Replicas that read different sequences; data x ring x ulysses ranks in all."""
+    """Replicas that read different sequences; data x ring x ulysses x tensor ranks in all."""
     layout: LayoutName = "auto"
     """How tokens lie over a ring. zigzag shares out a causal mask evenly, contiguous sends least under sliding windows
     alone. auto: zigzag."""
@@ -191,13 +195,19 @@ class TrainConfig(MemoryFlags, RopeFlags):
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
+        return self.sharers * self.tensor
+
+    @property
+    def sharers(self) -> int:
+        """Ranks over which gradients are summed and FSDP shards weights; those of --tensor hold parts anyway."""
         return self.data_degree * self.ring * self.ulysses
 
     @property
     def mesh(self) -> str:
         """How the ranks were asked for."""
         ring = f" --ring {self.ring}" if self.ring > 1 else ""
-        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}"
+        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
+        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}{tensor}"
 
     @property
     def sequences(self) -> int:
@@ -247,12 +257,19 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 f"--batch {self.sequences} is not a multiple of --micro-batch {self.micro_batch} x --data-degree "
                 f"{self.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
             )
+        if self.optimizer == "adamw8bit" and self.tensor > 1:
+            raise LongspanError(
+                f"--optimizer adamw8bit packs weights of which ranks hold whole rows, and --tensor {self.tensor} cuts "
+                f"them in columns too: the states of those would stay fp32; leave --optimizer at adamw, or use "
+                f"--tensor 1 --ulysses {self.ulysses * self.tensor}"
+            )
         self._check_gradients()
 
     def _check_gradients(self) -> None:
         """Refuse what cannot be had together in the way gradients are summed, and used."""
-        if self.grad_dtype != "fp32" and (not self.fsdp or self.ranks == 1):
-            why = "with --no-fsdp gradients are summed in fp32" if self.ranks > 1 else "one rank sums no gradients"
+        if self.grad_dtype != "fp32" and (not self.fsdp or self.sharers == 1):
+            alone = "one rank sums no gradients" if self.ranks == 1 else "the ranks of --tensor alone sum none so"
+            why = "with --no-fsdp gradients are summed in fp32" if self.sharers > 1 else alone
             raise LongspanError(f"--grad-dtype {self.grad_dtype} is of FSDP's sums over ranks, and {why}; leave it out")
         if not self.optimizer_in_backward:
             return
@@ -268,7 +285,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 f"{self.sequences // (self.micro_batch * self.data_degree)} of them; give --batch "
                 f"{self.micro_batch * self.data_degree}, or --micro-batch {self.sequences // self.data_degree}"
             )
-        if not self.fsdp and self.ranks > 1:
+        if not self.fsdp and self.sharers > 1:
             raise LongspanError(
                 f"{flag} needs gradients that are summed one by one, and with --no-fsdp they are summed when the "
                 f"backward has ended; leave --no-fsdp out"
@@ -285,7 +302,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_COUNT)
         for name in ("warmup", "save_every", "keep", "shuffle"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, LARGEST_COUNT)
-        for name in ("ring", "ulysses", "data_degree"):
+        for name in ("ring", "ulysses", "tensor", "data_degree"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)

@@ -37,18 +37,19 @@ def dry_run(config: TrainConfig) -> list[str]:
         model,
         device=device,
         ring_size=config.ring,
-        ranks=config.ranks,
+        ranks=config.sharers,
         fsdp=config.fsdp,
         kernel=config.kernel,
         levers=levers,
     )
     layout = choose_layout(config.layout, config.ring, config.ulysses)
     ring = f"ring {config.ring} x " if config.ring > 1 else ""
+    tensor = f" x tensor {config.tensor}" if config.tensor > 1 else ""
     how = f" ({layout.kind}, {config.ring_impl})" if config.ring > 1 else ""
     weights = sum(p.numel() for p in model.parameters())
     said = [
         "dry run: no rank is started, nothing is trained or written",
-        *what_runs(config, inputs, weights, device.type, f"{ring}ulysses {config.ulysses}{how}"),
+        *what_runs(config, inputs, weights, device.type, f"{ring}ulysses {config.ulysses}{tensor}{how}"),
     ]
     try:
         check_cpu_offload(device, levers.cpu_offload)

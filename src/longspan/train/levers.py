@@ -43,9 +43,10 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
         dtype=config.dtype,
-        weight_sharding=config.fsdp and config.ranks > 1,
+        weight_sharding=config.fsdp and config.sharers > 1,
+        tensor_style=config.tensor_style,
     )
-    mesh = Mesh(config.data_degree, config.ring, config.ulysses)
+    mesh = Mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
     fixed = config.fixed()
     if config.memory == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}

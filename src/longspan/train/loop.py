@@ -38,6 +38,7 @@ from longspan.hf.hooks import ForwardHooks
 from longspan.hf.in_backward import optimizer_in_backward
 from longspan.hf.loading import load_sharded
 from longspan.hf.nonfinite import watch
+from longspan.hf.placed import tensor_parts
 from longspan.hf.support import transformers_model
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
@@ -85,13 +86,13 @@ class Trainer:
         self._at("start", long=True)
         self.inputs = self._agreed_inputs(meet(config.timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
-            mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
+            mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
             self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
-            self.group = self.sp.world_group
+            self.group = self.sp.everyone
             # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.
             self.hosts = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)
             self.outputs = Outputs(config)
-        self.first = self.sp.data_rank == 0 and self.sp.rank == 0
+        self.first = self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0
         try:
             self._begin()
         except BaseException:
@@ -162,6 +163,7 @@ class Trainer:
             mp_policy=policy,
             kernel=config.kernel,
             memory=config.levels(),
+            tensor_style=config.tensor_style,
             check_weights=config.check_weights,
             check_at_rest=config.check_at_rest,
         )
@@ -255,7 +257,7 @@ class Trainer:
             with prefetch(map(self._cut, dealt(iter(stream)))) as batches:
                 yield batches
             return
-        size, rank = self.sp.world_size, dist.get_rank(self.hosts)
+        size, rank = self.sp.job_size, dist.get_rank(self.hosts)
         own = rounds(stream, config.sequences * config.tokens, size, rank)
         with prefetch(own, depth=ROUNDS_AHEAD) as ahead:
             # Only this thread speaks with the other ranks. What it has of a whole sequence is gone before the step.
@@ -284,7 +286,7 @@ class Trainer:
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self.hosts)
         signum, largest, smallest = said.tolist()
         if largest != -smallest:
-            every = torch.zeros(self.sp.world_size, dtype=said.dtype)
+            every = torch.zeros(self.sp.job_size, dtype=said.dtype)
             assert self.hosts is not None
             gather_into(every, torch.tensor([crc]), self.hosts)
             read = every.tolist()
@@ -400,10 +402,9 @@ class Trainer:
         if config.reduce != "auto" or self.group is None:
             return config.reduce != "each"
         width = 2 if config.grad_dtype == "bf16" else 4  # what waits for its sum is in the sum's dtype
-        whole = sum(p.numel() for p in self.model.parameters() if p.requires_grad) * width
-        once = torch.tensor(
-            sums_once(config.fsdp, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32
-        )
+        whole = sum(p.numel() // tensor_parts(p) for p in self.model.parameters() if p.requires_grad) * width
+        sharded = config.fsdp and sp.world_size > 1
+        once = torch.tensor(sums_once(sharded, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32)
         dist.all_reduce(once, dist.ReduceOp.MIN, group=self.group)
         return bool(once)
 
@@ -419,7 +420,7 @@ class Trainer:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             share = torch.tensor(communication or 0.0, device=sp.device)
             dist.all_reduce(share, group=self.group)
-            memory, communication = most.tolist(), share.item() / sp.world_size
+            memory, communication = most.tolist(), share.item() / sp.job_size
         flops = model_flops(self.model, self.inputs.model_config, tokens, batch.attention_pairs)
         peak = peak_flops(sp.device, self.config.dtype)
         return StepMetrics(
@@ -434,7 +435,7 @@ class Trainer:
             peak_memory_gib=memory[0],
             peak_reserved_gib=memory[1] or None,
             reserved_ratio=memory[2] or None,
-            mfu=flops / (mean_s * peak * sp.world_size) if flops and peak else None,
+            mfu=flops / (mean_s * peak * sp.job_size) if flops and peak else None,
             **offload,
         )
 
@@ -475,9 +476,10 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 
 def _spell_sequence(sp: SequenceSharding) -> str:
     """The ranks that share a sequence, and with a ring how."""
+    tensor = f" x tensor {sp.tensor_size}" if sp.tensor_size > 1 else ""
     if sp.ring_size == 1:
-        return f"ulysses {sp.ulysses_size}"
-    return f"ring {sp.ring_size} x ulysses {sp.ulysses_size} ({sp.layout.kind}, {sp.ring_impl})"
+        return f"ulysses {sp.ulysses_size}{tensor}"
+    return f"ring {sp.ring_size} x ulysses {sp.ulysses_size}{tensor} ({sp.layout.kind}, {sp.ring_impl})"
 
 
 @contextlib.contextmanager

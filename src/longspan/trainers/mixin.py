@@ -121,6 +121,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _refuse(self) -> None:
         """What does not go together with a cut sequence."""
         args, sp = self.args, self.longspan_sp
+        if sp.tensor_size > 1:
+            raise LongspanError(
+                f"`tensor={sp.tensor_size}`: a Trainer does not know of ranks that are given the same batch and hold "
+                f"parts of its weights; use tensor=1, ulysses={sp.ulysses_size * sp.tensor_size}, `longspan train "
+                f"--tensor {sp.tensor_size}`, or a loop of your own"
+            )
         if args.world_size != sp.world_size:
             raise LongspanError(
                 f"the mesh has {sp.world_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "

@@ -182,10 +182,13 @@ def _nan_as_inf(value: float) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a tensor: `values[i]` is row `rows[i]` of the whole (rows are dim 0)."""
+    """What one rank holds of a tensor: `values[i]` is row `rows[i]` of the whole (rows are dim 0), or what `rest` takes
+    of the dimensions after it.
+    """
 
     rows: Tensor  # int64 [n], rising
     values: Tensor  # [n, ...]
+    rest: tuple[slice, ...] = ()
 
 
 def compare_rows(part: Part, start: int, reference: Tensor, unsharded: Tensor) -> Sums:
@@ -196,7 +199,7 @@ def compare_rows(part: Part, start: int, reference: Tensor, unsharded: Tensor) -
     held = (part.rows >= start) & (part.rows < start + len(reference))
     if not bool(held.any()):
         return Sums()
-    rows = part.rows[held]
+    rows, reference, unsharded = part.rows[held], reference[:, *part.rest], unsharded[:, *part.rest]
     want = reference[rows - start].double().reshape(rows.numel(), -1)
     apart = part.values[held].double().reshape(rows.numel(), -1) - want
     noise = unsharded[rows - start].double().reshape(rows.numel(), -1) - want

@@ -38,8 +38,12 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
     ulysses: int = 1
     """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
+    tensor: int = 1
+    """Ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
+    tensor_style: Literal["tp", "megatron-sp"] = "tp"
+    """How they sum: by AllReduce (tp), or by AllGather and ReduceScatter, norms and residuals cut by tokens."""
     data_degree: int = 1
-    """Replicas that read different sequences; data x ring x ulysses ranks in all."""
+    """Replicas that read different sequences; data x ring x ulysses x tensor ranks in all."""
     layout: LayoutName = "auto"
     """How tokens lie over a ring. auto: zigzag."""
     ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
@@ -80,7 +84,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.data_degree * self.shared
+        return self.data_degree * self.shared * self.tensor
 
     @property
     def shared(self) -> int:
@@ -91,7 +95,8 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     def mesh(self) -> str:
         """How the ranks were asked for."""
         ring = f" --ring {self.ring}" if self.ring > 1 else ""
-        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}"
+        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
+        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}{tensor}"
 
     @property
     def tokens(self) -> int:
@@ -130,7 +135,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
-        for name in ("ring", "ulysses", "data_degree"):
+        for name in ("ring", "ulysses", "tensor", "data_degree"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         if self.dropout != 0:

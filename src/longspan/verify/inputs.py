@@ -21,6 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.hf.pretrained import check_language_model, read_model_config, without_dropout
 from longspan.hf.sources import Origin
+from longspan.hf.tensor import tensor_plan
 from longspan.verify.config import VerifyConfig
 
 
@@ -43,9 +44,12 @@ def open_inputs(config: VerifyConfig, found: Checkpoint | None = None) -> Inputs
     """Open everything but the checkpoint, which `find_checkpoint` has `found`.
 
     Raises:
-        LongspanError: for a missing or unfit model, tokenizer or text.
+        LongspanError: for a missing or unfit model, tokenizer or text, or a model that `--tensor` cannot cut.
     """
     model_config = load_model_config(config, found)
+    if config.tensor > 1:
+        model = model_origin(config, model_config).on_meta()
+        tensor_plan(model, config.tensor, 0, config.tensor_style, config.shared)
     return Inputs(model_config, make_batch(config, model_config), found)
 
 

@@ -66,7 +66,7 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     from longspan.verify.runs import Link, logits_part, make_models, make_report, sharded_parts, unsharded_runs
 
     inputs, ranks = _agreed_inputs(config, heart)
-    mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses)
+    mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
     sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
     link = Link.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
@@ -85,7 +85,7 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     out = model(**{name: x[mine] for name, x in batch_BS.items()})
     out.loss.backward()
-    parts = dict(sharded_parts(config, sp, model, out.loss))
+    parts = dict(sharded_parts(sp, model, out.loss))
     with torch.no_grad():  # in training none are made
         out = model(**{name: x[mine] for name, x in batch_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)

@@ -123,10 +123,11 @@ def _print_title(report: Report, console: Console) -> None:
     setup, criterion = report.setup, report.criterion
     text = "random tokens" if setup["data"] is None else setup["data"]
     ring = f"ring {setup['ring']} x " if setup["ring"] > 1 else ""
+    tensor = f" x tensor {setup['tensor']} ({setup['tensor_style']})" if setup.get("tensor", 1) > 1 else ""
     console.print(f"[bold]longspan verify[/]  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
     console.print(
         f"{setup['batch'] * setup['data_degree']} x {setup['tokens']} tokens ({text}), data {setup['data_degree']} x "
-        f"{ring}ulysses {setup['ulysses']}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
+        f"{ring}ulysses {setup['ulysses']}{tensor}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )
     if setup["memory"] != FASTEST.described():

@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import longspan
 from longspan.checkpoint import Checkpoint
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
-from longspan.core.memory import Memory
 from longspan.hf.across_ranks import together
+from longspan.hf.digests import local_part
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
+from longspan.hf.placed import my_box
 from longspan.hf.sources import FirstRank, Origin
 from longspan.hf.support import Place, check_model, is_masked_lm
 from longspan.ranks.launch import threads_per_rank
@@ -65,9 +65,10 @@ class Link:
     @classmethod
     def of(cls, sp: SequenceSharding) -> Link:
         """Collective: every rank makes it."""
-        group = sp.world_group
+        group = sp.everyone
         patient = None if group is None else dist.new_group(backend="gloo", timeout=_PATIENCE)
-        return cls(sp.data_rank * sp.size + sp.rank, sp.world_size, group, patient, sp.device)
+        place = (sp.data_rank * sp.size + sp.rank) * sp.tensor_size + sp.tensor_rank
+        return cls(place, sp.job_size, group, patient, sp.device)
 
     def from_first(self, x: Tensor) -> None:
         """Overwrite `x` with what rank 0 has in it."""
@@ -232,7 +233,8 @@ def make_models(
         LongspanError: on every rank, if the model cannot be made or sharded, or ranks hold other weights than rank 0.
     """
     sharded = config.fsdp and sp.world_size > 1
-    source = find_source(origin, sp, later=config.resume is not None) if sharded else None
+    apart = config.fsdp and sp.job_size > 1  # each rank gets its shards, and only the first holds the whole model
+    source = find_source(origin, sp, later=config.resume is not None) if apart else None
 
     def make() -> nn.Module | None:
         # Before the long runs, not after them.
@@ -248,23 +250,20 @@ def make_models(
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
     bf16 = sharded and config.dtype == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
-    memory: Memory | Literal["auto"] = "auto" if config.chooses else config.levels()
+    options: dict[str, Any] = {
+        "mp_policy": policy,
+        "kernel": config.kernel,
+        "memory": "auto" if config.chooses else config.levels(),
+        "tensor_style": config.tensor_style,
+    }
 
     def shard() -> nn.Module:
         if source is not None:
             kept = torch.float32 if bf16 else None
-            options = {"mp_policy": policy, "kernel": config.kernel, "memory": memory}
             model: nn.Module = load_from(source, origin, sp, prepare=lambda model: model.train(), kept=kept, **options)
             return model
         assert whole is not None
-        return parallelize(
-            whole.float() if bf16 else whole,
-            sp,
-            fsdp=config.fsdp,
-            mp_policy=policy,
-            kernel=config.kernel,
-            memory=memory,
-        )
+        return parallelize(whole.float() if bf16 else whole, sp, fsdp=config.fsdp, **options)
 
     if source is None:
         assert whole is not None
@@ -273,14 +272,14 @@ def make_models(
 
 
 def sharded_parts(
-    config: VerifyConfig, sp: SequenceSharding, model: nn.Module, loss: Tensor
+    sp: SequenceSharding, model: nn.Module, loss: Tensor
 ) -> Iterator[tuple[str, tuple[Part, tuple[int, ...]]]]:
     """Name, this rank's part, and whole shape of loss and gradients; in the same order on every rank."""
     first = torch.zeros(1, dtype=torch.int64, device=sp.device)
     yield "loss", (Part(first, loss.detach().reshape(1)), (1,))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name, (gradient_part(parameter), tuple(parameter.shape))
+            yield name, (gradient_part(parameter, sp), tuple(parameter.shape))
 
 
 def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) -> tuple[Part, tuple[int, ...]]:
@@ -296,21 +295,14 @@ def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) 
     return Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape
 
 
-def gradient_part(parameter: nn.Parameter) -> Part:
-    """What this rank holds of a parameter's gradient: all rows, or under FSDP2 its shard's. No gradient is zeros.
-
-    Raises:
-        LongspanError: if the parameter is sharded along another dim than its first.
+def gradient_part(parameter: nn.Parameter, sp: SequenceSharding) -> Part:
+    """What this rank holds of a parameter's gradient: all of it, its rows (FSDP2), its part over a tensor group, or the
+    rows of that. No gradient is zeros.
     """
     values = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    rows = torch.arange(parameter.shape[0], device=parameter.device)
-    if isinstance(values, DTensor):
-        if any(placement.is_shard() and not placement.is_shard(0) for placement in values.placements):
-            raise LongspanError(f"verify compares parameters sharded along dim 0, not {values.placements}")
-        # Sharding the row numbers as the parameter is sharded tells which rows are here, whatever the mesh.
-        rows = distribute_tensor(rows, values.device_mesh, values.placements, src_data_rank=None).to_local()
-        values = values.to_local()
-    return Part(rows, values.detach())
+    rows, *rest = my_box(parameter, sp)
+    mine = torch.arange(rows.start, rows.stop, device=parameter.device)
+    return Part(mine, local_part(values), tuple(rest))
 
 
 def make_report(
@@ -334,7 +326,9 @@ def make_report(
         checksums = link.gather(
             [_checksum(part.values) for name, (part, _) in parts.items() if name not in ("loss", "logits")]
         )
-        equalities.append(equality("gradients", checksums))
+        held = sp.tensor_size  # ranks that hold the same parts have the same place in their tensor groups
+        alike = [mine == checksums[rank % held] for rank, mine in enumerate(checksums)]
+        equalities.append(equality("gradients", alike))
     return Report(
         setup=_setup(config, sp, checkpoint),
         criterion=criterion,
@@ -361,6 +355,8 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "data_degree": config.data_degree,
         "ring": config.ring,
         "ulysses": config.ulysses,
+        "tensor": config.tensor,
+        "tensor_style": config.tensor_style if config.tensor > 1 else None,
         "layout": sp.layout.kind,
         "ring_impl": config.ring_impl if config.ring > 1 else None,
         "dtype": config.dtype,

@@ -1,7 +1,7 @@
 """What every collective of a step sends, counted as the code sends it.
 
-The rows for Ulysses, the ring, FSDP, the gradient sum and the loss are compared with the running code to the byte in
-the tests. Tensor parallelism, Megatron SP and LASP-2 are formulas (the sources stand beside them).
+The rows for Ulysses, the ring, tensor parallelism, Megatron SP, FSDP, the gradient sum and the loss are compared with
+the running code to the byte in the tests. LASP-2 is a formula (its source stands beside it).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from longspan.core.buckets import layers_per_checkpoint
 from longspan.core.memory import CHECKPOINTING, Memory
-from longspan.plan.cost.local import local_batch, local_tokens, micro_batches, passes, runs_between
+from longspan.plan.cost.local import micro_batches, runs_between
 from longspan.plan.cost.sent import Sent
+from longspan.plan.cost.tensor import around_tensor, layer_tensor
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Collective:
 def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[Collective, ...]:
     """Every collective of one step, in the order of the forward, equal ones counted together."""
     together: dict[tuple[str, str, str, int, bool], int] = {}
-    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware)):
+    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware), on_cpu=hardware.on_cpu):
         if sent.bytes and sent.calls and mesh.size(sent.axis) > 1:
             key = (sent.op, sent.axis, sent.what, sent.bytes, sent.method)
             together[key] = together.get(key, 0) + sent.calls
@@ -86,16 +87,17 @@ def _beside(op: str, what: str) -> str:
     return "computing" if what in ("weights of a layer", "gradients of a layer") else ""
 
 
-def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool) -> Iterator[Sent]:
+def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool, on_cpu: bool) -> Iterator[Sent]:
     micro = micro_batches(job, mesh)
     summed = 1 if once else micro
     for layer, layers in model.layer_kinds:
-        for sent in (*layer_method(model, layer, job, mesh), *layer_weights(layer, job, mesh)):
+        whole = [sent for sent in layer_tensor(model, layer, job, mesh) if not sent.method]
+        for sent in (*layer_method(model, layer, job, mesh), *whole, *layer_weights(layer, job, mesh)):
             times = layers * (summed if sums_gradients(sent) else micro) * (1 if sent.method else job.forwards)
             yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
     for sent in between(model, job, mesh):
         yield replace(sent, calls=sent.calls * micro)
-    for sent in around_the_layers(model, job, mesh):
+    for sent in (*around_tensor(model, job, mesh, on_cpu), *around_the_layers(model, job, mesh)):
         times = summed if sums_gradients(sent) else micro * job.forwards
         yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
 
@@ -112,7 +114,7 @@ def between(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
         last = min(at // group * group + group, len(layers)) - 1
         if at == last:
             continue
-        found += _forward_alone(lambda job: _tensor(model, job, mesh), job)
+        found += layer_tensor(model, layer, replace(job, mode="prefill", batch=mesh.data), mesh)
         if job.memory.checkpointing == "layers":
             found += _forward_alone(functools.partial(layer.mixer.sent, mesh=mesh), job)
         if at < last - 1:
@@ -133,23 +135,4 @@ def _forward_alone(sent: Callable[[Job], list[Sent]], job: Job) -> list[Sent]:
 
 def layer_method(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
     """What the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
-    return layer.mixer.sent(job, mesh) + _tensor(model, job, mesh)
-
-
-def _tensor(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
-    """Two sums of the hidden state a layer: after attention and after the MLP (Megatron-LM, arXiv:1909.08053).
-
-    Megatron SP (arXiv:2205.05198) makes of each AllReduce an AllGather and a ReduceScatter: the same bytes.
-    """
-    t = mesh.tensor
-    if t == 1:
-        return []
-    forwards, backwards = passes(job)
-    hidden = job.bytes_per_element * local_batch(job, mesh) * local_tokens(job, mesh) * model.d_model
-    sums = 2 * (forwards + backwards)
-    if job.tensor_style == "tp":
-        return [Sent("all_reduce", "tensor", "hidden states summed", 2 * hidden * (t - 1) // t, sums)]
-    return [
-        Sent("all_gather", "tensor", "hidden states gathered", hidden * (t - 1) // t, sums),
-        Sent("reduce_scatter", "tensor", "hidden states summed", hidden * (t - 1) // t, sums),
-    ]
+    return layer.mixer.sent(job, mesh) + [sent for sent in layer_tensor(model, layer, job, mesh) if sent.method]

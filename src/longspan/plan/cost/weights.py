@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 from longspan.core.accumulation import sums_once
 from longspan.core.buckets import gradient_buckets
 from longspan.plan.cost.local import micro_batches
 from longspan.plan.cost.sent import Sent
+from longspan.plan.cost.tensor import cut_shape
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=4096)
 def shard_elements(parameters: tuple[Parameter, ...], ranks: int, tensor: int = 1) -> int:
-    """Elements of one rank's shard, as FSDP2 cuts: every parameter along its first dimension, padded to equal parts."""
-    return sum(-(-p.shape[0] // ranks) * (p.numel // p.shape[0]) for p in parameters) // tensor
+    """Elements of one rank's shard, as FSDP2 cuts: every parameter (a tensor rank's part of it) along its
+    first dimension, padded to equal parts."""
+    shapes = [cut_shape(p, tensor) for p in parameters]
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
 def layer_gradient(layer: LayerShape, job: Job, mesh: Mesh) -> int:
@@ -76,10 +80,13 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     its forward.
     """
     f = mesh.weights
-    if f == 1:
+    if mesh.gpus == 1:
         return []
     # Five int64: what a batch is, compared by the hosts of all ranks before anything else.
-    sent = [Sent("all_gather", "fsdp", "batches compared", 5 * 8 * (f - 1), method=False)]
+    everyone = "fsdp" if f > 1 else "tensor"
+    sent = [Sent("all_gather", everyone, "batches compared", 5 * 8 * (mesh.gpus - 1), method=False)]
+    if f == 1:
+        return sent
     if job.weight_sharding:
         for what, parameters in outer_groups(model):
             shard = shard_elements(parameters, f, mesh.tensor) * (f - 1)
@@ -97,19 +104,19 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
 def _gradient_sum(model: ModelShape, mesh: Mesh) -> list[Sent]:
     """One flag per parameter, then the gradients in fp32 in buckets: what `longspan.hf.gradients.GradientSum` does."""
     f = mesh.weights
-    buckets, flags = _buckets(model)
+    buckets, flags = _buckets(model, mesh.tensor)
     sent = [Sent("all_reduce", "fsdp", "which gradients exist", 2 * 4 * flags * (f - 1) // f, method=False)]
     for elements in buckets:
-        size = 2 * 4 * (elements // mesh.tensor) * (f - 1) // f
+        size = 2 * 4 * elements * (f - 1) // f
         sent.append(Sent("all_reduce", "fsdp", "gradients", size, method=False))
     return sent
 
 
 @functools.lru_cache(maxsize=64)
-def _buckets(model: ModelShape) -> tuple[tuple[int, ...], int]:
+def _buckets(model: ModelShape, tensor: int) -> tuple[tuple[int, ...], int]:
     """Elements of every bucket, and the number of parameters; in the order of the model's parameters."""
     first = [p for p in model.root if "embed" in p.name or "wte" in p.name or "wpe" in p.name]
     last = [p for p in model.root if p not in first]
     in_order = [*first, *(p for layer in model.layers for p in layer.parameters), *last]
-    sizes = [p.numel for p in in_order]
+    sizes = [math.prod(cut_shape(p, tensor)) for p in in_order]
     return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(in_order)

@@ -18,10 +18,14 @@ class Mlp(ABC):
     Attributes:
         ffn: intermediate size of one MLP: the dense one, or each of the routed experts.
         gated: whether it has three matrices (SwiGLU and its like) or two.
+        experts: routed experts; 1 where there is no router.
+        per_token: routed experts that compute one token.
     """
 
     ffn: int
     gated: bool = True
+    experts: int = 1
+    per_token: int = 1
 
     @property
     @abstractmethod
@@ -66,13 +70,9 @@ class Experts(Mlp):
     """A router, the experts it chooses from, and those that see every token.
 
     Attributes:
-        experts: routed experts.
-        per_token: routed experts that compute one token.
         shared_ffn: intermediate size of the experts that see every token, together.
     """
 
-    experts: int = 1
-    per_token: int = 1
     shared_ffn: int = 0
 
     @property

@@ -171,6 +171,9 @@ def command(plan: Plan) -> str | None:
     if job.mode != "train":
         return _generate_command(plan)
     words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
+    if mesh.tensor > 1:
+        words.append(f"--tensor {mesh.tensor}")
+        words += [] if job.tensor_style == "tp" else [f"--tensor-style {job.tensor_style}"]
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
     scaling = plan.model.scaling(job.context)
     if scaling is not None:

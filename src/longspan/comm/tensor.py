@@ -1,0 +1,172 @@
+"""What a tensor-parallel layer sends: each operator's gradient is its adjoint (arXiv:1909.08053, figure 3).
+
+The ranks of a tensor group hold the same tokens, and parts of a layer's weights. Into such a layer goes what all of
+them hold (`copy_in`) or each a part of (`gather_tokens`); out comes a part of a sum (`sum_out`, `scatter_tokens`).
+
+Shape suffixes: B rows, L tokens of this rank's sequence shard, T tokens of a tensor rank (L / size, rounded up).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.comm import gather
+from longspan.comm.mesh import find_group, group_name
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share a layer's weights.
+
+    Attributes:
+        name: of the process group.
+        size: its ranks.
+        rank: this one's place.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> TensorGroup:
+        """Of a process group."""
+        return cls(group_name(group), group.size(), group.rank())
+
+    def copy_in(self, x: Tensor) -> Tensor:
+        """What every rank holds, used by each in a layer's part: as it is; its gradients are summed."""
+        out: Tensor = torch.ops.longspan.tensor_copy(x, self.name)
+        return out
+
+    def sum_out(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, on each. The gradient, alike on all, is that of each part."""
+        out: Tensor = torch.ops.longspan.tensor_sum(x, self.name)
+        return out
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' `x`, entry by entry; no gradient."""
+        out = x.detach().clone()
+        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=find_group(self.name))
+        return out
+
+    def smallest(self, x: Tensor) -> Tensor:
+        """The smallest of all ranks' `x`, entry by entry; no gradient."""
+        return -self.largest(-x)
+
+    def gather_tokens(self, x_BTD: Tensor) -> Tensor:
+        """All ranks' tokens, `[B, size * T, ...]`; the gradients of each are summed, and scattered."""
+        out: Tensor = torch.ops.longspan.all_gather(x_BTD.transpose(0, 1), self.size, self.name)
+        return out.transpose(0, 1).contiguous()
+
+    def scatter_tokens(self, x_BLD: Tensor) -> Tensor:
+        """My tokens' part of the sum of all ranks' `x`, `[B, T, ...]`, the last ranks' padded with zeros."""
+        out: Tensor = torch.ops.longspan.reduce_scatter(self.padded(x_BLD).transpose(0, 1), self.size, self.name)
+        return out.transpose(0, 1).contiguous()
+
+    def tokens(self, length: int) -> int:
+        """Tokens of a rank, of so many of the group."""
+        return -(-length // self.size)
+
+    def padded(self, x_BLD: Tensor) -> Tensor:
+        """With zeros behind, so that every rank has as many tokens."""
+        short = self.size * self.tokens(x_BLD.shape[1]) - x_BLD.shape[1]
+        return F.pad(x_BLD, (0, 0) * (x_BLD.dim() - 2) + (0, short)) if short else x_BLD
+
+    def my_tokens(self, x_BLD: Tensor) -> Tensor:
+        """Mine of tokens that all ranks hold, `[B, T, ...]`, padded as `scatter_tokens` does; the gradients of all
+        ranks' tokens are gathered."""
+        x = self.padded(x_BLD)
+        out: Tensor = torch.ops.longspan.tensor_slice(x.transpose(0, 1), self.size, self.rank, self.name)
+        return out.transpose(0, 1).contiguous()
+
+    def whole_tokens(self, x_BTD: Tensor, length: int) -> Tensor:
+        """All ranks' tokens, `[B, length, ...]`, of which every rank makes the same: mine have the gradient of mine."""
+        out: Tensor = torch.ops.longspan.tensor_join(x_BTD.transpose(0, 1), self.size, self.rank, self.name)
+        return out.transpose(0, 1)[:, :length].contiguous()
+
+    def whole_last(self, x: Tensor) -> Tensor:
+        """All ranks' parts of the last dimension, of which every rank makes the same: mine has the gradient of mine."""
+        joined: Tensor = torch.ops.longspan.tensor_join(x.movedim(-1, 0), self.size, self.rank, self.name)
+        return joined.movedim(0, -1)
+
+
+@torch.library.custom_op("longspan::tensor_copy", mutates_args=())
+def _copy(x: Tensor, group: str) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("longspan::tensor_sum", mutates_args=())
+def _sum(x: Tensor, group: str) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=find_group(group))
+    return out
+
+
+@torch.library.custom_op("longspan::tensor_slice", mutates_args=())
+def _slice(x: Tensor, size: int, rank: int, group: str) -> Tensor:
+    return x.chunk(size)[rank].clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("longspan::tensor_join", mutates_args=())
+def _join(x: Tensor, size: int, rank: int, group: str) -> Tensor:
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+    gather.gather_into(out, x.contiguous(), group=find_group(group))
+    return out
+
+
+_copy.register_fake(lambda x, group: torch.empty_like(x))
+_sum.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+_slice.register_fake(lambda x, size, rank, group: x.new_empty(x.shape[0] // size, *x.shape[1:]))
+_join.register_fake(lambda x, size, rank, group: x.new_empty(x.shape[0] * size, *x.shape[1:]))
+
+
+def _note(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.rest = inputs[1:]
+
+
+_copy.register_autograd(lambda ctx, g: (torch.ops.longspan.tensor_sum(g, *ctx.rest), None), setup_context=_note)
+_sum.register_autograd(lambda ctx, g: (g, None), setup_context=_note)
+_slice.register_autograd(
+    lambda ctx, g: (torch.ops.longspan.tensor_join(g, *ctx.rest), None, None, None), setup_context=_note
+)
+_join.register_autograd(
+    lambda ctx, g: (torch.ops.longspan.tensor_slice(g, *ctx.rest), None, None, None), setup_context=_note
+)
+
+
+@torch.library.custom_op("longspan::tensor_exchange", mutates_args=())
+def _exchange(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=find_group(group))
+    return out
+
+
+_exchange.register_fake(lambda x, send, receive, group: x.new_empty(sum(receive), *x.shape[1:]))
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    send, receive, group = ctx.rest
+    return torch.ops.longspan.tensor_exchange(grad, receive, send, group), None, None, None
+
+
+_exchange.register_autograd(_exchange_back, setup_context=_note)
+
+
+def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: TensorGroup) -> Tensor:
+    """Rows to each rank, from each rank, in the order of the ranks: one All-to-All; its gradient is the way back."""
+    out: Tensor = torch.ops.longspan.tensor_exchange(x, send, receive, group.name)
+    return out
+
+
+def exchange_counts(send: list[int], group: TensorGroup, device: torch.device) -> list[int]:
+    """How many rows each rank will send me."""
+    mine = torch.tensor(send, dtype=torch.int64, device=device)
+    found = torch.empty_like(mine)
+    dist.all_to_all_single(found, mine, group=find_group(group.name))
+    return found.tolist()

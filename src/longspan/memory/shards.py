@@ -1,0 +1,124 @@
+"""Weights of which every rank of a tensor group holds a part, as the module that owns them sees them: plain tensors.
+
+To FSDP, optimizers and checkpoints such a weight is a `DTensor`. While its module runs it is this rank's part, a plain
+tensor, so that a module, and whatever runs it (tile by tile, again in the backward, by somebody's kernel), needs to
+know nothing of it. Gradients go back to the `DTensor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.compat.torch_api import own_parameters
+
+if TYPE_CHECKING:
+    from longspan.comm.tensor import TensorGroup
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one weight lies over a tensor group, and what its module sees of it.
+
+    Attributes:
+        dim: the dimension that is cut; None: every rank holds all of it.
+        partial: each rank's gradient is a part, to be summed over the group (else, of a whole weight, all ranks have
+            the same).
+        rows: of a weight that every rank holds: the rows that this one computes with.
+        first: of a weight that every rank holds: only the first rank's counts, the others see zeros (a bias that is
+            added to a part of a sum).
+    """
+
+    dim: int | None = None
+    partial: bool = False
+    rows: tuple[int, int] | None = None
+    first: bool = False
+
+
+class Shards:
+    """A module's own weights by the rules of a tensor group.
+
+    Args:
+        module: the owner.
+        group: the ranks.
+        rules: by the names of its own parameters.
+    """
+
+    def __init__(self, module: nn.Module, group: TensorGroup, rules: dict[str, Rule]) -> None:
+        self.module, self.group, self.rules = module, group, rules
+        self.held: list[dict[str, Any]] = []
+
+    def local(self, name: str, p: Tensor) -> Tensor:
+        """What the module sees of a weight; `p` itself where that is plain already. Differentiable."""
+        if not isinstance(p, DTensor):
+            return p
+        rule = self.rules[name]
+        x: Tensor = p.to_local(grad_placements=p.placements)
+        if rule.partial and p.requires_grad and torch.is_grad_enabled():
+            x = self.group.copy_in(x)
+        if rule.rows is not None:
+            x = x[slice(*rule.rows)]
+        if rule.first and self.group.rank:
+            x = x * 0
+        return x
+
+    def show(self) -> None:
+        """From now on the module sees plain tensors."""
+        own = own_parameters(self.module)
+        self.held.append({name: own[name] for name in self.rules if isinstance(own[name], DTensor)})
+        for name, p in self.held[-1].items():
+            own[name] = self.local(name, p)
+
+    def hide(self) -> None:
+        """As it was before `show`."""
+        if self.held:
+            own_parameters(self.module).update(self.held.pop())
+
+
+def shards_of(module: nn.Module) -> Shards | None:
+    """The rules of a module's own weights; None where there is no tensor group."""
+    found = module.__dict__.get("longspan_shards")
+    return found if isinstance(found, Shards) else None
+
+
+@contextlib.contextmanager
+def as_local(module: nn.Module) -> Iterator[None]:
+    """Within this the module sees plain tensors, as it does while it is called."""
+    shards = shards_of(module)
+    if shards is None:
+        yield
+        return
+    shards.show()
+    try:
+        yield
+    finally:
+        shards.hide()
+
+
+def seeing_local(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A module's forward, for one who calls it without the module's hooks."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if shards_of(module) is None:
+            return forward(*args, **kwargs)
+        with as_local(module):
+            return forward(*args, **kwargs)
+
+    return call
+
+
+def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters that gradients are asked for, by name, as the modules that own them see them. Differentiable."""
+    owners, found = dict(module.named_modules()), dict[str, Tensor]()
+    for name, p in module.named_parameters():
+        path, _, own = name.rpartition(".")
+        if p.requires_grad:
+            shards = shards_of(owners[path])
+            found[name] = p if shards is None else shards.local(own, p)
+    return found

@@ -1,0 +1,223 @@
+"""The tensor axis: a model cut over it computes what one process does, and what it cannot hold is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import longspan
+from longspan import LongspanError
+from longspan.core.memory import Memory
+from tests.fakes import fake_world
+from tests.models import Truth, batch, build, compare, truth_of, widened
+
+Case = tuple[dict[str, int], dict[str, Any]]
+
+EIGHT = {"num_attention_heads": 8}
+BIASED = {**EIGHT, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
+KEPT = Memory(checkpointing="attention", recompute_mlp_act=True, head_chunks=2)
+SP: dict[str, Any] = {"tensor_style": "megatron-sp"}
+
+# Every mesh of 4 ranks with a tensor axis, both styles, with FSDP and without; and what else may be asked for. Of two
+# KV heads, four ranks share each.
+FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
+    "Llama": (
+        {**BIASED, "tie_word_embeddings": True},
+        [
+            ({"tensor": 4}, {}),
+            ({"tensor": 2, "ulysses": 2}, SP),
+            ({"tensor": 2, "ring": 2}, {"fsdp": False}),
+            ({"tensor": 2, "data": 2}, {**SP, "fsdp": False}),
+            ({"tensor": 2, "ulysses": 2}, {"memory": "longest"}),
+            ({"tensor": 2, "ring": 2}, {**SP, "memory": "longest"}),
+        ],
+    ),
+    "Qwen3": (
+        {},
+        [
+            ({"tensor": 4}, SP),  # 2 KV heads
+            ({"tensor": 2, "data": 2}, {}),
+            ({"tensor": 2, "ring": 2}, {**SP, "memory": KEPT}),
+            ({"tensor": 2, "ulysses": 2}, {"fsdp": False, "logits": True}),
+        ],
+    ),
+    "Gemma3Text": (
+        {},
+        [({"tensor": 4}, {"fsdp": False}), ({"tensor": 2, "ring": 2}, SP), ({"tensor": 2, "ulysses": 2}, {})],
+    ),
+    "GptOss": (
+        {"output_router_logits": True},
+        [({"tensor": 2, "ulysses": 2}, {}), ({"tensor": 4}, SP), ({"tensor": 2, "ring": 2}, {**SP, "fsdp": False})],
+    ),
+    "Mixtral": (
+        {"output_router_logits": True},
+        [({"tensor": 4}, {}), ({"tensor": 2, "data": 2}, SP), ({"tensor": 2, "ulysses": 2}, {"fsdp": False})],
+    ),
+    "Qwen3Moe": ({"output_router_logits": True}, [({"tensor": 2, "ring": 2}, SP)]),
+}
+ON_8 = {
+    "Llama": ({**BIASED}, [({"tensor": 2, "ring": 2, "ulysses": 2}, SP), ({"tensor": 4, "data": 2}, {})]),
+    "Mixtral": ({}, [({"tensor": 4, "ulysses": 2}, SP)]),
+}
+
+
+def a_model(family: str, **changes: Any) -> Any:
+    return build(family, vocab_size=64, **changes)
+
+
+def sharding(mesh: dict[str, int]) -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(longspan.init_mesh(**mesh))
+
+
+def _compare(family: str, changes: dict[str, Any], cases: list[Case], truth: Truth) -> None:
+    for mesh, options in cases:
+        sp = sharding(mesh)
+        model = longspan.parallelize(a_model(family, **changes), sp, **options)
+        try:
+            if options.get("logits"):
+                model.eval()
+            compare(truth, model, batch(), sp)
+        except AssertionError as error:
+            raise AssertionError(f"{family} {mesh} {options}: {error}") from error
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_logits_and_gradients_are_those_of_one_process(pool4: Any, family: str) -> None:
+    changes, cases = FAMILIES[family]
+    truth = truth_of(a_model(family, **changes), batch())
+    pool4.run(_compare, family, changes, cases, truth, timeout=180)
+
+
+def test_on_eight_ranks(pool8: Any) -> None:
+    for family, (changes, cases) in ON_8.items():
+        pool8.run(_compare, family, changes, cases, truth_of(a_model(family, **changes), batch()), timeout=180)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters, log-probabilities, gradients' norm, what a rank holds.
+
+
+def _lora(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    wanted = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=wanted, init_lora_weights=False))
+
+
+def _lora_and_more(truth: Truth) -> dict[str, float]:
+    for mesh, options in ((({"tensor": 2, "ring": 2}), SP), ({"tensor": 4}, {"fsdp": False})):
+        sp = sharding(mesh)
+        model = longspan.parallelize(_lora(a_model("Qwen3")), sp, **options)
+        compare(truth, model, batch(), sp)
+    model = longspan.parallelize(a_model("Llama", **BIASED).double(), sp := sharding({"tensor": 2, "ulysses": 2}))
+    found = longspan.token_logprobs(model, batch(), entropy=True, top1=True, gather=True)
+    (found[0].sum() + found[1].sum()).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    assert len(grads) == len(list(model.parameters())) and sp.tensor_size == 2
+    return {
+        "logprobs": float(found[0].sum()), "entropy": float(found[1].sum()), "top1": float(found[2].sum()),
+        "norm": float(whole), "held": held,
+    }  # fmt: skip
+
+
+def test_lora_logprobs_and_the_norm_of_gradients(pool4: Any) -> None:
+    results = pool4.run(_lora_and_more, truth_of(_lora(a_model("Qwen3")), batch()), timeout=180)
+    one = widened(a_model("Llama", **BIASED))
+    inputs = batch()
+    logits = one(input_ids=inputs["input_ids"], use_cache=False).logits
+    labels = inputs["labels"][:, 1:]
+    log_p = torch.log_softmax(logits[:, :-1], -1)
+    counts = labels != -100
+    mine = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0][counts].sum()
+    entropy = -(log_p.exp() * log_p).sum(-1)[counts].sum()
+    (mine + entropy).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
+    top1 = (log_p.argmax(-1) == labels)[counts].sum()
+    for found in results:
+        assert found["top1"] == float(top1)
+        for name, exact in (("logprobs", mine), ("entropy", entropy), ("norm", norm)):
+            assert abs(found[name] - float(exact)) <= 1e-12 * abs(float(exact)), (name, found, exact)
+    total = sum(p.numel() for p in one.parameters())
+    assert max(found["held"] for found in results) < 0.3 * total  # a quarter, norms and padding aside
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def _refusal(model: Any, tensor: int, others: int = 1, **options: Any) -> str:
+    with fake_world(0, tensor * others):
+        sp = sharding({"tensor": tensor, "ulysses": others})
+        with pytest.raises(LongspanError) as error:
+            longspan.hf.parallelize._checked(model, sp, {**_OPTIONS, **options})
+    return str(error.value)
+
+
+_OPTIONS: dict[str, Any] = {
+    "fsdp": True, "mp_policy": None, "kernel": "auto", "weights": "same", "check_batches": None, "check_weights": 100,
+    "check_at_rest": False, "logits": False, "memory": "fastest", "dropout": None, "tensor_style": "tp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "tensor", "said"),
+    [
+        ("Llama", {"num_attention_heads": 4}, 8, ("tensor=8", "4 query heads", "try `tensor=4, ulysses=2`")),
+        ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 2, ("3 key", "tensor=1")),
+        ("Llama", {"vocab_size": 63}, 2, ("63 entries", "tensor=1", "pad_to_multiple_of=2")),
+        ("Llama", {"intermediate_size": 50}, 4, ("50 features", "mlp", "tensor=2, ulysses=2")),
+        ("Mixtral", {"num_local_experts": 6}, 4, ("6 experts", "tensor=2")),
+        ("GPT2", {}, 2, ("no tensor-parallel plan", "gpt2", "tensor=1")),
+        ("Olmo2", {}, 2, ("colwise_gather_output", "q_proj", "tensor=1")),
+        ("Llama", {"attention_dropout": 0.5}, 2, ("draws", "set it to 0")),
+    ],
+)
+def test_what_an_axis_cannot_hold_is_refused(family: str, changes: dict[str, Any], tensor: int, said: Any) -> None:
+    """With the numbers and a mesh that fits, before any collective."""
+    text = _refusal(build(family, **{"vocab_size": 64, **changes}), tensor)
+    assert all(part in text for part in said), text
+
+
+def test_other_adapters_and_styles_are_refused() -> None:
+    import peft
+
+    wide = peft.get_peft_model(a_model("Llama"), peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    text = _refusal(wide, 2)
+    assert "lora_magnitude_vector" in text and "LoRA" in text
+    assert "'tp'" in _refusal(a_model("Llama"), 2, tensor_style="ring")
+
+
+def _differing() -> list[str]:
+    said = []
+    sp = sharding({"tensor": 2, "ulysses": 2})
+    odd = dist.get_rank() == 3  # tensor rank 1 of the second Ulysses rank
+    try:
+        longspan.parallelize(a_model("Llama", seed=int(odd)), sp)
+    except LongspanError as error:
+        said.append(str(error))
+    try:
+        longspan.parallelize(a_model("Llama"), sp, logits=odd)
+    except LongspanError as error:
+        said.append(str(error))
+    model = longspan.parallelize(a_model("Llama"), sp)
+    try:
+        model(**batch(seed=5 if odd else 1))
+    except LongspanError as error:
+        said.append(str(error))
+    return said
+
+
+def test_a_rank_of_the_tensor_group_that_differs_is_named(pool4: Any) -> None:
+    for said in pool4.run(_differing):
+        assert len(said) == 3
+        assert "different weights" in said[0] and "rank 3" in said[0]
+        assert "logits" in said[1] and "rank 3" in said[1]
+        assert "ranks 3 were given another" in said[2]

@@ -1,0 +1,162 @@
+"""`longspan train` and `longspan verify` over a tensor axis: one process's numbers, on any mesh, saved and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan import train as training
+from longspan import verify as verifying
+from longspan.comm.tensor import TensorGroup
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+from longspan.train import TrainConfig
+from longspan.verify import VerifyConfig, worker
+from longspan.verify.report import Report
+from tests.pool import RankPool
+from tests.tolerance import roughly
+from tests.training import losses_of, train, write_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    """4 steps of 4 sequences of 60 tokens; clipped, so that a norm that is wrong shows in the losses."""
+    return TrainConfig(
+        data="pydoc", config=write_config(tmp_path), context=61, batch=4, steps=4, lr=1e-2, warmup=1, clip=0.5,
+        dtype="fp32", log_every=1, save_every=2, keep=0, out=tmp_path / "alone",
+    )  # fmt: skip
+
+
+def _on(pool: RankPool, config: TrainConfig) -> dict[int, float]:
+    pool.run(train, config, timeout=240)
+    return losses_of(config.out)
+
+
+def _after_two(config: TrainConfig, out: Path, **changes: Any) -> TrainConfig:
+    """A run that goes on from a run's second step, on another mesh."""
+    name = "step-00000002"
+    shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
+    shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
+    return dataclasses.replace(config, out=out, **changes)
+
+
+def _weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(config.exported).state_dict())
+
+
+def _near(found: dict[int, float], plain: dict[int, float]) -> bool:
+    same = found.keys() == plain.keys()
+    return same and all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
+
+
+def test_a_run_is_that_of_one_process_and_goes_on_on_any_mesh(
+    config: TrainConfig, pool2: RankPool, pool4: RankPool, tmp_path: Path
+) -> None:
+    train(config)
+    plain = losses_of(config.out)
+    assert plain[4] < plain[1] - 0.1
+    one: dict[str, Any] = {"ulysses": 1, "tensor": 1, "tensor_style": "tp", "export": "never"}
+    both = dataclasses.replace(config, out=tmp_path / "both", tensor=2, ulysses=2, tensor_style="megatron-sp")
+    assert _near(_on(pool4, both), plain)
+    line = json.loads((both.out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["tokens"] == 4 * 4 * 61  # a tensor group's tokens count once
+    ours, theirs = _weights(both), _weights(config)
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in theirs)
+
+    same = _after_two(both, tmp_path / "same", export="never")
+    assert _on(pool4, same) == losses_of(both.out)  # to the bit
+    alone = _after_two(both, tmp_path / "back", **one)
+    train(alone)
+    assert _near(losses_of(alone.out), plain)
+    # Two ranks: from one process to a tensor group that FSDP has nothing to do for, and from four to a Ulysses group.
+    pair = _after_two(config, tmp_path / "pair", **{**one, "tensor": 2})
+    ulysses = _after_two(both, tmp_path / "ulysses", **{**one, "ulysses": 2})
+    pool2.run(train, pair, timeout=240)
+    assert _near(_on(pool2, ulysses), plain) and _near(losses_of(pair.out), plain)
+
+    # What was exported is read part by part, and proven.
+    verified = VerifyConfig(model=str(both.exported), context=64, tensor=2, ulysses=2, tensor_style="megatron-sp")
+    _check_passed(pool4.run(worker, verified, timeout=240)[0])
+    kept = VerifyConfig(resume=str(both.out), context=64, tensor=2)
+    _check_passed(pool2.run(worker, kept, timeout=240)[0])
+
+
+def _check_passed(report: Report) -> None:
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert len(report.checks) == 3 + 21 and report.setup["tensor"] == 2  # of 21 parameters every gradient
+
+
+def _without_a_sum(config: VerifyConfig) -> Report:
+    """One rank's gradients lack what the other's heads and features add to them."""
+    copy_in = TensorGroup.copy_in
+    TensorGroup.copy_in = lambda self, x: x.clone() if x.shape[-1:] == (32,) else copy_in(self, x)  # type: ignore[method-assign]
+    try:
+        return worker(config)
+    finally:
+        TensorGroup.copy_in = copy_in  # type: ignore[method-assign]
+
+
+def test_verify_finds_a_sum_over_the_axis_that_is_left_out(pool4: RankPool, tmp_path: Path) -> None:
+    config = VerifyConfig(config=write_config(tmp_path), context=64, tensor=2, ulysses=2, fsdp=False)
+    _check_passed(pool4.run(worker, config, timeout=240)[0])
+    report = pool4.run(_without_a_sum, config, timeout=240)[0]
+    failed = {check.group for check in report.checks if not check.passed}
+    assert not report.passed and {"attention q", "mlp"} <= failed and "lm head" not in failed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused, before any rank starts.
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "said"),
+    [
+        ({}, 8, ("tensor=8", "4 query heads", "tensor=4")),
+        ({"vocab_size": 385}, 2, ("385 entries", "tensor=1", "pad_to_multiple_of=2")),
+        ({"intermediate_size": 66}, 4, ("66 features", "tensor=2")),
+    ],
+)
+@pytest.mark.parametrize("how", ["train", "dry run", "verify"])
+def test_what_cannot_be_cut_is_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, changes: dict[str, Any], tensor: int, said: Any
+) -> None:
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    path = write_config(tmp_path, **changes)
+    with pytest.raises(LongspanError) as error:
+        if how == "verify":
+            verifying.run(VerifyConfig(config=path, context=64, tensor=tensor))
+        else:
+            given = TrainConfig(data="pydoc", config=path, context=64, tensor=tensor, out=tmp_path / "run")
+            training.run(dataclasses.replace(given, dry_run=how == "dry run"))
+    assert all(part in str(error.value) for part in said), error.value
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensor": 2, "grad_dtype": "bf16"}, ("--grad-dtype bf16", "--tensor")),
+        ({"tensor": 2, "ulysses": 2, "optimizer": "adamw8bit"}, ("--tensor 2", "--ulysses 4")),
+        ({"tensor": 0}, ("--tensor",)),
+    ],
+)
+def test_what_the_axis_does_not_go_with_is_refused(config: TrainConfig, changes: dict[str, Any], said: Any) -> None:
+    with pytest.raises(LongspanError) as error:
+        dataclasses.replace(config, **changes).check()
+    assert all(part in str(error.value) for part in said), error.value
+
+
+def test_the_axis_counts_once_where_weights_are_shared(config: TrainConfig) -> None:
+    given = dataclasses.replace(config, data_degree=3, ring=2, ulysses=2, tensor=2)
+    assert (given.ranks, given.sharers, given.sequences) == (24, 12, 4) and given.mesh.endswith("--tensor 2")
+    # A tensor group alone shards nothing by FSDP, so its gradients need no sum after the backward.
+    dataclasses.replace(config, tensor=2, fsdp=False, optimizer_in_backward=True, clip=0, micro_batch=4).check()
