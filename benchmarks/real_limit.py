@@ -75,6 +75,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--start", type=int, default=2048, help="tokens of the first try")
     parser.add_argument("--within", type=float, default=0.08, help="how closely the limit is found")
+    parser.add_argument(
+        "--patience", type=float, default=400.0, help="seconds of a try after which no longer one is made"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="sequence-parallel ranks (Ulysses)")
     parser.add_argument("--dtype", choices=list(common.DTYPES), default="fp32")
     parser.add_argument("--q-heads", type=int, default=4)
@@ -101,7 +104,12 @@ def search(attempt: Any, args: argparse.Namespace, start: int) -> list[tuple[int
 
     unit = 128 * args.ranks
     good, bad = 0, start
-    while tried(bad):
+    while True:
+        begun = time.perf_counter()
+        if not tried(bad):
+            break
+        if time.perf_counter() - begun > args.patience:
+            return tries  # nothing longer is tried, so that none fails: what completes is at least this
         good, bad = bad, rounded(bad * 1.5, unit)
     while bad - good > max(unit, args.within * bad):
         middle = rounded((good + bad) / 2, unit)
@@ -178,7 +186,7 @@ def _controllers(root: Path) -> list[str]:
 def render(rows: list[dict[str, Any]], args: dict[str, Any]) -> str:
     theirs = {row["shape"]: row["longest"] for row in rows if row["method"].startswith("alst")}
     cells = [
-        [f"{row['shape']}, {SHAPES[row['shape']]['layers']} layers", row["method"], f"{row['longest']:,}",
+        [f"{row['shape']}, {SHAPES[row['shape']]['layers']} layers", row["method"], f"{least(row)}{row['longest']:,}",
          f"{row['longest'] / theirs[row['shape']]:.2f}" if theirs.get(row["shape"]) else "",
          ", ".join(f"{n:,}{'' if ok else ' fails'}" for n, ok in sorted(row["tries"]))]
         for row in rows
@@ -191,6 +199,11 @@ def render(rows: list[dict[str, Any]], args: dict[str, Any]) -> str:
         f" heads, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1, AdamW; tiles of logits of"
         f" {args['tile_mib']} MiB on both sides."
     )
+
+
+def least(row: dict[str, Any]) -> str:
+    """What stands before a length that no longer try has failed beyond."""
+    return "" if any(not ok for _, ok in row["tries"]) else "at least "
 
 
 def shapes_of(args: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -210,8 +223,8 @@ def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
         mine = [row for row in rows if row["shape"] == shape]
         names, values = [row["method"] for row in mine], [row["longest"] for row in mine]
         bars = ax.barh(names, values, color=["#b5b5b5" if n.startswith("alst") else "#2b6cb0" for n in names])
-        ax.bar_label(bars, labels=[f"{v:,}" for v in values], padding=4)
-        ax.set_xlim(0, 1.25 * max(values))
+        ax.bar_label(bars, labels=[f"{least(row)}{row['longest']:,}" for row in mine], padding=4)
+        ax.set_xlim(0, 1.35 * max(values))
         limits = dict(shapes_of(args))[shape]
         ax.set_title(f"{limits['layers']} layers, {limits['mib']} MiB a rank", fontsize=10)
         ax.invert_yaxis()
