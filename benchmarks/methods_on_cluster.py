@@ -118,6 +118,8 @@ def run_part(part: Part, seconds: float) -> dict[str, Any]:
     except (json.JSONDecodeError, OSError):
         why = "ended, as its share of the time was over" if code == cluster.TIME_IS_UP else f"exit code {code}"
         return {**head, "reason": why, "rows": []}
+    finally:
+        out.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,8 @@ def _nearest(x: Any, want: Any, mesh: Mesh) -> float:
         part = want
     elif x.shape[1] == want.shape[1]:
         part = want.chunk(ranks, 2)[rank]
+    elif mesh.tensor > 1:
+        part = want.chunk(ranks, 1)[rank]
     else:
         spans = choose_layout("auto", mesh.ring, mesh.ulysses).padded_spans(want.shape[1], rank)
         part = want[:, [at for span in spans for at in range(*span)]]

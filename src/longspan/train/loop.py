@@ -301,6 +301,8 @@ class Trainer:
             display.say(line)
         if self.step:
             display.say(f"going on after step {self.step}")
+        if self.config.profile is not None and self.config.profile <= self.step:
+            display.say(f"--profile {self.config.profile} is a step that was done before: nothing is recorded")
         if self.inputs.resume is not None and (said := changed_settings(self.inputs.resume, self.config)):
             display.say(said)
 
