@@ -1,6 +1,6 @@
 """Needles in long documents: trained, then looked for under a limit of memory, on one rank and on four.
 
-    python examples/recall.py [--mib 24] [--png recall.png] [--save FOLDER] [--quick]
+    python examples/recall.py [--mib 32] [--png recall.png] [--save FOLDER] [--quick]
 
 1. A small Llama is trained until it can do it: a document of noise hides needles, a key and four values each; behind
    the document stands a key, and the model shall say its values. Lengths double as soon as it knows a length: on one
@@ -50,7 +50,7 @@ NO_MEMORY = 77  # exit code of a rank that was refused memory
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=24, help="what a process may take beside what it holds before")
+    parser.add_argument("--mib", type=int, default=32, help="what a process may take beside what it holds before")
     parser.add_argument("--ranks", type=int, default=4, help="a ring of half of them, Ulysses over two")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument(
@@ -69,7 +69,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.ranks, args.trained_to, args.minutes, args.documents = 2, 64, 0.05, 1
-        args.within = 2048
+        args.mib, args.within = 24, 2048
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with contextlib.suppress(AttributeError):  # not glibc
         for name, value in ((-3, 65536), (-1, 65536), (-8, 1)):  # what is freed goes back, and is not there for later

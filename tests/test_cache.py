@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import longspan
+from longspan.attn.score import Scores
+from longspan.cache.attend import _merged
 from longspan.cache.codec import codec_of
 from longspan.cache.store import Store
 from longspan.plan import Job, Mesh
@@ -90,6 +92,24 @@ def _planned(shape: Any, job: Job, mesh: Mesh, tokens: int, sp: Any) -> Counter[
 @pytest.mark.filterwarnings("ignore:`ulysses")
 def test_bytes_and_collectives_are_the_planners(pool4: RankPool) -> None:
     pool4.run(_as_planned)
+
+
+def test_parts_over_ranks_add_up_to_one_softmax_with_sinks() -> None:
+    """Keys in three parts of 5, 0 and 8, the second without any: output and log-sum-exp merged, sinks once."""
+    g = torch.Generator().manual_seed(0)
+    x, v = torch.randn(2, 3, 4, 13, generator=g).double(), torch.randn(2, 3, 13, 6, generator=g).double()
+    x[0, 0, 0] = -torch.inf  # a query that sees no key
+    parts = []
+    for a, b in ((0, 5), (5, 5), (5, 13)):
+        lse = x[..., a:b].logsumexp(-1, keepdim=True)
+        out = (x[..., a:b] - torch.where(lse.isneginf(), 0.0, lse)).exp() @ v[:, :, a:b]
+        parts.append(torch.cat([out, lse], -1))
+    for sinks in (None, torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)):
+        scores = Scores(scale=None, sinks=sinks)
+        more = torch.full((2, 3, 4, 1), -torch.inf).double()
+        more = more if sinks is None else sinks[:, None, None].expand_as(more)
+        p = torch.cat([x, more], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
+        torch.testing.assert_close(_merged(torch.stack(parts), scores), p @ v, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("code", "limit"), [("int8", 0.5 / 127), ("fp8", 2.0**-4)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,13 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from examples.ruler import needles
 from longspan.lm_eval.ranks import Leader, end, serve
 from longspan.lm_eval.scorer import until
 from tests.models import BASE, build
 from tests.pool import RankPool
 
+ROOT = Path(__file__).parents[1]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,\n"  # and three special tokens before: 59 of 61
 TEXTS = ["The quick brown fox", "jumps over", "a", " the lazy dog, and on. " * 4]
 PAIRS = [(TEXTS[0], " jumps"), (TEXTS[1], "."), (TEXTS[2], " lazy dog, and on"), (TEXTS[3], "fox"), ("", "fox")]
@@ -133,3 +137,49 @@ def test_the_harness_gets_what_its_own_model_gives(folder: Path) -> None:
     ways: list[dict[str, Any]] = [{"until": ["a", "e"], "max_gen_toks": 9}, {"until": [], "max_gen_toks": 5}]
     generation = [asked(text, {**way, "do_sample": False}) for text in TEXTS for way in ways]
     assert ours.generate_until(generation) == theirs.generate_until(generation)
+
+
+class _Lines:
+    """A tokenizer that counts words."""
+
+    def encode(self, text: str) -> list[str]:
+        return text.split()
+
+
+@pytest.mark.parametrize(("keys", "values"), [(1, 1), (4, 1), (1, 4)])
+def test_needles_lie_in_documents_of_the_length_that_was_asked_for(keys: int, values: int) -> None:
+    line = len(needles.NOISE.split())
+    for length in (400, 3000):
+        made = needles.documents(_Lines(), length, keys, values, samples=5)
+        assert made == needles.documents(_Lines(), length, keys, values, samples=5)
+        assert len({doc["input"] for doc in made}) == 5
+        for doc in made:
+            words = len(f"{doc['input']} {doc['gen_prefix']}".split()) + needles.ANSWER_TOKENS
+            assert length - line < words <= length
+            asked = doc["gen_prefix"].split(" for ")[1].split()[0]
+            assert [f"for {asked} is: {value}." in doc["input"] for value in doc["outputs"]] == [True] * values
+            assert doc["input"].count("special magic numbers for") == keys + values - 1 + 1
+            said = " and ".join(doc["outputs"][:-1] or doc["outputs"])
+            assert needles.process_results(doc, [said]) == {"recall": max(1, values - 1) / values}
+    with pytest.raises(ValueError, match="100 tokens are too few"):
+        needles.documents(_Lines(), 100, keys, values, samples=1)
+
+
+def test_the_harness_runs_the_needle_tasks(folder: Path, tmp_path: Path) -> None:
+    """With a model that knows nothing: every document is asked about, and scored."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    from longspan.lm_eval.model import LongspanLM
+
+    longer = shutil.copytree(folder, tmp_path / "longer")
+    config = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
+    metadata = {"pretrained": str(longer), "max_seq_lengths": [800, 900], "samples": 2}
+    tasks = TaskManager(include_path=str(ROOT / "examples" / "ruler"), include_defaults=False, metadata=metadata)
+    model = LongspanLM(pretrained=str(longer), dtype="float32", max_length=1024)
+    found = lm_eval.simple_evaluate(model, tasks=["longspan_needles"], task_manager=tasks, bootstrap_iters=0)
+    assert sorted(found["results"]) == [f"longspan_needle_{kind}" for kind in ("multikey", "multivalue", "single")]
+    assert all(row["recall,none"] == 0 for row in found["results"].values())
+    for samples in found["samples"].values():
+        assert len(samples) == 4 and all(sample["resps"][0][0] for sample in samples)
