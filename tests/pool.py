@@ -65,6 +65,7 @@ PRELOAD = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.distributed.tensor.debug",
     "torch.profiler",
     "datasets",
     "transformers",
@@ -331,11 +332,14 @@ def _answer(conn: Connection, rank: int, fn: Callable[..., Any], *args: Any) -> 
 
 
 def _forget_meshes() -> None:
-    """torch keeps how it gathers a DTensor by the shape of its mesh, with the names of groups that are gone by now."""
+    """torch keeps what it has found out about DTensors by the shape of their mesh, with groups that are gone by now."""
     module = sys.modules.get("torch.distributed.tensor._redistribute")
     for value in list(vars(module).values()) if module is not None else []:
         if hasattr(value, "cache_clear"):
             value.cache_clear()
+    clear = getattr(sys.modules.get("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _run(task: bytes, store: Any, rank: int, world_size: int) -> Any:

@@ -31,7 +31,7 @@ _VERIFIED: tuple[dict[str, Any], ...] = (
 def test_train_resume_on_another_mesh_export_and_verify(tmp_path: Path, pool4: Any) -> None:
     path = write_config(tmp_path)
     config = TrainConfig(
-        data="pydoc", config=path, context=61, batch=4, steps=2, lr=1e-2, warmup=1, clip=0.5, dtype="fp32",
+        data="pydoc", config=path, context=61, batch=4, steps=2, lr=1e-2, warmup=0, clip=0.5, dtype="fp32",
         log_every=1, save_every=2, keep=0, out=tmp_path / "run",
     )  # fmt: skip
     whole = dataclasses.replace(config, steps=4, out=tmp_path / "plain", schedule="constant")

@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+import longspan
 from longspan import train as training
 from longspan import verify as verifying
+from longspan.checkpoint import Ranks
+from longspan.checkpoint.saving import prepare
 from longspan.comm.tensor import TensorGroup
+from longspan.compat.torch_checkpoint import flat_names
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig, worker
 from longspan.verify.report import Report
+from tests.models import build
 from tests.pool import RankPool
 from tests.tolerance import roughly
 from tests.training import losses_of, train, write_config
@@ -111,6 +116,20 @@ def test_verify_finds_a_sum_over_the_axis_that_is_left_out(pool4: RankPool, tmp_
     report = pool4.run(_without_a_sum, config, timeout=240)[0]
     failed = {check.group for check in report.checks if not check.passed}
     assert not report.passed and {"attention q", "mlp"} <= failed and "lm head" not in failed
+
+
+def _room_for_a_checkpoint(folder: Path) -> tuple[int, int]:
+    sp = longspan.SequenceSharding(longspan.init_mesh(tensor=2, ulysses=2))
+    model = longspan.parallelize(build("Llama", vocab_size=64), sp, fsdp=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    pending = prepare(folder, 1, model, optimizer, {}, 0, Ranks())
+    beside = 2048 * 4 * len(flat_names(pending.tensors))
+    return pending.needed - beside, 3 * 4 * sum(p.numel() for p in model.parameters())
+
+
+def test_what_several_ranks_hold_needs_room_once(pool4: RankPool, tmp_path: Path) -> None:
+    for needed, whole in pool4.run(_room_for_a_checkpoint, tmp_path):
+        assert whole <= needed < 1.01 * whole  # weights and two states, and each weight's count of steps
 
 
 # ---------------------------------------------------------------------------------------------------------------------

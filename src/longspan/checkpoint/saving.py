@@ -122,10 +122,9 @@ def prepare(
     tensors: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     flat = flat_names(tensors)
     check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks)
-    whole = [x for x in flat.values() if isinstance(x, Tensor)]
-    sharded = sum(x.to_local().nbytes for x in whole if isinstance(x, DTensor))
-    on_all = sum(x.nbytes for x in whole if not isinstance(x, DTensor))  # written once
-    needed = sum(ranks.gather(sharded)) + on_all + _PER_TENSOR * len(flat) * ranks.size
+    # Whatever several ranks hold is written once; a DTensor's size is that of the whole.
+    whole = sum(x.numel() * x.element_size() for x in flat.values() if isinstance(x, Tensor))
+    needed = whole + _PER_TENSOR * len(flat) * ranks.size
     return Pending(folder, step, tensors, state, keep, needed)
 
 

@@ -183,16 +183,17 @@ def parallelize(
             hooks.guard.remember(inner)
             plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, tensor_style, sp.size)
             hooks.tensor = TensorParallel(inner, sp, tensor_style, plan, hooks.head)
-            refuse_savers(model, inner)
         if fsdp and sp.world_size > 1:
-            hooks.guard.remember(inner)
+            if hooks.tensor is None:
+                hooks.guard.remember(inner)
             apply_fsdp(inner, sp, mp_policy, cpu_offload=levers.cpu_offload)
             inner.register_forward_hook(hooks.give_back)
             if hooks.head is not None:
                 hooks.head.gather = functools.partial(gather_group_of, inner, hooks.head.module)
-            refuse_savers(model, inner)
         elif sums:
             hooks.gradients = GradientSum(inner.parameters(), sp)
+        if hooks.guard.sharded:
+            refuse_savers(model, inner)
     if check_at_rest:
         hooks.rest = RestCheck(inner)
     return model

@@ -61,6 +61,7 @@ def clip_gradients(model: torch.nn.Module, limit: float) -> float:
     """Scale all gradients so that their global L2 norm is at most `limit` (0: leave them); returns the norm before."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if limit:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return norm.item()

@@ -101,7 +101,8 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     @property
     def tokens(self) -> int:
         """Tokens per sequence that are run: `context`, or one fewer where the ranks divide it."""
-        return self.context - (self.shared > 1 and self.context % self.shared == 0)
+        by = self.shared if self.shared > 1 else self.tensor  # megatron-sp cuts a sequence too
+        return self.context - (by > 1 and self.context % by == 0)
 
     @property
     def reference(self) -> Literal["fp64", "fp32"]:
