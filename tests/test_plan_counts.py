@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import work_of_blocks
+from longspan.core.heads import piece_heads, split_heads
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
 from longspan.core.routes import ring_routes
@@ -38,9 +39,11 @@ LLAMA: dict[str, Any] = {
 Shape = tuple[int, int, int, int]
 
 
-def sharding(mesh: Mesh, layout: str = "auto", ring_impl: str = "auto") -> longspan.SequenceSharding:
+def sharding(
+    mesh: Mesh, layout: str = "auto", ring_impl: str = "auto", exchange_chunks: Any = "auto"
+) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
-    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl)
+    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, exchange_chunks=exchange_chunks)
 
 
 def attention_sent(
@@ -52,12 +55,13 @@ def attention_sent(
     dtype: Any,
     layout: str = "auto",
     ring_impl: str = "auto",
+    exchange_chunks: Any = "auto",
     **mask: Any,
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.gpus):
-        sp = sharding(mesh, layout, ring_impl)
+        sp = sharding(mesh, layout, ring_impl, exchange_chunks)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
@@ -125,6 +129,25 @@ def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> Non
             model = a_model(*shape, reach=reach)
             job = Job(context=n, dtype="bf16" if n == 37 else "fp32", layout=layout, ring_impl=impl)
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 8])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=3), Mesh(ring=2, ulysses=2)], ids=str)
+def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) -> None:
+    """Chunks that divide a rank's KV groups and that do not, and chunks of the queries of one KV head.
+
+    Not chunks in which a rank has nothing to send: torch's fake group refuses that (gloo is in test_lean.py).
+    """
+    shapes = ((16, 8, 4, 4), (14, 7, 4, 6), (12, 6, 4, 4), (24, 3, 4, 4), (16, 2, 4, 6))
+    cut = {shape: piece_heads(split_heads(*shape[:2], mesh.ulysses), chunks) for shape in shapes}
+    some = [s for s in shapes if all(mine.q_heads for run in cut[s] for piece in run for mine in piece)]
+    assert some
+    for shape in some:
+        by_rank = [
+            attention_sent(rank, mesh, shape, 36, 1, torch.float32, exchange_chunks=chunks) for rank in range(mesh.gpus)
+        ]
+        job = Job(context=36, dtype="fp32", exchange_chunks=chunks)
+        assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), shape
 
 
 def a_model(q_heads: int, kv_heads: int, d: int, dv: int, reach: Reach = CAUSAL) -> ModelShape:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask, MaskMod
-from longspan.attn.prepare import AttentionPlan, Shapes, check, check_tensors, choose, prepare
+from longspan.attn.prepare import AttentionPlan, Shapes, check, check_tensors, choose_beside, prepare
 from longspan.attn.score import Bias, Scores
 from longspan.attn.segments import cu_seqlens_segments, document_segments, paired_segments
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
@@ -181,9 +181,10 @@ def attention(
         mask: a `longspan.Mask` instead of causal, window, chunk, prefix, q_start and mask_mod; it may be of a kind of
             one's own (docs/extending.md).
         head_chunks: pieces in which the heads go through exchange and attention, one after the other, so that what is
-            there between the two All-to-Alls is 1/pieces (arXiv:2602.21196). At most the KV heads of a rank; 0 for as
-            many as these. From 2 on, and for 0, only q, k, v and output of my tokens and the log-sum-exp are saved: the
-            backward exchanges q, k, v and output again, and the kernel must give the log-sum-exp.
+            there between the two All-to-Alls is 1/pieces (arXiv:2602.21196); twice that where `sp.exchange_chunks`
+            hides the exchange. At most the KV heads of a rank; 0 for as many as these. From 2 on, and for 0, only q, k,
+            v and output of my tokens and the log-sum-exp are saved: the backward exchanges q, k, v and output again,
+            and the kernel must give the log-sum-exp.
         kernel: the local attention, by name ("auto", "sdpa", "flash", "tiled", "flex", "cudnn", "flash3", "flash4",
             "flash_attn", "eager"), a kernel of one's own (`BlockKernel`, `longspan.kernel_with_lse`), any function
             `f(q, k, v, *, causal, scale, ...)`, or a table of what "auto" shall take (`longspan.kernel_table`);
@@ -263,7 +264,7 @@ def explain_kernel(
     given = Options(**options)
     shapes, mask, lengths = _asked(q, k, v, sp, given)
     check(shapes, sp, mask, given.scores, lengths)
-    return choose(shapes, sp, mask, given.scores, lengths, kernel, lse=given.head_chunks != 1)[1]
+    return choose_beside(shapes, sp, mask, given.scores, lengths, kernel, lse=given.head_chunks != 1)[1]
 
 
 def _plan(

@@ -163,8 +163,7 @@ def prepare(
     """
     check(shapes, sp, mask, scores, lengths)
     lean = lean or head_chunks != 1
-    overlaps = exchange_pieces(shapes, sp) > 1
-    found, choice = choose(shapes, sp, mask, scores, lengths, kernel, lse=lean or overlaps)
+    found, choice, overlaps = choose_beside(shapes, sp, mask, scores, lengths, kernel, lse=lean)
     if not torch.compiler.is_compiling():
         tell(choice)
     mask = mask.limited_to(max(lengths))
@@ -212,6 +211,26 @@ def _inner(
     impl = choose_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
     prepared = tuple(kernel.prepare(blocks)) if mine.q_heads else (None,) * blocks.count
     return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, prepared, index)
+
+
+def choose_beside(
+    shapes: Shapes,
+    sp: SequenceSharding,
+    mask: Mask,
+    scores: Scores,
+    lengths: tuple[int, int],
+    kernel: AnyKernel,
+    *,
+    lse: bool,
+) -> tuple[Kernel, Choice, bool]:
+    """`choose`, and whether exchanges run beside attention. By rule they do only with a kernel that can serve that."""
+    overlaps = exchange_pieces(shapes, sp) > 1
+    if overlaps and not lse and sp.exchange_chunks == "auto":
+        try:
+            return *choose(shapes, sp, mask, scores, lengths, kernel, lse=True), True
+        except LongspanError:  # whatever else is wrong is said below
+            overlaps = False
+    return *choose(shapes, sp, mask, scores, lengths, kernel, lse=lse or overlaps), overlaps
 
 
 def exchange_pieces(shapes: Shapes, sp: SequenceSharding) -> int:

@@ -51,6 +51,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
     """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
     once. auto plans what the code would choose, or the other where the links make it clearly faster, and says so."""
+    exchange_chunks: int = 1
+    """Chunks of heads in which the Ulysses exchange goes, each beside the attention of another. 1: all at once."""
     cache: CacheCode = "exact"
     """How the KV cache of prefill and decode is kept: as the model computes it, or (an approximation) by int8 or fp8 a
     byte per element and an fp32 scale per head and token."""
@@ -107,6 +109,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             kv_replication=self.kv_replication,
             layout=self.layout,
             ring_impl=self.ring_impl,
+            exchange_chunks=self.exchange_chunks,
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
         )

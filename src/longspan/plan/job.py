@@ -47,6 +47,8 @@ class Job:
         layout: how tokens lie over a ring, as `SequenceSharding` takes it: `zigzag`, `contiguous`, another that is
             registered, or `auto` (zigzag).
         ring_impl: how keys and values go round: `p2p`, `allgather`, or `auto` (`longspan.core.routes.choose_impl`).
+        exchange_chunks: in how many chunks of heads the exchange goes, beside the attention, as `SequenceSharding`
+            takes it; 1: all at once.
         cache: how keys and values are kept (`longspan.core.cached.CODES`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
             runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
@@ -64,6 +66,7 @@ class Job:
     tensor_style: TensorStyle = "tp"
     layout: LayoutName = "auto"
     ring_impl: RingImpl = "auto"
+    exchange_chunks: int = 1
     cache: CacheCode = "exact"
     prefill_chunk: int | None = None
 
@@ -87,6 +90,7 @@ class Job:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
+        check_number("exchange-chunks", self.exchange_chunks, 1, LARGEST_COUNT, whole=True)
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):

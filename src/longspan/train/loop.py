@@ -87,7 +87,12 @@ class Trainer:
         self.inputs = self._agreed_inputs(meet(config.timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
-            self.sp = SequenceSharding(mesh, config.layout, ring_impl=config.ring_impl)
+            self.sp = SequenceSharding(
+                mesh,
+                config.layout,
+                ring_impl=config.ring_impl,
+                exchange_chunks=config.exchange_chunks or "auto",
+            )
             self.group = self.sp.everyone
             # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.
             self.hosts = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)

@@ -49,6 +49,10 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
     """How keys and values go round a ring. p2p is what auto chooses in a long run; in a short test it would choose
     allgather."""
+    exchange_chunks: int | None = None
+    """Chunks of heads in which the Ulysses exchange goes, each under way while the attention of another computes; at
+    most the query heads of a rank (with a ring its KV heads). 1: all at once. By default several where a Ulysses group
+    spans hosts and there is enough to send, else 1."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     batch: int = 1

@@ -85,9 +85,9 @@ def _asked_for(found: Kernel, need: Need) -> tuple[Kernel, Choice]:
         )
     if need.lse and not gives_lse(found):
         raise LongspanError(
-            f"the kernel {found.name} gives no log-sum-exp, which head_chunks and checkpointing='output' save for the "
-            f"backward; use kernel='auto' or 'tiled', a function that gives it (longspan.kernel_with_lse), or "
-            f"head_chunks=1 without checkpointing='output'"
+            f"the kernel {found.name} gives no log-sum-exp, which head_chunks, exchange_chunks and "
+            f"checkpointing='output' save for the backward; use kernel='auto' or 'tiled', a function that gives it "
+            f"(longspan.kernel_with_lse), or head_chunks=1 and exchange_chunks=1 without checkpointing='output'"
         )
     return found, Choice(found.name, found.describe(need))
 

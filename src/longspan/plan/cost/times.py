@@ -50,6 +50,7 @@ def _exposed(
         ring = [sent for sent in sents if sent.op == "p2p"]
         waits = [sent for sent in sents if sent.op != "p2p"]
         exposed += count * sum(_seconds(waits, mesh, hardware).values())
+        exposed -= count * _hidden_exchange(waits, computing, job, mesh, hardware)
         schedule = layer.mixer.ring_schedule(job, mesh) if ring else None
         if schedule is not None:
             exposed += count * _not_hidden(ring, computing, schedule, job, mesh, hardware)
@@ -66,6 +67,28 @@ def _exposed(
     exposed += sends + max(0.0, rings - beside)
     around = [sent for sent in around_the_layers(model, job, mesh) if sums or not sums_gradients(sent)]
     return exposed + first_gather + job.forwards * sum(_seconds(around, mesh, hardware).values())
+
+
+def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """Seconds of one layer's exchanges that the attention of other chunks of heads hides, forwards and backwards.
+
+    Of n equal chunks the first one's way there and the last one's way home are beside nothing: at the best n - 1 of n
+    parts of an exchange run beside as many parts of the attention.
+    """
+    ways = {name: [sent for sent in sents if sent.op == "all_to_all" and sent.what.endswith(name)] for name in _WAYS}
+    n = len(ways["O to tokens"])
+    if n < 2 or job.exchange_chunks == 1:
+        return 0.0
+    forwards, backwards = mixing_passes(job)
+    seconds = {name: _seconds(way, mesh, hardware).get("ulysses", 0.0) for name, way in ways.items()}
+    forward = seconds["Q, K, V to heads"] + seconds["O to tokens"]
+    backward = seconds["dO to heads"] + seconds["dQ, dK, dV to tokens"]
+    part = (n - 1) / n
+    hidden = min(forward * part, forwards * computing.attention_forward * part)
+    return hidden + min(backward * part, backwards * computing.attention_backward * part)
+
+
+_WAYS = ("Q, K, V to heads", "O to tokens", "dO to heads", "dQ, dK, dV to tokens")
 
 
 def _not_hidden(

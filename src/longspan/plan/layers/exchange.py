@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from longspan.core.heads import chunk_heads, piece_heads
 from longspan.core.places import is_cut
 from longspan.core.routes import choose_impl
 from longspan.plan.cost.local import heads_of, local_batch, local_tokens, mixing_passes
@@ -54,18 +55,44 @@ def chunks(layer: Softmax, job: Job, mesh: Mesh) -> int:
     return min(job.memory.head_chunks or most, most)
 
 
-def pieces(layer: Softmax, job: Job, mesh: Mesh) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """(query heads, KV heads) of every piece, for each Ulysses rank: KV heads dealt evenly, queries with their own."""
+@dataclass(frozen=True)
+class Piece:
+    """Heads of a rank that go through exchange and attention together: query heads; KV heads that come with them; KV
+    heads whose gradients go home with theirs.
+    """
+
+    q: int
+    kv: int
+    kv_home: int
+
+
+def pieces(layer: Softmax, job: Job, mesh: Mesh) -> tuple[tuple[Piece, ...], ...]:
+    """Every piece, for each Ulysses rank, as `longspan.attn.prepare` cuts them."""
     shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
-    return _pieces(shares, chunks(layer, job, mesh))
+    return _pieces(shares, job.memory.head_chunks, overlapped(layer, job, mesh))
+
+
+def overlapped(layer: Softmax, job: Job, mesh: Mesh) -> int:
+    """Chunks of heads of which one is under way while another computes; 1: nothing is."""
+    if mesh.ulysses == 1:
+        return 1
+    shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
+    return max(1, min(job.exchange_chunks, max(s.kv_heads if mesh.ring > 1 else s.q_heads for s in shares)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _pieces(shares: tuple[HeadShard, ...], n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    def cut(heads: int) -> list[int]:
-        return [heads * (i + 1) // n - heads * i // n for i in range(n)]
+def _pieces(shares: tuple[HeadShard, ...], head_chunks: int, overlapping: int) -> tuple[tuple[Piece, ...], ...]:
+    runs = tuple((run,) for run in chunk_heads(shares, head_chunks))
+    cut = piece_heads(shares, max(overlapping, len(runs))) if overlapping > 1 else runs
 
-    return tuple(tuple(zip(cut(share.q_heads), cut(share.kv_heads), strict=True)) for share in shares)
+    def of(shard: HeadShard, at: int, count: int) -> Piece:
+        kv = shard.kv_heads
+        return Piece(shard.q_heads, kv if at == 0 else 0, kv if at == count - 1 else 0)
+
+    return tuple(
+        tuple(of(piece[rank], at, len(run)) for run in cut for at, piece in enumerate(run))
+        for rank in range(len(shares))
+    )
 
 
 def sequence(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
@@ -80,7 +107,7 @@ def sequence(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
             for at, heads in enumerate(mine)
             for sent in (
                 *_ulysses(layer, job, mesh, tuple(rank[at] for rank in of_ranks), heads),
-                *_ring(layer, job, mesh, heads[1]),
+                *_ring(layer, job, mesh, heads.kv),
             )
         ]
         for mine in alike
@@ -88,9 +115,7 @@ def sequence(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
     return max(kinds, key=lambda sent: sum(each.bytes * each.calls for each in sent))
 
 
-def _ulysses(
-    layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[tuple[int, int], ...], mine: tuple[int, int]
-) -> list[Sent]:
+def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], mine: Piece) -> list[Sent]:
     """Two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
@@ -101,15 +126,15 @@ def _ulysses(
         layer: the layer.
         job: the job.
         mesh: the mesh.
-        of_ranks: query heads that each rank computes, and KV heads that these need.
+        of_ranks: what each rank computes.
         mine: the same of this rank.
     """
     u = mesh.ulysses
     if u == 1:
         return []
     rows = local_tokens(job, mesh) * local_batch(job, mesh) * job.bytes_per_element
-    all_packed, all_out = _widths(of_ranks, layer.head_dim, layer.v_head_dim)
-    packed, out = _widths((mine,), layer.head_dim, layer.v_head_dim)
+    all_packed, all_out, _ = _widths(of_ranks, layer.head_dim, layer.v_head_dim)
+    packed, out, home = _widths((mine,), layer.head_dim, layer.v_head_dim)
     forwards, backwards = mixing_passes(job)
     sent = [
         Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), forwards),
@@ -121,15 +146,19 @@ def _ulysses(
             what, width = "Q, K, V, O, dO to heads", all_packed - packed + 2 * width
         sent += [
             Sent("all_to_all", "ulysses", what, rows * width, backwards),
-            Sent("all_to_all", "ulysses", "dQ, dK, dV to tokens", rows * (u - 1) * packed, backwards),
+            Sent("all_to_all", "ulysses", "dQ, dK, dV to tokens", rows * (u - 1) * home, backwards),
         ]
     return sent
 
 
 @functools.lru_cache(maxsize=4096)
-def _widths(heads: tuple[tuple[int, int], ...], d: int, dv: int) -> tuple[int, int]:
-    """Elements of a token's packed row, and of its output, over (query heads, KV heads) of ranks."""
-    return sum(q * d + kv * (d + dv) for q, kv in heads), sum(q * dv for q, _ in heads)
+def _widths(heads: tuple[Piece, ...], d: int, dv: int) -> tuple[int, int, int]:
+    """Elements of a token's packed row, of its output, and of its gradients' row, over a piece of several ranks."""
+    return (
+        sum(piece.q * d + piece.kv * (d + dv) for piece in heads),
+        sum(piece.q * dv for piece in heads),
+        sum(piece.q * d + piece.kv_home * (d + dv) for piece in heads),
+    )
 
 
 def schedule(layer: Softmax, job: Job, mesh: Mesh) -> RingSchedule:
@@ -205,14 +234,14 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
         What it sends. The ring's bytes do not depend on what the cache holds.
     """
     shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
-    of_ranks = tuple((share.q_heads, share.kv_heads) for share in shares)
+    of_ranks = tuple(Piece(share.q_heads, share.kv_heads, share.kv_heads) for share in shares)
     b, d, dv = job.bytes_per_element, layer.head_dim, layer.v_head_dim
     rows = layout_of(job, mesh).local_length(tokens) * local_batch(job, mesh)
-    all_packed, _ = _widths(of_ranks, d, dv)
+    all_packed, *_ = _widths(of_ranks, d, dv)
     kinds = []
     for mine in of_ranks if ulysses_rank is None else of_ranks[ulysses_rank : ulysses_rank + 1]:
-        packed, out = _widths((mine,), d, dv)
-        block = rows * mesh.ulysses * mine[0] * (mesh.ring - 1)
+        packed, out, _ = _widths((mine,), d, dv)
+        block = rows * mesh.ulysses * mine.q * (mesh.ring - 1)
         sent = [
             Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * b * (all_packed - packed)),
             Sent("all_gather", "ring", "Q to all keys", block * d * b),

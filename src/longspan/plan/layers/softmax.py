@@ -95,7 +95,9 @@ class Softmax(Mixer):
 
     def ring_impls(self, job: Job, mesh: Mesh) -> set[str]:
         of_ranks = exchange.pieces(self, job, mesh)
-        return {exchange.impl(self, job, mesh, kv_heads) for rank in of_ranks for _, kv_heads in rank}
+        return {
+            exchange.impl(self, job, mesh, kv_heads) for rank in of_ranks for kv_heads in {piece.kv for piece in rank}
+        }
 
     # What it holds.
 

@@ -240,10 +240,11 @@ def memory_flags(memory: Memory) -> list[str]:
 
 
 def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
+    chunks = [f"--exchange-chunks {job.exchange_chunks}"] * (job.exchange_chunks > 1 and mesh.ulysses > 1)
     if mesh.ring == 1:
-        return []
+        return chunks
     said = {"layout": job.layout, "ring-impl": job.ring_impl}
-    return [f"--ring {mesh.ring}", *(f"--{name} {value}" for name, value in said.items() if value != "auto")]
+    return [f"--ring {mesh.ring}", *(f"--{name} {value}" for name, value in said.items() if value != "auto"), *chunks]
 
 
 def _model_flag(name: str) -> str:

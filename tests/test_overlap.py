@@ -1,0 +1,98 @@
+"""The exchange in chunks, each under way while another computes: exact, of the same bytes, in a known order."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import longspan
+from longspan.attn.methods.chunked import ChunkedUlysses
+from longspan.attn.methods.ring import Ring
+from longspan.comm.all_to_all import Exchange
+from longspan.core.errors import LongspanError
+from tests.attention import one_device
+from tests.counting import count_sent
+from tests.fakes import fake_world
+from tests.oracle import Case, make
+from tests.pool import RankPool
+
+
+def _events(chunks: int, lean: bool) -> dict[str, Any]:
+    """What is started, computed and waited for, in order; and the bytes."""
+    case = Case(n=32, batch=2, q_heads=16, kv_heads=8)
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), exchange_chunks=chunks)
+    x = make(case)
+    qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
+    log: list[str] = []
+    start, wait, forward, backward = dist.all_to_all_single, Exchange.wait, Ring.forward, Ring.backward
+
+    def noted(name: str, function: Any) -> Any:
+        def wrapped(*args: Any, **more: Any) -> Any:
+            log.append(name)
+            return function(*args, **more)
+
+        return wrapped
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", noted("start", start)),
+        mock.patch.object(Exchange, "wait", noted("wait", wait)),
+        mock.patch.object(Ring, "forward", noted("compute", forward)),
+        mock.patch.object(Ring, "backward", noted("compute", backward)),
+        count_sent() as sent,
+    ):
+        out = longspan.attention(*qkv, sp, head_chunks=chunks if lean else 1)
+        of_forward = list(log)
+        log.clear()
+        out.sum().backward()
+    return {"forward": of_forward, "backward": log, "sent": sum(entry.bytes for entry in sent)}
+
+
+# The next chunk's way in is started before a chunk computes, and a chunk's way out is waited for after the next's.
+IN_TURN = [
+    "start", "wait", "start", "compute", "start",
+    "wait", "start", "compute", "start", "wait",
+    "wait", "compute", "start", "wait", "wait",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_chunk_travels_while_another_computes(pool2: RankPool, lean: bool) -> None:
+    for found in pool2.run(_events, 3, lean):
+        assert found["forward"] == found["backward"] == IN_TURN
+        row = 4 * 2 * 32 * 8 // 2 // 2  # fp32, batch, tokens of a rank, head_dim 8, what is for the other rank
+        assert found["sent"] == row * ((2 * 16 + 2 * 8) + ((4 * 16 + 4 * 8) if lean else (2 * 16 + 2 * 8)))
+
+
+def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(0, 2):
+        # KV heads of eight query heads, what is asked for, and the chunks there are.
+        for kv_heads, asked, expected in ((8, 1, None), (2, 4, 4), (1, 3, 3), (8, 3, 3), (8, 99, 4), (8, "auto", None)):
+            sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), exchange_chunks=asked)  # type: ignore[arg-type]
+            q, k, v = (torch.zeros(1, 8, heads, 4) for heads in (8, kv_heads, kv_heads))
+            method = longspan.prepare_attention(q, k, v, sp).method
+            found = len(method.chunks) if isinstance(method, ChunkedUlysses) else None
+            assert found == expected, (kv_heads, asked)
+            assert expected is None or (isinstance(method, ChunkedUlysses) and method.overlaps and not method.lean)
+        # Two hosts of one rank each: by rule, where there is enough to send, and a kernel that can.
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+        for tokens, kernel, beside in ((8, "auto", False), (1 << 14, "auto", True), (1 << 14, "sdpa", False)):
+            qkv = [torch.zeros(1, tokens, 8, 16) for _ in range(3)]
+            assert isinstance(longspan.prepare_attention(*qkv, sp, kernel=kernel).method, ChunkedUlysses) == beside
+    alone = longspan.SequenceSharding(one_device().mesh, exchange_chunks=4)
+    assert not isinstance(longspan.prepare_attention(q, k, v, alone).method, ChunkedUlysses)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for wrong in (-1, 0, 1.5, True, "all"):
+        with pytest.raises(LongspanError, match="exchange_chunks"):
+            longspan.SequenceSharding(one_device().mesh, exchange_chunks=wrong)  # type: ignore[arg-type]
+    with fake_world(0, 2):
+        q, k, v = (torch.zeros(1, 8, 8, 4) for _ in range(3))
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), exchange_chunks=2)
+        with pytest.raises(LongspanError, match=r"log-sum-exp.*exchange_chunks=1"):
+            longspan.attention(q, k, v, sp, kernel="sdpa")
