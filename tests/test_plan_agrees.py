@@ -177,7 +177,6 @@ def test_plan_and_train_refuse_the_same_in_the_same_words(
         ("gemma3", "--context 1k", "a model with a vision or audio tower"),
         ("llama-3.1-8b", "--gpus 1 --context 8k --memory longest --cpu-offload", "cpu_offload moves what FSDP shards"),
         ("llama-3.1-8b", "--context 8k --optimizer sgd", "`longspan train` has AdamW only"),
-        ("llama-3.1-70b", "--gpus 16 --context 8k --memory longest", "is planned from its formulas"),
     ],
 )  # fmt: skip
 def test_what_train_does_not_run_is_not_recommended(name: str, asked: str, why: str, folder: Path, say: Said) -> None:

@@ -394,12 +394,12 @@ def _levers(checkpointing: str, levers: str) -> Memory:
 def _by_the_planner(
     setting: tuple[str, str, str, int, int, int], data: dict[str, Any]
 ) -> tuple[Job, int, list[Plan], list[Plan]]:
-    """The job and the GPUs of a setting; what `search` says of it: what fits, and all; of meshes that are run."""
+    """The job and the GPUs of a setting; what `search` says of it: what fits, and all; without a tensor axis."""
     checkpointing, levers, kind, batch, right, more = setting
     context = data["contexts"][data["contexts"].index(ASKED.context) + right]
     gpus = data["gpus"][data["gpus"].index(8) + more]
     job = dataclasses.replace(ASKED, memory=_levers(checkpointing, levers), batch=batch, context=context)
-    plans = [plan for plan in search(LLAMA, job, gpus, CATALOGUE[kind]).plans if plan.runs]
+    plans = [plan for plan in search(LLAMA, job, gpus, CATALOGUE[kind]).plans if plan.runs and plan.mesh.tensor == 1]
     return job, gpus, [plan for plan in plans if plan.fits], plans
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longspan.bench.methods import Row
 from longspan.bench.works import Case, Work, attention_work, leaves_of
+from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
 from longspan.core.errors import LongspanError
 
 
@@ -110,9 +111,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causa
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads_first, 0.0, causal, scale=softmax_scale
-    )
+    out, lse = flash_cpu(*heads_first, 0.0, causal, scale=softmax_scale)
     return out.transpose(1, 2), lse.to(q.dtype)
 
 
@@ -131,9 +130,7 @@ def _cpu_backward(
     wide = [x.repeat_interleave(groups, dim=2) for x in (k, v)]
     heads_first = [x.transpose(1, 2) for x in (dout, q, *wide, out)]
     lse = softmax_lse.transpose(1, 2).contiguous().float()
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *heads_first, lse, 0.0, causal, scale=softmax_scale
-    )
+    dq, dk, dv = flash_cpu_backward(*heads_first, lse, 0.0, causal, scale=softmax_scale)
     of_kv = [x.unflatten(1, (kv_heads, groups)).sum(2).transpose(1, 2).contiguous() for x in (dk, dv)]
     return dq.transpose(1, 2).contiguous(), of_kv[0], of_kv[1]
 

@@ -187,7 +187,7 @@ def _forward(
         return _Coming([q], [k, v] if chunk.first else [], chunk, method)
 
     def compute(at: int, chunk: Chunk, coming: _Coming) -> list[Exchange]:
-        (q_here,), brought = coming.wait()
+        (q_here,), brought = coming.take()
         if chunk.first:
             kv[:] = brought
         k_here, v_here = kv
@@ -256,7 +256,7 @@ def _backward(
         return _Coming(of_q, of_kv or [] if chunk.first else [], chunk, method)
 
     def compute(at: int, chunk: Chunk, coming: _Coming) -> list[Exchange]:
-        queries, brought = coming.wait()
+        queries, brought = coming.take()
         if came is not None:
             q_here, out_here, brought = came[at]
             came[at] = (q_here[:0], out_here[:0], [])
@@ -363,15 +363,19 @@ class _Coming:
             exchange = start_scatter(xs, kinds, chunk.shards, method.group, beside=method.overlaps)
             self._under_way.append((exchange, heads, [x.shape[3] for x in xs], length))
 
-    def wait(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of `of_q` and of `of_kv` this chunk's heads, of all tokens: `[B, h, S, D]`, views of what arrived; padding
-        cut off. To be asked for twice: the first time it waits, the second it gives them away.
-        """
+    def wait(self) -> None:
+        """Until it is here."""
         if self._here is None:
             every = [x for message in self._under_way for x in _arrived(*message)]
             self._under_way.clear()
             self._here = every[: self._count], every[self._count :]
-            return self._here
+
+    def take(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of `of_q` and of `of_kv` this chunk's heads, of all tokens: `[B, h, S, D]`, views of what arrived, padding
+        cut off. They are the caller's from now on, and nobody else's.
+        """
+        self.wait()
+        assert self._here is not None
         here, self._here = self._here, ([], [])
         return here
 
