@@ -53,12 +53,6 @@ CASES = [
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, layers_per_checkpoint=3)}),
-    (
-        {**DEEP, "num_hidden_layers": 16},
-        4096,
-        Mesh(ulysses=2),
-        {**FP32, "memory": Memory(checkpointing="layers", layers_per_checkpoint=0)},
-    ),
     (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
     (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": LONGEST}),
     (DEEP, 4096, Mesh(ring=2), {**FP32, "memory": LONGEST}),
@@ -90,7 +84,7 @@ def test_memory_is_within_a_tenth(
 def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
     """Bytes of this rank's weights and optimizer state, and the rise above them in a step.
 
-    The lowest of three: what a rank needs is the same in each, but gloo's threads, when they get the processor late,
+    The lowest of two: what a rank needs is the same in each, but gloo's threads, when they get the processor late,
     hold what was sent for longer than they need it, and that only adds. With one thread: each further one has buffers
     of its own in torch's attention for CPUs, 1 MiB, which is nothing to a real model and a tenth of these.
     """
@@ -127,7 +121,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
     at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
     peaks = []
-    for _ in range(3):
+    for _ in range(2):
         peaks.append(peak_of(step, folder / f"trace-{sp.rank}-{sp.data_rank}.json"))
     torch.set_num_threads(threads)
     return at_rest + min(peaks)
