@@ -171,10 +171,10 @@ def formula(
         return dict(method), {}
     for each in communication(shape, job, row.mesh, CATALOGUE["cpu"]):
         (method if each.method else around)[each.op] += each.bytes_total
-    if row.mesh.tensor > 1:
+    if row.mesh.tensor > 1:  # a plain step, which does around its layers as it likes
         from longspan.bench.step import around_split
 
-        around.update(around_split(shape, context, row, job.bytes_per_element))
+        around = Counter(around_split(shape, context, row, job.bytes_per_element))
     return dict(method), dict(around)
 
 
