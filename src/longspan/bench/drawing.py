@@ -31,6 +31,8 @@ def draw(found: Comparison | Collectives, path: Path) -> None:
 
 
 def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
+    from matplotlib.patches import Patch
+
     contexts = list(dict.fromkeys(entry.context for entry in found.entries))
     names = list(dict.fromkeys(entry.row.name for entry in found.entries))
     figure = figure_of(figsize=(5 + 4.5 * len(contexts), 2.2 + 0.5 * len(names)), dpi=100, facecolor="white",
@@ -45,8 +47,8 @@ def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
                 continue
             share = min(1.0, m.exposed / max(f.step for f in m.figures))
             total = m.total.median / entry.sequences * 1e3
-            axes.barh(place, total, color="#B9BEC6", label="" if place else "computing and rest")
-            axes.barh(place, total * share, color="#A33B00", label="" if place else "exposed communication")
+            axes.barh(place, total, color="#B9BEC6")
+            axes.barh(place, total * share, color="#A33B00")
             ends = [[total - m.total.low / entry.sequences * 1e3], [m.total.high / entry.sequences * 1e3 - total]]
             axes.errorbar(total, place, xerr=ends, color=_INK, capsize=3)
             if entry.predicted is not None:
@@ -58,7 +60,9 @@ def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
         axes.set_xlabel("ms per sequence" + ("; blue: predicted" if any(e.predicted for e in found.entries) else ""))
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    every[0].legend(frameon=False, fontsize=9, loc="lower right")
+    kinds = {"computing and rest": "#B9BEC6", "exposed communication": "#A33B00"}
+    bars = [Patch(color=colour, label=name) for name, colour in kinds.items()]
+    figure.legend(handles=bars, frameon=False, fontsize=9, loc="outside lower center", ncols=2)
     figure.suptitle(f"{found.shape}, {found.dtype}\n{found.measured}", fontsize=11, color=_INK, parse_math=False)
     figure.savefig(path, format="png")
 

@@ -81,6 +81,11 @@ def _yunchang(ranks: int) -> dict[str, Mesh]:
     return {f"yunchang-{ranks}x1": Mesh(ulysses=ranks), **both}
 
 
+CHUNKS = 4
+"""Chunks of heads of `ulysses-overlap`, each under way while the attention of another computes; every other method
+sends all heads at once, whatever `SequenceSharding` would choose.
+"""
+
 _SEQUENCE: dict[str, Any] = {
     "attention": "longspan.bench.works:sequence_attention",
     "step": "longspan.bench.step:sequence_step",
@@ -102,6 +107,13 @@ KINDS: dict[str, Kind] = {
         ),
         Kind("fsdp", lambda ranks: {"fsdp": Mesh(data=ranks)}, **_SEQUENCE),
         Kind("ulysses", lambda ranks: {"ulysses": Mesh(ulysses=ranks)}, **_SEQUENCE),
+        Kind(
+            "ulysses-overlap",
+            lambda ranks: {"ulysses-overlap": Mesh(ulysses=ranks)},
+            job={"exchange_chunks": CHUNKS},
+            options={"exchange_chunks": CHUNKS},
+            **_SEQUENCE,
+        ),
         Kind("ring", lambda ranks: {"ring": Mesh(ring=ranks)}, **_SEQUENCE),
         Kind("usp", _usp, **_SEQUENCE),
         # Weights gathered when they are needed, and no sooner.

@@ -94,21 +94,25 @@ class Shardings:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: dict[tuple[Mesh, bool], SequenceSharding] = {}
+        self._made: dict[tuple[Mesh, bool, int], SequenceSharding] = {}
 
     def of(self, row: Row) -> SequenceSharding:
         """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
-        mesh, swapped = row.mesh, bool(row.kind.options.get("swapped"))
-        if (mesh, swapped) not in self._made:
-            self._made[mesh, swapped] = self._make(mesh, swapped)
-        return self._made[mesh, swapped]
+        options = row.kind.options
+        key = row.mesh, bool(options.get("swapped")), int(options.get("exchange_chunks", 1))
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
 
-    def _make(self, mesh: Mesh, swapped: bool) -> SequenceSharding:
+    def _make(self, mesh: Mesh, swapped: bool, chunks: int) -> SequenceSharding:
         kind = self.device.type
-        if not swapped:
-            return SequenceSharding(init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=kind))
-        ranks = torch.arange(mesh.gpus).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
-        return SequenceSharding(DeviceMesh(kind, ranks, mesh_dim_names=AXES))
+        made: DeviceMesh | OneDeviceMesh
+        if swapped:
+            ranks = torch.arange(mesh.gpus).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
+            made = DeviceMesh(kind, ranks, mesh_dim_names=AXES)
+        else:
+            made = init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=kind)
+        return SequenceSharding(made, exchange_chunks=chunks)
 
 
 def attention_work(leaves: list[Tensor], grad: Tensor, attend: Callable[..., Tensor], sequences: int = 1) -> Work:
