@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -319,8 +320,12 @@ def test_a_cluster_runs_a_command_and_leaves_nothing() -> None:
 
 
 def _sleepers() -> list[str]:
-    commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
-    return [str(command) for command in commands if command.endswith(b"/sleep\x00611\x00")]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # a process that has ended since the folder was listed
+            if path.read_bytes().endswith(b"/sleep\x00611\x00"):
+                found.append(str(path))
+    return found
 
 
 @pytest.mark.parametrize(
