@@ -74,7 +74,7 @@ def measure_collectives(config: BenchConfig, device: torch.device, measured: str
     for axis, ranks in config.degrees.items():
         if ranks > 1:
             group = mesh.get_group(axis)
-            counts = [-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in sorted(set(config.sizes))]
+            counts = [-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in config.bytes_each]
             x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
             for op, collective in COLLECTIVES.items():
                 timed += _timed(
@@ -91,7 +91,7 @@ def _timed(
         with counting() as log:
             work()
         sent.append(sum(most_sent(dict(log)).values()))
-    rounds = every_seconds(works, config.rounds, device)
+    rounds = every_seconds(works, config.times, device)
     spreads = [Spread.of(of_size) for of_size in rounds]
     formulas = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
     line = fit(formulas, [spread.median for spread in spreads])

@@ -19,7 +19,7 @@ FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace"), _COMPARED),
     **dict.fromkeys(("ffn", "layers", "vocab"), ("step",)),
     **dict.fromkeys(("json", "png"), _SHOWN),
-    "quick": _COMPARED,
+    "quick": _SHOWN,
     "dtype": ("link", *_COMPARED),
 }
 """What a flag is of; a flag that is not here is of all."""
@@ -94,7 +94,8 @@ class BenchConfig:
     png: Path | None = None
     """attention, step, collectives: draw the figures (needs matplotlib)."""
     quick: bool = False
-    """attention, step: one context of 512 tokens, 2 rounds: whether it runs."""
+    """attention, step: one context of 512 tokens, 2 rounds; collectives: the 3 smallest sizes, 2 rounds: whether it
+    runs."""
     timeout: int | None = None
     """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
     default 60, with GPUs 300. Loading, a save or an export may take longer."""
@@ -118,6 +119,12 @@ class BenchConfig:
     def tokens(self) -> tuple[int, ...]:
         """The contexts, once `quick` is settled."""
         return (512,) if self.quick else self.contexts
+
+    @property
+    def bytes_each(self) -> tuple[int, ...]:
+        """The sizes in ascending order, once `quick` is settled."""
+        every = tuple(sorted(set(self.sizes)))
+        return every[:3] if self.quick else every
 
     @property
     def times(self) -> int:
@@ -185,13 +192,13 @@ class BenchConfig:
                 )
 
     def _check_sizes(self) -> None:
-        given = " ".join(map(str, self.sizes))
+        given = " ".join(map(str, self.bytes_each))
         if wrong := [size for size in self.sizes if size < 1]:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")
         for size in self.sizes:
             check_number("--sizes", size, 1, LARGEST_COUNT)
         grain = ELEMENT_BYTES * self.ranks
-        different = len({-(-size // grain) for size in self.sizes})
+        different = len({-(-size // grain) for size in self.bytes_each})
         if self.ranks > 1 and different < 3:
             raise LongspanError(
                 f"--sizes {given} gives {different} different sizes, rounded up to a multiple of {grain} bytes for "

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.collectives import Collectives
+from longspan.plan.views.units import size as size_text
 from longspan.tracing.drawing import COLOURS, check_matplotlib
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
 
 
 def _collectives(figure: Any, found: Collectives, path: Path) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     axes_of = list(dict.fromkeys(t.axis for t in found.timed))
     for axes, axis in zip(figure.subplots(1, len(axes_of), squeeze=False)[0], axes_of, strict=True):
         ops = list(dict.fromkeys(t.op for t in found.timed if t.axis == axis))
@@ -77,6 +80,11 @@ def _collectives(figure: Any, found: Collectives, path: Path) -> None:
             axes.plot(sizes, [t.seconds.median * 1e3 for t in of_op], "o", color=colour, label=op)
             axes.plot(sizes, [t.fitted * 1e3 for t in of_op], "-", color=colour, alpha=0.6)
         axes.set(xscale="log", yscale="log", xlabel="bytes of the whole tensor", ylabel="ms (line: fit)", title=axis)
+        sizes = sorted({t.size for t in found.timed if t.axis == axis})
+        axes.set_xticks(sizes, [size_text(nbytes) for nbytes in sizes], rotation=45)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
+        axes.yaxis.set_minor_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
         axes.legend(frameon=False)
     figure.suptitle(found.measured, fontsize=11, color=_INK, parse_math=False)
     figure.savefig(path, format="png")
