@@ -129,5 +129,5 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 # DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.
 $(BENCH_STAMP): $(STAMP)
 	@$(PIP) constraints.txt --editable ".[$(EXTRAS),bench]"
-	@DS_BUILD_OPS=0 $(PIP) constraints.txt --no-deps --no-build-isolation setuptools deepspeed
+	@DS_BUILD_OPS=0 $(PIP) constraints.txt --no-deps --no-build-isolation setuptools deepspeed yunchang
 	@touch $@

@@ -12,7 +12,7 @@ link (across).
    measured in the same job.
 2. short: the same at sequences so short that the start of a collective counts, for the crossover.
 3. placement: USP with the exchange inside a host, and swapped.
-4. prefetch: FSDP with and without.
+4. prefetch: FSDP with and without; overlap: Ulysses with its exchange beside the attention, and without, in 1 and 5.
 5. peers: attention of 16/4 heads, 2,048 tokens, at 200 and 100 Mbit/s and within: longspan, DeepSpeed, ALST, yunchang.
 
 A part that its share of the time does not suffice for is ended, and the report says so.
@@ -40,7 +40,7 @@ BUDGET_S = 15 * 60
 
 # 8 query heads a KV head and an FFN of 3.5 hidden sizes, as Llama-2-70B; 4 ranks need 4 KV heads.
 SHAPE = ["--heads", "32", "--kv-heads", "4", "--head-dim", "16", "--ffn", "1792", "--vocab", "512", "--layers", "2"]
-LONGSPAN = ["tp", "megatron-sp", "ulysses", "ring", "usp"]
+LONGSPAN = ["tp", "megatron-sp", "ulysses", "ulysses-overlap", "ring", "usp"]
 PEERS = {"deepspeed": "deepspeed", "alst": "deepspeed", "yunchang": "yunchang"}
 SIZES = ["--sizes", "16k", "128k", "1M"]
 
@@ -87,7 +87,8 @@ def parts(quick: bool, png: Path | None = None) -> list[Part]:
     long = ["--contexts", *(["256"] if quick else ["512", "2048"])]
     predicted = ["--predict", *SIZES]
     attention = ["attention", "--dtype", "fp32", "--heads", "16", "--kv-heads", "4", "--head-dim", "64", *rounds]
-    core = ["--contexts", "256" if quick else "2048", "--methods", "ulysses", "usp", "ring", *peers]
+    core = ["--contexts", "256" if quick else "2048", "--methods", "ulysses", "ulysses-overlap", "usp",
+            "ring", *peers]  # fmt: skip
     fsdp = ["--methods", "fsdp", "fsdp-no-prefetch", "ulysses", "ulysses-no-prefetch", "--contexts"]
     short = ["8", "32", "128"]
     every = [
@@ -206,6 +207,8 @@ def findings(found: dict[str, dict[str, Any]]) -> list[str]:
                         f"communication {longer:.2f} times."
                     )
     lines += crossover(found.get("short across, 200 Mbit/s")) + placement(found.get("placement, 200 Mbit/s"))
+    for part in found.values():
+        lines += overlap(part)
     lines += prefetch(found.get("prefetch, 200 Mbit/s")) + predictions([p for p in (across, within) if p])
     for name, goals in (("200", (0.6, 0.75)), ("100", (0.5, 0.75))):
         lines += peers(found.get(f"peers across, {name} Mbit/s"), *goals)
@@ -236,6 +239,22 @@ def placement(part: dict[str, Any] | None) -> list[str]:
             lines.append(
                 f"- USP 2x2, {context:,} tokens: the exchange across and the ring inside takes {ratio:.2f} times as "
                 "long as the exchange inside and the ring across."
+            )
+    return lines
+
+
+def overlap(part: dict[str, Any]) -> list[str]:
+    """Ulysses with its exchange beside the attention, and without."""
+    lines = []
+    for context in contexts_of(part):
+        on, without = row_of(part, "ulysses-overlap", context), row_of(part, "ulysses", context)
+        if on and without:
+            pairs = zip(on["rounds"], without["rounds"], strict=True)
+            lines.append(
+                f"- {part['part']}, {context:,} tokens: Ulysses with overlap takes "
+                f"{statistics.median(a / b for a, b in pairs):.2f} of its time without; exposed are "
+                f"{1e3 * on['exposed_seconds']:.0f} ms of {1e3 * on['communication_seconds']:.0f} in flight, "
+                f"{1e3 * without['exposed_seconds']:.0f} without."
             )
     return lines
 
@@ -284,7 +303,7 @@ def peers(part: dict[str, Any] | None, usp_goal: float, ulysses_goal: float) -> 
             lines.append(f"- {part['part']}: no peer is installed, so nothing is compared.")
             continue
         best = min(others, key=lambda name: others[name]["seconds"]["total"]["median"])
-        for name, goal in (("usp-2x2", usp_goal), ("ulysses", ulysses_goal)):
+        for name, goal in (("usp-2x2", usp_goal), ("ulysses-overlap", ulysses_goal), ("ulysses", 1.0)):
             if name in rows:
                 pairs = zip(rows[name]["rounds"], others[best]["rounds"], strict=True)
                 ratio = statistics.median(a / b for a, b in pairs)
@@ -370,8 +389,8 @@ def report(found: dict[str, dict[str, Any]]) -> str:
         blocks.append(f"## {name}\n\n`{part['command']}` ({part['seconds']:g} s)\n\n{body}")
     blocks.append(
         "Times are medians over rounds of the slowest rank's, per sequence; planned: how far the planner is off, from "
-        "links that the same job measured on each mesh. Overlap of the exchange with computing: no method here has it "
-        "but the ring's."
+        "links that the same job measured on each mesh. `ulysses-overlap` cuts the heads into 4 chunks; every other "
+        "method sends all heads at once."
     )
     return "\n\n".join(blocks)
 
