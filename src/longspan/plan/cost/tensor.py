@@ -12,6 +12,7 @@ here, as if evenly.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import NARROW_PARTS, head_tile
@@ -118,23 +119,31 @@ def around_tensor(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list
             for op in ("all_gather", "reduce_scatter")
         ]
     if train:
-        for rows in _softmax_rows(tokens, model.vocab // t, job, mesh, on_cpu):  # fp32, of each token
+        for rows, times in _softmax_rows(tokens, model.vocab // t, job, mesh, on_cpu).items():  # fp32, of each token
             for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):
                 size = 2 * 4 * numbers * rows * (t - 1) // t
-                sent.append(Sent("all_reduce", "tensor", what, size, method=False))
+                sent.append(Sent("all_reduce", "tensor", what, size, times, method=False))
         sent += _gradients(tuple(p for p in model.root if len(p.shape) == 1), job, mesh, experts=False)
     return sent
 
 
-def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bool) -> list[int]:
-    """Tokens whose softmax is computed at a time: of a tile of logits, in half precision of its parts."""
+def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bool) -> dict[int, int]:
+    """Tokens whose softmax is computed at a time, and how often: of a tile of logits, in half precision its parts."""
     rows = head_tile(vocabulary, on_cpu)
     if job.dtype == "fp32" or not job.weight_sharding or mesh.weights == 1:  # under autocast logits are not narrow
-        return [min(rows, tokens - start) for start in range(0, tokens, rows)]
+        return _cut(tokens, rows)
     rows = min(tokens, 2 * rows)
     part = -(-rows // NARROW_PARTS)
-    tiles = [min(rows, tokens - start) for start in range(0, tokens, rows)]
-    return [min(part, tile - start) for tile in tiles for start in range(0, tile, part)]
+    found: Counter[int] = Counter()
+    for tile, tiles in _cut(tokens, rows).items():
+        for size, times in _cut(tile, part).items():
+            found[size] += times * tiles
+    return found
+
+
+def _cut(whole: int, part: int) -> dict[int, int]:
+    """The sizes of parts, the last one what is left, and how many there are of each."""
+    return {size: times for size, times in ((part, whole // part), (whole % part, 1)) if size and times}
 
 
 def _gradients(parameters: tuple[Parameter, ...], job: Job, mesh: Mesh, experts: bool) -> list[Sent]:
