@@ -34,9 +34,10 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 
 # Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
 # each other.
-ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench chaos_edges chaos_inputs checked cli compat \
-	data digests extending flex gpu_report imports layout local offload operators plan plan_agrees plan_counts plan_figures \
-	plan_levers plan_page plan_shapes plan_tables readme regions saved syncs tiled tolerance tracing verify_compare))
+ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench chaos_edges chaos_inputs checked \
+	cli compat data digests examples extending flex gpu_report imports launch layout local offload operators plan \
+	plan_agrees plan_counts plan_figures plan_levers plan_page plan_shapes plan_tables readme regions saved syncs \
+	tiled tolerance tracing train verify_compare))
 
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)

@@ -77,16 +77,20 @@ def test_memory_is_within_a_tenth(
     config = {**SMALL, **config}
     model = shape_from_config({"model_type": "llama", **config}, "test")
     plan = cost(model, Job(context=context, batch=mesh.data, **options), mesh, read_hardware("cpu"))
-    measured = max(get_pool(mesh.gpus).run(peak_of_a_step, config, context, mesh, options, tmp_path))
+    # What a rank needs is the same in each step, but gloo's threads, when they get the processor late, hold what was
+    # sent for longer than they need it, and that only adds: a step that took more is looked at again.
+    measured, tries = float("inf"), 3
+    while 0.9 * measured > plan.memory_total_bytes and tries:
+        found = max(get_pool(mesh.gpus).run(peak_of_a_step, config, context, mesh, options, tmp_path))
+        measured, tries = min(measured, found), tries - 1
     assert plan.memory_total_bytes == pytest.approx(measured, rel=0.10), plan.memory_bytes
 
 
 def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
     """Bytes of this rank's weights and optimizer state, and the rise above them in a step.
 
-    The lowest of two: what a rank needs is the same in each, but gloo's threads, when they get the processor late,
-    hold what was sent for longer than they need it, and that only adds. With one thread: each further one has buffers
-    of its own in torch's attention for CPUs, 1 MiB, which is nothing to a real model and a tenth of these.
+    With one thread: each further one has buffers of its own in torch's attention for CPUs, 1 MiB, which is nothing to a
+    real model and a tenth of these.
     """
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -120,11 +124,9 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     step()
     state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
     at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
-    peaks = []
-    for _ in range(2):
-        peaks.append(peak_of(step, folder / f"trace-{sp.rank}-{sp.data_rank}.json"))
+    peak = peak_of(step, folder / f"trace-{sp.rank}-{sp.data_rank}.json")
     torch.set_num_threads(threads)
-    return at_rest + min(peaks)
+    return at_rest + peak
 
 
 def local(x: Any) -> Any:
