@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ from torch import Tensor
 import longspan
 from longspan.comm import quantize
 from longspan.core.errors import LongspanError
+from longspan.train.config import TrainConfig
+from longspan.train.identity import changed_settings
 from tests.attention import CASES, drawn_cases, one_device, run
 from tests.counting import count_sent
 from tests.oracle import Case, make, oracle, sizes
@@ -197,3 +200,13 @@ def test_what_cannot_be_is_refused() -> None:
     for wrong in ("int4", "", 8, None):
         with pytest.raises(LongspanError, match=r"exchange_dtype.*int8"):
             longspan.SequenceSharding(one_device().mesh, exchange_dtype=wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_that_goes_on_with_another_code_says_so() -> None:
+    """Also after a checkpoint that knows of none, whose exchange was exact."""
+    now = TrainConfig(exchange_dtype="int8")
+    for settings_then in ({}, {"exchange_dtype": "exact"}):
+        before: Any = SimpleNamespace(state={"settings": settings_then}, step=3)
+        assert "exchange_dtype was exact, is int8 from step 4" in str(changed_settings(before, now))
+    same: Any = SimpleNamespace(state={"settings": {"exchange_dtype": "int8"}}, step=3)
+    assert changed_settings(same, now) is None
