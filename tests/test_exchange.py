@@ -102,7 +102,7 @@ def _opcheck() -> None:
     shares = split_heads(6, 3, dist.get_world_size())
     xs = [torch.randn(1, 2, h, 3, requires_grad=True) for h in (6, 3, 3)]
     ranges = all_to_all._ranges([shares] * 3, ["q", "kv", "kv"])
-    plan = (group.size(), group.rank(), group.group_name)
+    plan = (group.size(), group.rank(), group.group_name, "exact")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, ranges, *plan), test_utils=checks)
     y = all_to_all._scatter_heads(xs, ranges, group).detach().requires_grad_()

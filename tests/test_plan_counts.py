@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import work_of_blocks
+from longspan.core.errors import LongspanError
 from longspan.core.heads import piece_heads, split_heads
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
@@ -40,10 +41,12 @@ Shape = tuple[int, int, int, int]
 
 
 def sharding(
-    mesh: Mesh, layout: str = "auto", ring_impl: str = "auto", exchange_chunks: Any = "auto"
+    mesh: Mesh, layout: str = "auto", ring_impl: str = "auto", exchange_chunks: Any = "auto", code: Any = "exact"
 ) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
-    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, exchange_chunks=exchange_chunks)
+    return longspan.SequenceSharding(
+        made, layout, ring_impl=ring_impl, exchange_chunks=exchange_chunks, exchange_dtype=code
+    )
 
 
 def attention_sent(
@@ -56,12 +59,13 @@ def attention_sent(
     layout: str = "auto",
     ring_impl: str = "auto",
     exchange_chunks: Any = "auto",
+    code: Any = "exact",
     **mask: Any,
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.gpus):
-        sp = sharding(mesh, layout, ring_impl, exchange_chunks)
+        sp = sharding(mesh, layout, ring_impl, exchange_chunks, code)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
@@ -148,6 +152,22 @@ def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) ->
         ]
         job = Job(context=36, dtype="fp32", exchange_chunks=chunks)
         assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), shape
+
+
+@pytest.mark.parametrize("code", ["int8", "fp8"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(ring=2, ulysses=2)], ids=str)
+def test_a_compressed_exchange_sends_what_is_planned(mesh: Mesh, code: Any) -> None:
+    for shape, dtype in (((8, 4, 6, 6), "bf16"), ((8, 2, 4, 6), "fp32"), ((10, 5, 8, 4), "fp32")):
+        # torch's fake group refuses chunks in which a rank has nothing to send.
+        for chunks in (1, 2) if shape[0] % mesh.ulysses == 0 else (1,):
+            more = {"exchange_chunks": chunks, "code": code}
+            of = torch.float32 if dtype == "fp32" else torch.bfloat16
+            by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.gpus)]
+            job = Job(context=36, dtype=dtype, exchange_chunks=chunks, exchange_dtype=code)  # type: ignore[arg-type]
+            assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), (shape, chunks)
+    for wrong in ({"mode": "decode"}, {"mode": "prefill", "prefill_chunk": 8}):
+        with pytest.raises(LongspanError, match="exchange-dtype"):
+            Job(context=36, exchange_dtype=code, **wrong)  # type: ignore[arg-type]
 
 
 def a_model(q_heads: int, kv_heads: int, d: int, dv: int, reach: Reach = CAUSAL) -> ModelShape:

@@ -106,6 +106,17 @@ def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, 
     assert report.passed, _failing(report)
 
 
+def test_a_compressed_exchange_is_called_lossy(
+    models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = pool2.run(worker, _config(models["llama"], 2, exchange_dtype="int8"))[0]
+    assert report.passed and report.lossy and report.setup["exchange_dtype"] == "int8"
+    # Further off than rounding in fp32, and by the code.
+    assert all(max(check.sharded) > 1e-4 for check in report.checks if check.group not in ("loss", "lm head"))
+    shown = _table(report, capsys)
+    assert "LOSSY" in shown and "PASS" not in shown
+
+
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
 def test_replicas_with_batches_of_their_own_pass(models: dict[str, Path], pool4: RankPool, fsdp: bool) -> None:
     levers: dict[str, Any] = {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"} if fsdp else {}

@@ -178,9 +178,9 @@ def prepare(
     if lean or overlaps:
         rings = _of_chunks(cast(Ring, method), runs, sp.ulysses_rank, shapes.device)
         shared = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = ChunkedUlysses(group, rings, shared, exchanged, lean, overlaps)
+        method = ChunkedUlysses(group, rings, shared, exchanged, lean, overlaps, sp.exchange_dtype)
     elif group is not None:
-        method = Ulysses(group, shards, method, exchanged)
+        method = Ulysses(group, shards, method, exchanged, sp.exchange_dtype)
     return AttentionPlan(shapes, scores.kind, choice, method, learns=not gives_lse(found))
 
 

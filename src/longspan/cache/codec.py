@@ -1,8 +1,7 @@
 """How a cache writes keys and values: as they are, or in a byte per element with a scale per head and token.
 
-A scale is the largest magnitude of the D elements of one key (or value) of one head, over the largest number of the
-code. So one outlier costs its own token's precision alone, and nothing that is held is ever written again when more
-comes. A key of D elements takes D + 4 bytes.
+The code is `longspan.comm.quantize`'s: a scale belongs to one key (or value) of one head, so nothing that is held is
+ever written again when more comes.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.comm.quantize import SCALED, Scaled
 from longspan.core.cached import CODES
 from longspan.core.errors import LongspanError
 
@@ -37,34 +37,26 @@ class Codec:
 
 
 @dataclass(frozen=True)
-class Scaled(Codec):
+class Coded(Codec):
     """One byte per element.
 
     Attributes:
-        code: int8, or a floating-point type of 8 bits.
-        largest: the largest number that is written.
+        scaled: how.
     """
 
-    code: torch.dtype
-    largest: float
+    scaled: Scaled
 
     def encode(self, x_BKTD: Tensor) -> tuple[Tensor, ...]:
         """Bytes `[B, K, T, D]`, and scales in fp32 `[B, K, T, 1]`."""
-        wide = x_BKTD.float()
-        scale = wide.abs().amax(-1, keepdim=True) / self.largest
-        wide = wide / torch.where(scale > 0, scale, 1.0)
-        if not self.code.is_floating_point:
-            wide = wide.round_()
-        # By way of bytes: index operations of CPUs know no 8-bit floats.
-        return wide.clamp_(-self.largest, self.largest).to(self.code).view(torch.uint8), scale
+        return self.scaled.encode(x_BKTD)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         codes, scale = parts
-        return (codes.view(self.code).float() * scale).to(dtype)
+        return self.scaled.decode(codes, scale, dtype)
 
 
 PLAIN = Codec("exact")
-_SCALED = {"int8": Scaled("int8", torch.int8, 127.0), "fp8": Scaled("fp8", torch.float8_e4m3fn, 448.0)}
+_CODED = {name: Coded(name, scaled) for name, scaled in SCALED.items()}
 
 
 def codec_of(name: str) -> Codec:
@@ -75,4 +67,4 @@ def codec_of(name: str) -> Codec:
     """
     if name not in CODES:
         raise LongspanError(f"dtype={name!r} is unknown; choose {', '.join(CODES)}")
-    return _SCALED.get(name, PLAIN)
+    return _CODED.get(name, PLAIN)

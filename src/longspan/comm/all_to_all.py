@@ -12,6 +12,10 @@ a Function whose body fills a buffer by a collective, and then gives zero gradie
 On the wire the sequence comes first. A block from rank r is then a run of rows, blocks from all ranks in order are the
 whole sequence, and what arrives is used where it lies: packing costs one copy, arrival none. The way back mirrors it.
 
+With a code other than "exact" what travels is rounded to a byte per element with a scale per token and head
+(`longspan.comm.quantize`), in the same message: forwards and backwards, and what a rank keeps for itself too, so that
+all tokens of a head are alike. Copies of one head's gradient are added up after that, in fp32.
+
 Shape suffixes: S tokens of the sequence, L = S/P tokens of a rank, B batch, H heads, D elements of a head, W a packed
 row.
 """
@@ -27,12 +31,15 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
+from longspan.comm.quantize import coded_width, decode_blocks, encode_blocks
 from longspan.core.checked import LARGEST_COUNT, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from longspan.core.cached import CacheCode
 
 # Ranges of heads travel through the operators as one flat list of integers, [rank][tensor][start, stop].
 
@@ -134,7 +141,11 @@ def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_d
 
 
 def scatter_heads(
-    xs: Sequence[Tensor], kinds: Sequence[str], shares: Sequence[HeadShard], group: dist.ProcessGroup
+    xs: Sequence[Tensor],
+    kinds: Sequence[str],
+    shares: Sequence[HeadShard],
+    group: dist.ProcessGroup,
+    code: CacheCode = "exact",
 ) -> Tensor:
     """Q, K and V of my tokens to their heads' ranks, in ONE All-to-All.
 
@@ -144,11 +155,12 @@ def scatter_heads(
         shares: which heads each rank of `group` computes; a KV head in two shares is sent twice, and its gradient
             is the sum of what the two ranks return.
         group: the Ulysses group.
+        code: how it travels, of `longspan.core.cached.CODES`, and its gradient too.
 
     Returns:
         `[S, B, W]`: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
     """
-    return _scatter_heads(list(xs), _ranges([shares] * len(xs), kinds), group)
+    return _scatter_heads(list(xs), _ranges([shares] * len(xs), kinds), group, code)
 
 
 class Exchange:
@@ -175,6 +187,7 @@ def start_scatter(
     group: dist.ProcessGroup,
     *,
     beside: bool,
+    code: CacheCode = "exact",
 ) -> Exchange:
     """`scatter_heads`, started; outside of autograd.
 
@@ -184,38 +197,46 @@ def start_scatter(
         shares: as there.
         group: as there.
         beside: whether it is under way while something else runs, until its `wait`; else it is over at once.
+        code: as there.
     """
     by_rank = _by_rank(_ranges([shares] * len(xs), kinds), len(xs))
-    widths = _widths(by_rank, [x.shape[3] for x in xs])
+    dims = [x.shape[3] for x in xs]
+    widths = _widths(by_rank, dims)
     batch, tokens = xs[0].shape[:2]
-    rows, mine, size = batch * tokens, widths[group.rank()], group.size()
+    mine, size = widths[group.rank()], group.size()
+    wire = _Wire(batch * tokens, by_rank, dims, group.rank(), code)
     send = _pack(list(xs), by_rank, widths)
-    splits = [rows * w for w in widths], [rows * mine] * size
-    return _started(send, *splits, group, beside, lambda received: received.view(size * tokens, batch, mine))
+    return _started(send, wire, group, beside, lambda received: received.view(size * tokens, batch, mine))
 
 
 def _started(
     send: Tensor,
-    send_splits: list[int],
-    recv_splits: list[int],
+    wire: _Wire,
     group: dist.ProcessGroup,
     beside: bool,
     finish: Callable[[Tensor], Tensor],
 ) -> Exchange:
+    dtype = send.dtype
+    send = wire.coded(send)
+
+    def read(received: Tensor) -> Tensor:
+        return finish(wire.read(received, dtype))
+
     if not beside:
-        return Exchange(_all_to_all(send, send_splits, recv_splits, group_name(group)), send[:0], None, finish)
+        return Exchange(_all_to_all(send, *wire.splits, group_name(group)), send[:0], None, read)
+    send_splits, recv_splits = wire.splits
     received = send.new_empty(sum(recv_splits))
     even = len({*send_splits, *recv_splits}) == 1
     work = dist.all_to_all_single(
         received, send, None if even else recv_splits, None if even else send_splits, group=group, async_op=True
     )
-    return Exchange(received, send, work, finish)
+    return Exchange(received, send, work, read)
 
 
-def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup) -> Tensor:
+def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup, code: CacheCode = "exact") -> Tensor:
     """The attention's output back to its tokens, in one All-to-All: `[B, S, my heads, D]` to `[B, L, all heads, D]`."""
     rows = o.transpose(0, 1)
-    (out,) = _gather_heads(rows, [shares[-1].q_stop], [o.shape[3]], _ranges([shares], ["q"]), group)
+    (out,) = _gather_heads(rows, [shares[-1].q_stop], [o.shape[3]], _ranges([shares], ["q"]), group, code)
     return out
 
 
@@ -228,6 +249,7 @@ def start_gather_into(
     *,
     beside: bool,
     add: bool = False,
+    code: CacheCode = "exact",
 ) -> Exchange:
     """The way back of some of the heads, in ONE All-to-All, into their places once it is waited for; outside of
     autograd.
@@ -242,13 +264,14 @@ def start_gather_into(
         beside: as for `start_scatter`.
         add: whether KV heads are added to what is there, as the gradients of those that went to several ranks must be
             (which wants sums in fp32 at least); the others, and query heads, are put there.
+        code: as for `scatter_heads`.
     """
-    rank, size = group.rank(), group.size()
     by_rank = _by_rank(_ranges([shares] * len(outs), kinds), len(outs))
-    widths = _widths(by_rank, [out.shape[3] for out in outs])
+    dims = [out.shape[3] for out in outs]
+    widths = _widths(by_rank, dims)
     batch, tokens = outs[0].shape[:2]
     rows = batch * tokens
-    send, mine = packed_SBW.contiguous().view(-1), rows * widths[rank]
+    send, wire = packed_SBW.contiguous().view(-1), _Wire(rows, by_rank, dims, group.rank(), code, home=True)
 
     def put(received: Tensor) -> Tensor:
         for block, width, of_rank in zip(_split(received, rows, widths), widths, by_rank, strict=True):
@@ -262,7 +285,7 @@ def start_gather_into(
                 col += heads * d
         return received
 
-    return _started(send, [mine] * size, [rows * w for w in widths], group, beside, put)
+    return _started(send, wire, group, beside, put)
 
 
 def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
@@ -295,18 +318,70 @@ def _ranges(shares: Sequence[Sequence[HeadShard]], kinds: Sequence[str]) -> list
     return flat
 
 
-def _scatter_heads(xs: list[Tensor], ranges: list[int], group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = torch.ops.longspan.scatter_heads(xs, ranges, group.size(), group.rank(), group_name(group))
+def _scatter_heads(xs: list[Tensor], ranges: list[int], group: dist.ProcessGroup, code: CacheCode = "exact") -> Tensor:
+    out: Tensor = torch.ops.longspan.scatter_heads(xs, ranges, group.size(), group.rank(), group_name(group), code)
     return out
 
 
 def _gather_heads(
-    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], group: dist.ProcessGroup
+    y: Tensor,
+    heads: list[int],
+    dims: list[int],
+    ranges: list[int],
+    group: dist.ProcessGroup,
+    code: CacheCode = "exact",
 ) -> list[Tensor]:
     out: list[Tensor] = torch.ops.longspan.gather_heads(
-        y, heads, dims, ranges, group.size(), group.rank(), group_name(group)
+        y, heads, dims, ranges, group.size(), group.rank(), group_name(group), code
     )
     return out
+
+
+class _Wire:
+    """The flat buffers of one All-to-All as they travel: what of them goes where, and how it is coded.
+
+    Args:
+        rows: packed rows of each block: a rank's tokens, of all of the batch.
+        by_rank: [rank][tensor] -> (start, stop), the heads of each rank.
+        dims: elements of a head, of each tensor.
+        rank: this one.
+        code: of `longspan.core.cached.CODES`.
+        home: whether my heads go to their tokens; else my tokens to their heads.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        by_rank: list[list[tuple[int, int]]],
+        dims: Sequence[int],
+        rank: int,
+        code: str,
+        *,
+        home: bool = False,
+    ) -> None:
+        of_ranks = [[(stop - start, d) for (start, stop), d in zip(row, dims, strict=True)] for row in by_rank]
+        of_mine = [of_ranks[rank]] * len(of_ranks)
+        self._rows, self._code = rows, code
+        self._sent, self._received = (of_mine, of_ranks) if home else (of_ranks, of_mine)
+
+    @property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """Elements for each rank, and from each: bytes where they are coded."""
+
+        def width(runs: list[tuple[int, int]]) -> int:
+            return sum(count * d for count, d in runs) if self._code == "exact" else coded_width(runs)
+
+        return [self._rows * width(runs) for runs in self._sent], [self._rows * width(runs) for runs in self._received]
+
+    def coded(self, send: Tensor) -> Tensor:
+        """What travels of a buffer of packed rows."""
+        return send if self._code == "exact" else encode_blocks(send, self._rows, self._sent, self._code)
+
+    def read(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        """The packed rows that have arrived."""
+        if self._code == "exact":
+            return received
+        return decode_blocks(received, self._rows, self._received, self._code, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,13 +425,13 @@ def _all_to_all(send: Tensor, send_splits: list[int], recv_splits: list[int], gr
 
 
 @torch.library.custom_op("longspan::scatter_heads", mutates_args=())
-def _scatter_op(xs: list[Tensor], ranges: list[int], size: int, rank: int, group: str) -> Tensor:
-    by_rank = _by_rank(ranges, len(xs))
-    widths = _widths(by_rank, [x.shape[3] for x in xs])
+def _scatter_op(xs: list[Tensor], ranges: list[int], size: int, rank: int, group: str, code: str) -> Tensor:
+    by_rank, dims = _by_rank(ranges, len(xs)), [x.shape[3] for x in xs]
+    widths = _widths(by_rank, dims)
     batch, tokens = xs[0].shape[:2]
-    rows = batch * tokens
-    send = _pack(xs, by_rank, widths)
-    recv = _all_to_all(send, [rows * w for w in widths], [rows * widths[rank]] * size, group)
+    wire = _Wire(batch * tokens, by_rank, dims, rank, code)
+    send = wire.coded(_pack(xs, by_rank, widths))
+    recv = wire.read(_all_to_all(send, *wire.splits, group), xs[0].dtype)
     return recv.view(size * tokens, batch, widths[rank])
 
 
@@ -391,22 +466,23 @@ def _split(flat: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
 
 
 @_scatter_op.register_fake
-def _(xs: list[Tensor], ranges: list[int], size: int, rank: int, group: str) -> Tensor:
+def _(xs: list[Tensor], ranges: list[int], size: int, rank: int, group: str, code: str) -> Tensor:
     width = _widths(_by_rank(ranges, len(xs)), [x.shape[3] for x in xs])[rank]
     return xs[0].new_empty(size * xs[0].shape[1], xs[0].shape[0], width)
 
 
 @torch.library.custom_op("longspan::gather_heads", mutates_args=())
 def _gather_op(
-    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], size: int, rank: int, group: str
+    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], size: int, rank: int, group: str, code: str
 ) -> list[Tensor]:
     by_rank = _by_rank(ranges, len(heads))
     widths = _widths(by_rank, dims)
     tokens, batch = y.shape[0] // size, y.shape[1]
-    rows = tokens * batch
-    send = y.contiguous().view(-1)  # no copy where the tokens come first
-    recv = _all_to_all(send, [rows * widths[rank]] * size, [rows * w for w in widths], group)
+    wire = _Wire(tokens * batch, by_rank, dims, rank, code, home=True)
+    send = wire.coded(y.contiguous().view(-1))  # no copy where the tokens come first
+    recv = _all_to_all(send, *wire.splits, group)
     del send  # before what has arrived is copied in its turn
+    recv = wire.read(recv, y.dtype)
     return _unpack(recv, tokens, batch, heads, dims, by_rank, widths)
 
 
@@ -456,29 +532,31 @@ def _sum_runs(blocks: list[Tensor], runs: list[tuple[int, int]], col: list[int],
 
 @_gather_op.register_fake
 def _(
-    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], size: int, rank: int, group: str
+    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], size: int, rank: int, group: str, code: str
 ) -> list[Tensor]:
     return [y.new_empty(y.shape[1], y.shape[0] // size, h, d) for h, d in zip(heads, dims, strict=True)]
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs, ctx.ranges, ctx.size, ctx.rank, ctx.group = inputs
+    xs, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code = inputs
     ctx.heads, ctx.dims = [x.shape[2] for x in xs], [x.shape[3] for x in xs]
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grads = torch.ops.longspan.gather_heads(grad, ctx.heads, ctx.dims, ctx.ranges, ctx.size, ctx.rank, ctx.group)
-    return grads, None, None, None, None
+    grads = torch.ops.longspan.gather_heads(
+        grad, ctx.heads, ctx.dims, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code
+    )
+    return grads, None, None, None, None, None
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    y, _, _, ctx.ranges, ctx.size, ctx.rank, ctx.group = inputs
+    y, _, _, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code = inputs
     ctx.shape = y.shape[2:]
 
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    grad = torch.ops.longspan.scatter_heads(grads, ctx.ranges, ctx.size, ctx.rank, ctx.group)
-    return grad.unflatten(2, ctx.shape), None, None, None, None, None, None
+    grad = torch.ops.longspan.scatter_heads(grads, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code)
+    return grad.unflatten(2, ctx.shape), None, None, None, None, None, None, None
 
 
 _scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)

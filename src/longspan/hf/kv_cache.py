@@ -89,7 +89,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         stores: each layer's keys and values on this rank.
 
     Raises:
-        LongspanError: for a model that is not parallelized, or an unknown dtype.
+        LongspanError: for a model that is not parallelized, or whose exchange is lossy; an unknown dtype.
     """
 
     def __init__(self, model: Any, room: int = 0, dtype: str = "exact") -> None:
@@ -104,6 +104,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"a model cut over `tensor={hooks.sp.tensor_size}` has no KV cache in this version: it is trained, "
                 f"evaluated and scored; to generate, parallelize it with tensor=1, "
                 f"ulysses={hooks.sp.ulysses_size * hooks.sp.tensor_size}"
+            )
+        if hooks.sp.exchange_dtype != "exact":
+            raise LongspanError(
+                f"exchange_dtype={hooks.sp.exchange_dtype!r} is for training and scoring: what a model with a KV cache "
+                f"exchanges is exact; to generate, parallelize it with a sharding of exchange_dtype='exact'"
             )
         super().__init__(layers=[])
         self.config = hooks.config

@@ -290,7 +290,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
         "transformers": transformers.__version__,
         "the kernel table's rows": table_of(options["kernel"]).rows_of(sp.device),  # of this GPU, if one has its own
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
-        f"exchange_chunks={sp.exchange_chunks}",
+        f"exchange_chunks={sp.exchange_chunks}, exchange_dtype={sp.exchange_dtype}",
         "the model's class": type(model).__name__,
     }
     # Where files lie may differ from machine to machine.

@@ -53,6 +53,9 @@ class PlanConfig(MemoryFlags, RopeFlags):
     once. auto plans what the code would choose, or the other where the links make it clearly faster, and says so."""
     exchange_chunks: int = 1
     """Chunks of heads in which the Ulysses exchange goes, each beside the attention of another. 1: all at once."""
+    exchange_dtype: CacheCode = "exact"
+    """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
+    an fp32 scale per token and head."""
     cache: CacheCode = "exact"
     """How the KV cache of prefill and decode is kept: as the model computes it, or (an approximation) by int8 or fp8 a
     byte per element and an fp32 scale per head and token."""
@@ -110,6 +113,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             layout=self.layout,
             ring_impl=self.ring_impl,
             exchange_chunks=self.exchange_chunks,
+            exchange_dtype=self.exchange_dtype,
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
         )

@@ -49,6 +49,8 @@ class Job:
         ring_impl: how keys and values go round: `p2p`, `allgather`, or `auto` (`longspan.core.routes.choose_impl`).
         exchange_chunks: in how many chunks of heads the exchange goes, beside the attention, as `SequenceSharding`
             takes it; 1: all at once.
+        exchange_dtype: how it travels, likewise: "exact", or lossy, "int8" or "fp8". Bytes and their time are counted,
+            coding's own time is not.
         cache: how keys and values are kept (`longspan.core.cached.CODES`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
             runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
@@ -67,6 +69,7 @@ class Job:
     layout: LayoutName = "auto"
     ring_impl: RingImpl = "auto"
     exchange_chunks: int = 1
+    exchange_dtype: CacheCode = "exact"
     cache: CacheCode = "exact"
     prefill_chunk: int | None = None
 
@@ -83,6 +86,7 @@ class Job:
             ("tensor_style", ("tp", "megatron-sp")),
             ("layout", layout_names()),
             ("ring_impl", ("auto", "p2p", "allgather")),
+            ("exchange_dtype", CODES),
             ("cache", CODES),
         ):
             value = getattr(self, name)
@@ -95,6 +99,11 @@ class Job:
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
             raise LongspanError(f"memory is {spell(self.memory)}; make one with longspan.core.memory.Memory")
+        if self.exchange_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
+            raise LongspanError(
+                f"exchange-dtype={self.exchange_dtype}: with a KV cache the exchange is exact; leave it out of mode "
+                f"decode and of prefill-chunk"
+            )
         if self.memory.cpu_offload and not self.weight_sharding:
             raise LongspanError("cpu_offload moves what FSDP shards, and weight_sharding is off; leave one of them")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from longspan.core.cached import CacheCode
 from longspan.core.checked import (
     LARGEST_COUNT,
     LARGEST_JOB,
@@ -77,6 +78,9 @@ class TrainConfig(MemoryFlags, RopeFlags):
     """Chunks of heads in which the Ulysses exchange goes, each under way while the attention of another computes; at
     most the query heads of a rank (with a ring its KV heads). 1: all at once. By default several where a Ulysses group
     spans hosts and there is enough to send, else 1."""
+    exchange_dtype: CacheCode = "exact"
+    """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
+    an fp32 scale per token and head, forwards and backwards; for slow links. A ring stays exact."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     batch: int | None = None

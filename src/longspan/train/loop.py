@@ -92,6 +92,7 @@ class Trainer:
                 config.layout,
                 ring_impl=config.ring_impl,
                 exchange_chunks=config.exchange_chunks or "auto",
+                exchange_dtype=config.exchange_dtype,
             )
             self.group = self.sp.everyone
             # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.

@@ -50,6 +50,13 @@ The limit follows the rounding of the unsharded run, so it is only as small as t
 fp32, and a comparison would pass faults of that size.
 """
 
+HALF_STEP = {"int8": 4 / 254, "fp8": 1 / 16}
+"""How far a compressed exchange moves a number, relative to its vector: half a step of the code. Of int8 that is 1/254
+of the largest number, which is taken to be four times the typical one."""
+
+ROUNDINGS = 8
+"""Per layer, of a compressed exchange: q, k, v and the output, and their gradients."""
+
 _CHUNK_ELEMENTS = 1 << 24  # of the reference, sent at a time: 128 MiB in fp64, twice (reference and unsharded)
 
 _GROUPS: tuple[tuple[str, str], ...] = (
@@ -110,6 +117,12 @@ class Criterion:
 
     factor: float
     floor: float
+
+    def lossy(self, code: str, layers: int) -> Criterion:
+        """The criterion where the exchange is compressed: as much more as independent half steps add up to, the root of
+        their number. An estimate, which tells a coarse code from a fault; it cannot show small ones.
+        """
+        return Criterion(self.factor, self.floor + HALF_STEP[code] * math.sqrt(ROUNDINGS * max(1, layers)))
 
     @classmethod
     def of(cls, dtype: Literal["fp32", "bf16"], reference: Literal["fp64", "fp32"]) -> Criterion:

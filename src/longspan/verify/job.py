@@ -68,7 +68,11 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     inputs, ranks = _agreed_inputs(config, heart)
     mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
     sp = SequenceSharding(
-        mesh, config.layout, ring_impl=config.ring_impl, exchange_chunks=config.exchange_chunks or "auto"
+        mesh,
+        config.layout,
+        ring_impl=config.ring_impl,
+        exchange_chunks=config.exchange_chunks or "auto",
+        exchange_dtype=config.exchange_dtype,
     )
     link = Link.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from longspan.core.memory import FASTEST
-from longspan.verify.compare import GROUP_ORDER, SHARPNESS, Check, Criterion, unsharp
+from longspan.verify.compare import GROUP_ORDER, HALF_STEP, ROUNDINGS, SHARPNESS, Check, Criterion, unsharp
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +75,12 @@ class Report:
     @property
     def unsharp(self) -> float | None:
         """In fp32, the typical limit where it is wider than the faults that must be seen; None where it is not."""
-        return unsharp(self.checks) if self.setup["dtype"] == "fp32" else None
+        return unsharp(self.checks) if self.setup["dtype"] == "fp32" and not self.lossy else None
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the exchange was compressed: then passing does not mean exact."""
+        return bool(self.setup.get("exchange_dtype", "exact") != "exact")
 
     @property
     def exit_code(self) -> int:
@@ -105,7 +110,12 @@ def print_table(report: Report, file: IO[str] | None = None) -> None:
     console.print()
     console.print(_rank_table(report))
     console.print()
-    if report.passed:
+    if report.passed and report.lossy:
+        console.print(
+            f"[bold yellow]LOSSY[/]  {_count(report)} are within what rounding to {report.setup['exchange_dtype']} may "
+            f"change. This run is not exact, and smaller faults are not seen: verify without --exchange-dtype too."
+        )
+    elif report.passed:
         console.print(
             f"[bold green]PASS[/]  {_count(report)} agree up to {report.setup['dtype']} rounding.{_sharper(report)}"
         )
@@ -139,6 +149,11 @@ def _print_title(report: Report, console: Console) -> None:
         )
     if ring:
         console.print(f"blocks of the ring {setup['layout']}, keys and values by {setup['ring_impl']}")
+    if report.lossy:
+        console.print(
+            f"exchange {setup['exchange_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
+            f"({HALF_STEP[setup['exchange_dtype']]:.1e}); the limit has their root sum of squares"
+        )
     wide, dtype = setup["reference"], setup["dtype"]
     rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"
     console.print(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")

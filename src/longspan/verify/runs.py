@@ -32,7 +32,7 @@ from longspan.hf.placed import my_box
 from longspan.hf.sources import FirstRank, Origin
 from longspan.hf.support import Place, check_model, is_masked_lm
 from longspan.ranks.launch import threads_per_rank
-from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, row_pieces
+from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, layer_of, row_pieces
 from longspan.verify.config import VerifyConfig
 from longspan.verify.report import Report, equality
 
@@ -320,6 +320,9 @@ def make_report(
     mine = {name: _measure(name, part, shape, references, link) for name, (part, shape) in parts.items()}
     everyone = link.gather(mine)
     criterion = Criterion.of(config.dtype, config.reference)
+    if config.lossy:
+        layers = {layer_of(name) for name in parts} - {None}
+        criterion = criterion.lossy(config.exchange_dtype, len(layers))
     losses = link.gather(float(parts["loss"][0].values))
     equalities = [equality("loss", losses, [f"{loss:.9g}" for loss in losses])]
     if not config.fsdp:
@@ -359,6 +362,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "tensor_style": config.tensor_style if config.tensor > 1 else None,
         "layout": sp.layout.kind,
         "ring_impl": config.ring_impl if config.ring > 1 else None,
+        "exchange_dtype": config.exchange_dtype if config.lossy else "exact",
         "dtype": config.dtype,
         "reference": config.reference,
         "fsdp": config.fsdp,

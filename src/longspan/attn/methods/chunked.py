@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.comm.all_to_all import Exchange
+    from longspan.core.cached import CacheCode
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,8 @@ class ChunkedUlysses:
         lengths: as in `Ulysses`.
         lean: whether what the exchange brought is not saved.
         overlaps: whether exchanges run beside attention.
+        code: how what is exchanged travels, of `longspan.core.cached.CODES`. A lean one's backward then has the output
+            as it arrived, rounded.
     """
 
     group: dist.ProcessGroup | None
@@ -77,6 +80,7 @@ class ChunkedUlysses:
     lengths: tuple[int, int] | None = None
     lean: bool = True
     overlaps: bool = False
+    code: CacheCode = "exact"
 
     def __call__(
         self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, keeper: Keeper | None = None
@@ -360,7 +364,7 @@ class _Coming:
             messages = [(of_q, ["q"] * len(of_q), q_length), (of_kv, ["kv"] * len(of_kv), kv_length)]
         for xs, kinds, length in messages:
             heads = [mine.q_heads if kind == "q" else mine.kv_heads for kind in kinds]
-            exchange = start_scatter(xs, kinds, chunk.shards, method.group, beside=method.overlaps)
+            exchange = start_scatter(xs, kinds, chunk.shards, method.group, beside=method.overlaps, code=method.code)
             self._under_way.append((exchange, heads, [x.shape[3] for x in xs], length))
 
     def wait(self) -> None:
@@ -400,8 +404,18 @@ def _home(
         return []
     tokens = outs[0].shape[1] * method.group.size()
     packed_SBW = _packed(xs_BhSD, tokens)
-    options = {"beside": method.overlaps, "add": method.replicated}
-    return [start_gather_into(outs, packed_SBW, kinds, chunk.shards, method.group, **options)]
+    return [
+        start_gather_into(
+            outs,
+            packed_SBW,
+            kinds,
+            chunk.shards,
+            method.group,
+            beside=method.overlaps,
+            add=method.replicated,
+            code=method.code,
+        )
+    ]
 
 
 def _packed(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:

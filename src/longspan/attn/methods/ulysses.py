@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.attn.score import Scores
+    from longspan.core.cached import CacheCode
     from longspan.core.heads import HeadShard
 
 
@@ -38,26 +39,32 @@ class Ulysses:
         inner: attention of all tokens of the block on my heads.
         lengths: real queries and real keys, where what `inner` gets is cut to them; what it gives is padded again.
             None with a ring, whose blocks keep their padding.
+        code: how what is exchanged travels, of `longspan.core.cached.CODES`.
     """
 
     group: dist.ProcessGroup
     shards: tuple[HeadShard, ...]
     inner: Method
     lengths: tuple[int, int] | None = None
+    code: CacheCode = "exact"
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores) -> Tensor:
         """Attention of my tokens' queries, exactly: `[B, L, H, Dv]`. Keys may be tokens of another sequence."""
-        group, shards, lengths = self.group, self.shards, self.lengths
+        group, shards, lengths, code = self.group, self.shards, self.lengths, self.code
         D, Dv = q_BLHD.shape[3], v_BLKD.shape[3]
         mine = shards[group.rank()]
         widths = [mine.q_heads * D, mine.kv_heads * D, mine.kv_heads * Dv]
         if q_BLHD.shape[1] == k_BLKD.shape[1] and (lengths is None or lengths[0] == lengths[1]):
-            packed_SBW = _cut(scatter_heads([q_BLHD, k_BLKD, v_BLKD], ["q", "kv", "kv"], shards, group), lengths, 0)
+            packed_SBW = _cut(
+                scatter_heads([q_BLHD, k_BLKD, v_BLKD], ["q", "kv", "kv"], shards, group, code), lengths, 0
+            )
             # One split (its gradient is one concatenation) into three views of what arrived: no copy.
             q, k, v = packed_SBW.split(widths, -1)
         else:  # keys have other tokens, so they travel on their own
-            q = _cut(scatter_heads([q_BLHD], ["q"], shards, group), lengths, 0)
-            k, v = _cut(scatter_heads([k_BLKD, v_BLKD], ["kv", "kv"], shards, group), lengths, 1).split(widths[1:], -1)
+            q = _cut(scatter_heads([q_BLHD], ["q"], shards, group, code), lengths, 0)
+            k, v = _cut(scatter_heads([k_BLKD, v_BLKD], ["kv", "kv"], shards, group, code), lengths, 1).split(
+                widths[1:], -1
+            )
         q_BShD = q.unflatten(2, (mine.q_heads, D)).transpose(0, 1)
         k_BSkD = k.unflatten(2, (mine.kv_heads, D)).transpose(0, 1)
         v_BSkD = v.unflatten(2, (mine.kv_heads, Dv)).transpose(0, 1)
@@ -68,7 +75,7 @@ class Ulysses:
         padding = q_BLHD.shape[1] * group.size() - out_BShD.shape[1]
         if padding:
             out_BShD = F.pad(out_BShD, (0, 0, 0, 0, 0, padding))
-        return gather_heads(out_BShD, shards, group)
+        return gather_heads(out_BShD, shards, group, code)
 
 
 def _cut(packed_SBW: Tensor, lengths: tuple[int, int] | None, which: int) -> Tensor:

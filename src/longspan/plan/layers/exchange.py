@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from longspan.core.cached import vector_bytes
 from longspan.core.heads import chunk_heads, piece_heads
 from longspan.core.places import is_cut
 from longspan.core.routes import choose_impl
@@ -120,7 +121,7 @@ def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], 
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
     other rank's tokens. A lean attention has saved what its tokens brought: its backward sends Q, K, V and the output
-    along with the output's gradient.
+    along with the output's gradient. Compressed, a head's elements are a byte each, and a scale.
 
     Args:
         layer: the layer.
@@ -132,9 +133,12 @@ def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], 
     u = mesh.ulysses
     if u == 1:
         return []
-    rows = local_tokens(job, mesh) * local_batch(job, mesh) * job.bytes_per_element
-    all_packed, all_out, _ = _widths(of_ranks, layer.head_dim, layer.v_head_dim)
-    packed, out, home = _widths((mine,), layer.head_dim, layer.v_head_dim)
+    rows = local_tokens(job, mesh) * local_batch(job, mesh)
+    of_q, of_v = (
+        vector_bytes(job.exchange_dtype, d, job.bytes_per_element) for d in (layer.head_dim, layer.v_head_dim)
+    )
+    all_packed, all_out, _ = _widths(of_ranks, of_q, of_v)
+    packed, out, home = _widths((mine,), of_q, of_v)
     forwards, backwards = mixing_passes(job)
     sent = [
         Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), forwards),
@@ -153,7 +157,9 @@ def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], 
 
 @functools.lru_cache(maxsize=4096)
 def _widths(heads: tuple[Piece, ...], d: int, dv: int) -> tuple[int, int, int]:
-    """Elements of a token's packed row, of its output, and of its gradients' row, over a piece of several ranks."""
+    """Size of a token's packed row, of its output, and of its gradients' row, over a piece of several ranks, in the
+    units of a head's `d` and `dv`.
+    """
     return (
         sum(piece.q * d + piece.kv * (d + dv) for piece in heads),
         sum(piece.q * dv for piece in heads),
