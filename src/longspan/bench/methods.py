@@ -7,12 +7,14 @@ it is asked for.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from longspan.core.cached import CODES
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.plan.job import Mesh
@@ -72,6 +74,10 @@ def _usp(ranks: int) -> dict[str, Mesh]:
     return {f"usp-{u}x{ranks // u}": Mesh(ulysses=u, ring=ranks // u) for u in sizes}
 
 
+def _coded(code: str, ranks: int) -> dict[str, Mesh]:
+    return {f"ulysses-{code}": Mesh(ulysses=ranks)}
+
+
 def _swapped(ranks: int) -> dict[str, Mesh]:
     return {f"{name}-swapped": mesh for name, mesh in _usp(ranks).items()}
 
@@ -113,6 +119,18 @@ KINDS: dict[str, Kind] = {
             job={"exchange_chunks": CHUNKS},
             options={"exchange_chunks": CHUNKS},
             **_SEQUENCE,
+        ),
+        *(
+            # An approximation: a byte for each element that travels.
+            Kind(
+                f"ulysses-{code}",
+                functools.partial(_coded, code),
+                job={"exchange_dtype": code},
+                options={"exchange_dtype": code},
+                **_SEQUENCE,
+            )
+            for code in CODES
+            if code != "exact"
         ),
         Kind("ring", lambda ranks: {"ring": Mesh(ring=ranks)}, **_SEQUENCE),
         Kind("usp", _usp, **_SEQUENCE),

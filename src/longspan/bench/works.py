@@ -94,17 +94,18 @@ class Shardings:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: dict[tuple[Mesh, bool, int], SequenceSharding] = {}
+        self._made: dict[tuple[Mesh, bool, int, str], SequenceSharding] = {}
 
     def of(self, row: Row) -> SequenceSharding:
         """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
         options = row.kind.options
-        key = row.mesh, bool(options.get("swapped")), int(options.get("exchange_chunks", 1))
+        exchange = int(options.get("exchange_chunks", 1)), str(options.get("exchange_dtype", "exact"))
+        key = row.mesh, bool(options.get("swapped")), *exchange
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, mesh: Mesh, swapped: bool, chunks: int) -> SequenceSharding:
+    def _make(self, mesh: Mesh, swapped: bool, chunks: int, dtype: str) -> SequenceSharding:
         kind = self.device.type
         made: DeviceMesh | OneDeviceMesh
         if swapped:
@@ -112,7 +113,7 @@ class Shardings:
             made = DeviceMesh(kind, ranks, mesh_dim_names=AXES)
         else:
             made = init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=kind)
-        return SequenceSharding(made, exchange_chunks=chunks)
+        return SequenceSharding(made, exchange_chunks=chunks, exchange_dtype=dtype)
 
 
 def attention_work(leaves: list[Tensor], grad: Tensor, attend: Callable[..., Tensor], sequences: int = 1) -> Work:
