@@ -24,6 +24,7 @@ from longspan.bench.methods import Row
 from longspan.bench.tensor import Tensors
 from longspan.comm.mesh import AXES, OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
+from longspan.core.cached import CacheCode
 from longspan.core.heads import split_heads
 from longspan.plan.job import Mesh
 
@@ -94,18 +95,18 @@ class Shardings:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: dict[tuple[Mesh, bool, int, str], SequenceSharding] = {}
+        self._made: dict[tuple[Mesh, bool, int, CacheCode], SequenceSharding] = {}
 
     def of(self, row: Row) -> SequenceSharding:
         """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
         options = row.kind.options
-        exchange = int(options.get("exchange_chunks", 1)), str(options.get("exchange_dtype", "exact"))
-        key = row.mesh, bool(options.get("swapped")), *exchange
+        dtype: CacheCode = options.get("exchange_dtype", "exact")
+        key = row.mesh, bool(options.get("swapped")), int(options.get("exchange_chunks", 1)), dtype
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, mesh: Mesh, swapped: bool, chunks: int, dtype: str) -> SequenceSharding:
+    def _make(self, mesh: Mesh, swapped: bool, chunks: int, dtype: CacheCode) -> SequenceSharding:
         kind = self.device.type
         made: DeviceMesh | OneDeviceMesh
         if swapped:
