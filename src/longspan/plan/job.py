@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cached import CODES, CacheCode
+from longspan.core.cached import CODES, OFFLOADS, CacheCode, CacheOffload
 from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
@@ -50,6 +50,7 @@ class Job:
         exchange_chunks: in how many chunks of heads the exchange goes, beside the attention, as `SequenceSharding`
             takes it; 1: all at once.
         cache: how keys and values are kept (`longspan.core.cached.CODES`).
+        cache_offload: where they lie (`longspan.core.cached.OFFLOADS`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
             runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
     """
@@ -68,6 +69,7 @@ class Job:
     ring_impl: RingImpl = "auto"
     exchange_chunks: int = 1
     cache: CacheCode = "exact"
+    cache_offload: CacheOffload = "none"
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +86,7 @@ class Job:
             ("layout", layout_names()),
             ("ring_impl", ("auto", "p2p", "allgather")),
             ("cache", CODES),
+            ("cache_offload", OFFLOADS),
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
