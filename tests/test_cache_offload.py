@@ -86,6 +86,20 @@ def test_every_copy_is_waited_for_and_none_too_early(code: str) -> None:
     assert most < rooms.most <= 2 * most
 
 
+def test_the_host_reads_what_has_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A join tells streams alone: before the host reads its own memory (a save, beams, growth) it waits itself."""
+    waited: list[LateCopy] = []
+    monkeypatch.setattr(LateCopy, "wait", lambda self: waited.append(self))
+    g, side = torch.Generator().manual_seed(0), _Poisoned()
+    store = OffloadedStore(Rooms(side, CPU))
+    for reads in (lambda: store.held, lambda: store.select_rows(torch.tensor([1, 0])), lambda: store._move(200)):
+        store.append(*_layer(g, 2, 5))
+        store.release()
+        last = [copy for copy in side.begun if copy.away][-1]
+        reads()
+        assert waited[-1] is last
+
+
 FEW = {"max_new_tokens": 3}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
