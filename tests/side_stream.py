@@ -40,6 +40,10 @@ class LateCopy:
             self.side.step()
         return self
 
+    def wait(self) -> None:
+        while not self.executed:
+            self.side.step()
+
 
 class LateSide:
     """The stream: copies run in order, when `step` says so or somebody joins a later one."""

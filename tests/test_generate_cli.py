@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, LlamaC
 from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
-from longspan.generate.job import opened
+from longspan.generate.job import opened, spell_report
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, progress_line
@@ -90,13 +90,16 @@ def test_text_streams_as_one_process_writes_it(
 
     sampled = _plain(folder, do_sample=True, temperature=0.7, top_k=9)
     drawn = {"temperature": 0.7, "top_k": 9}
-    for mesh in ({"ulysses": 2, "prefill_chunk": 50}, {"ring": 2, "fsdp": False}):
+    for mesh in ({"ulysses": 2, "prefill_chunk": 50}, {"ring": 2, "fsdp": False, "cache_offload": "host"}):
         for rank, report in enumerate(pool2.run(_generate, _config(folder, temperature=0.0, **mesh))):
             assert report["ids"] == greedy
             assert report["text"] == (_text(greedy) if rank == 0 else "")
             assert report["prompt_tokens"] == len(PROMPT.encode())
             assert report["cached_tokens"] == report["prompt_tokens"] + NEW - 1
         assert max(report["cache_bytes"]) == report["planned_cache_bytes"]
+        if "cache_offload" in mesh:
+            assert max(report["device_cache_bytes"]) == report["planned_device_cache_bytes"]
+            assert f"at once on the device (planned {report['planned_device_cache_bytes']:,} b" in spell_report(report)
         if "ring" in mesh:  # each has all KV heads, and some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
         assert pool2.run(_generate, _config(folder, **drawn, **mesh))[0]["ids"] == sampled

@@ -150,6 +150,7 @@ def attend(
     store.append(k_new, v_new)
     del k_new, v_new, k_BSkD, v_BSkD
     partial = _attended(step, prepared, store, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
+    store.release()
     store.keep_from(kept_from, step.places.count(step.sp.ring_rank, kept_from))
     out = (_home if step.cut else _everywhere)(step, prepared, partial, scores, q.dtype)
     return out, prepared.choice

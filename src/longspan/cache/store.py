@@ -57,7 +57,7 @@ class Store:
     def _make_room(self, new: list[Tensor], tokens: int) -> None:
         needed = self.count + tokens
         if not self._parts:
-            self._parts = [_empty(x, max(needed, self.room, _ROOM)) for x in new]
+            self._parts = [self._empty(x, max(needed, self.room, _ROOM)) for x in new]
             return
         for part, x in zip(self._parts, new, strict=True):
             if part.dtype != x.dtype or _without_tokens(part) != _without_tokens(x):
@@ -72,7 +72,7 @@ class Store:
     def _move(self, room: int) -> None:
         """Into tensors of so much room, one after the other."""
         for i, x in enumerate(self._parts):
-            self._parts[i] = _empty(x, room)
+            self._parts[i] = self._empty(x, room)
             self._parts[i][:, :, : self.count] = x[:, :, self._at : self._at + self.count]
         self._at = 0
 
@@ -119,7 +119,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens that are held."""
-        return sum(x.nbytes for x in self.held)
+        return sum(x[:, :, : self.count].nbytes for x in self._parts)
 
     @property
     def allocated(self) -> int:
@@ -131,9 +131,11 @@ class Store:
         for i, x in enumerate(self._parts):
             self._parts[i] = x.index_select(0, rows.to(x.device))
 
+    def release(self) -> None:
+        """The layer has attended: what was brought for it may go. Nothing was."""
 
-def _empty(x_BKTD: Tensor, room: int) -> Tensor:
-    return x_BKTD.new_empty(*x_BKTD.shape[:2], room, x_BKTD.shape[3])
+    def _empty(self, x_BKTD: Tensor, room: int) -> Tensor:
+        return x_BKTD.new_empty(*x_BKTD.shape[:2], room, x_BKTD.shape[3])
 
 
 def _without_tokens(x_BKTD: Tensor) -> list[int]:

@@ -9,6 +9,11 @@ CacheCode = Literal["exact", "int8", "fp8"]
 CODES: tuple[CacheCode, ...] = get_args(CacheCode)
 """As they are, or a byte per element and an fp32 scale per head and token."""
 
+CacheOffload = Literal["none", "host"]
+
+OFFLOADS: tuple[CacheOffload, ...] = get_args(CacheOffload)
+"""Where they lie: with what computes, or in the host's memory, from which each layer's come when it runs."""
+
 SCALE_BYTES = 4
 
 

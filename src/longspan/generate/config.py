@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cached import CacheCode
+from longspan.core.cached import CacheCode, CacheOffload
 from longspan.core.checked import (
     LARGEST_COUNT,
     LARGEST_JOB,
@@ -116,6 +116,9 @@ class GenerateConfig(ModelFlags):
     cache: CacheCode = "exact"
     """How keys and values are kept. exact: as the model computes them. int8, fp8: a byte per element and an fp32 scale
     per head and token, an approximation (docs/cache.md has its error)."""
+    cache_offload: CacheOffload = "none"
+    """Where keys and values lie. host: in the host's memory; each layer's come to the GPU when it runs, the next one's
+    meanwhile, so that the GPU has two layers of the cache at a time. What is generated is the same."""
     temperature: float | None = None
     """0: always the likeliest token. Above: draw, with logits divided by it. By default as the model's
     generation_config.json says."""

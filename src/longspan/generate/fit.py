@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.hf.auto import BASE_OF_A_RANK, device_memory, hardware_of, shape_of
+from longspan.plan.cost.cached import staged_bytes
+from longspan.plan.cost.offload import outside
 from longspan.plan.generation import check_fits, check_score_fits, largest_moment
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.softmax import Softmax
@@ -64,15 +66,17 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     except LongspanError as error:
         return f"the planner does not know this model, so whether it fits was not looked at ({error})"
     job, mesh, hardware = (
-        replace(job_of(config, model_config, total), cache=config.cache),
+        replace(job_of(config, model_config, total), cache=config.cache, cache_offload=config.cache_offload),
         Mesh(1, config.ring, config.ulysses),
         hardware_for(config),
     )
     check_fits(shape, job, mesh, hardware, config.chunk)
     items = largest_moment(shape, job, mesh, hardware, config.chunk)
+    there = outside(shape, job, mesh, hardware).host_bytes.get("kv_cache", 0)
+    beside = f"; {there / 1e9:.2f} GB of cache lie in the host's memory" if there else ""
     return (
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
-        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens"
+        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens{beside}"
     )
 
 
@@ -120,3 +124,13 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
         of_ranks = mixer.cache_by_rank(job, mesh, generated, config.chunk)
         totals = [total + count * one for total, one in zip(totals, of_ranks, strict=True)]
     return max(totals)
+
+
+def planned_device_bytes(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> int | None:
+    """Of a cache in the host's memory the most bytes that a rank's device has of it; arguments and None as above."""
+    try:
+        shape = shape_of(model_config)
+    except LongspanError:
+        return None
+    mesh, job = Mesh(1, config.ring, config.ulysses), job_of(config, model_config, max(1, prompt))
+    return staged_bytes(shape, replace(job, cache=config.cache), mesh, generated, config.chunk)

@@ -74,16 +74,24 @@ def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, A
 
 def spell_report(report: dict[str, Any]) -> str:
     """The report in lines."""
-    held, planned = max(report["cache_bytes"]), report["planned_cache_bytes"]
-    beside = "no plan for this model" if planned is None else f"planned {_bytes(planned)}"
+    away = "device_cache_bytes" in report
+    where = " in the host's memory" if away else ""
     lines = [
         f"prompt  {report['prompt_tokens']:,} tokens, {report['prefill_tokens_per_s']:,.0f} tokens/s; first token "
         f"after {report['first_token_s']:.2f} s",
         f"new     {report['new_tokens']:,} tokens, ended by {report['ended_by']}"
         + (f"; {report['tokens_per_s']:,.1f} tokens/s" if report["tokens_per_s"] is not None else ""),
-        f"cache   {_bytes(held)} per rank for {report['cached_tokens']:,} tokens ({beside})",
+        f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens "
+        f"({_beside(report['planned_cache_bytes'])})",
     ]
+    if away:
+        most = _bytes(max(report["device_cache_bytes"]))
+        lines.append(f"        {most} of it at once on the device ({_beside(report['planned_device_cache_bytes'])})")
     return "\n".join(lines)
+
+
+def _beside(planned: int | None) -> str:
+    return "no plan for this model" if planned is None else f"planned {_bytes(planned)}"
 
 
 def _bytes(count: int) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.data import load_tokenizer
-from longspan.generate.fit import planned_cache_bytes
+from longspan.generate.fit import planned_cache_bytes, planned_device_bytes
 from longspan.generate.job import opened
 from longspan.generate.prompt import tokenizer_name
 from longspan.generate.start import start
@@ -49,7 +49,8 @@ class Generation:
         self.first = self.sp.rank == 0
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))
-        self._cache = ShardedCache(self.model, room=self.prompt.tokens + config.max_new_tokens, dtype=config.cache)
+        room = self.prompt.tokens + config.max_new_tokens
+        self._cache = ShardedCache(self.model, room=room, dtype=config.cache, offload=config.cache_offload)
         self._progress = Progress(self.prompt.tokens, self.first)
         self._forwards = 0
 
@@ -134,16 +135,15 @@ class Generation:
 
     def _end(self, stream: TextStream, began: float, why: str) -> None:
         held = self._cache.get_seq_length()
-        each = [self._cache.nbytes]
+        every = torch.zeros(2, self.sp.size, dtype=torch.int64)
+        every[:, self.sp.rank] = torch.tensor([self._cache.nbytes, self._cache.device_nbytes])
         if self._hosts is not None:
-            every = torch.zeros(self.sp.size, dtype=torch.int64)
-            every[self.sp.rank] = each[0]
             dist.all_reduce(every, group=self._hosts)
-            each = every.tolist()
+        each, on_device = every.tolist()
         stream.close()
         new = len(stream.ids)
         prompt = min(held, self.prompt.tokens)
-        planned = planned_cache_bytes(self.config, self.prompt.model_config, prompt, held - prompt)
+        asked = self.config, self.prompt.model_config, prompt, held - prompt
         first_s = (stream.times[0] if stream.times else time.perf_counter()) - began
         later_s = stream.times[-1] - stream.times[0] if new > 1 else 0.0
         self.report = {
@@ -157,5 +157,7 @@ class Generation:
             "tokens_per_s": (new - 1) / later_s if later_s else None,
             "cached_tokens": held,
             "cache_bytes": each,
-            "planned_cache_bytes": planned,
+            "planned_cache_bytes": planned_cache_bytes(*asked),
         }
+        if self.config.cache_offload != "none":
+            self.report |= {"device_cache_bytes": on_device, "planned_device_cache_bytes": planned_device_bytes(*asked)}

@@ -22,8 +22,10 @@ from longspan.attn.segments import padding_segments
 from longspan.cache import folder as files
 from longspan.cache.attend import Step, begin
 from longspan.cache.codec import codec_of
+from longspan.cache.offload import OffloadedStore, Rooms
 from longspan.cache.store import Store
 from longspan.comm.shard import shard
+from longspan.core.cached import OFFLOADS
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.places import RUN, Places
@@ -83,16 +85,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
         dtype: "exact": keys and values are held as the model computes them, and what is generated is what one process
             generates. "int8", "fp8": a byte per element, and an fp32 scale per head and token; an approximation
             (docs/cache.md has its error).
+        offload: "none": on the device. "host": keys and values lie in the host's memory; each layer's come to the
+            device when it runs, the next one's meanwhile, so that the device never has more than two layers'.
 
     Attributes:
         places: which ring rank holds which tokens.
         stores: each layer's keys and values on this rank.
+        rooms: what is on the device where they lie in the host's memory; else None.
 
     Raises:
-        LongspanError: for a model that is not parallelized, or whose exchange is lossy; an unknown dtype.
+        LongspanError: for a model that is not parallelized, or whose exchange is lossy; an unknown dtype or offload.
     """
 
-    def __init__(self, model: Any, room: int = 0, dtype: str = "exact") -> None:
+    def __init__(self, model: Any, room: int = 0, dtype: str = "exact", offload: str = "none") -> None:
         hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
         if hooks is None:
             raise LongspanError(
@@ -115,6 +120,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.sp: SequenceSharding = hooks.sp
         self.places = Places(self.sp.ring_size)
         self.codec = codec_of(dtype)
+        if offload not in OFFLOADS:
+            raise LongspanError(f"offload={offload!r} of a cache is unknown; choose {', '.join(OFFLOADS)}")
+        self.rooms = Rooms.on(self.sp.device) if offload == "host" else None
         self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
         self.announced = 0
@@ -174,6 +182,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         out |= {key: shard(x, sp) if cut else x for key, x in parts.items() if x is not None}
         out |= {"longspan": info, "attention_mask": None, "past_key_values": self, "use_cache": True}
         self._step = step
+        if self.rooms is not None:
+            self.rooms.clear()
+            self.rooms.expect(0, sum(b - a for a, b in step.owned))
         return out, info
 
     def check_sound(self) -> None:
@@ -200,13 +211,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
             reach: tokens of its window or chunk, where it has one.
         """
         if layer not in self.stores:
-            self.stores[layer] = Store(self.room if reach is None else min(self.room, reach), self.codec)
+            room = self.room if reach is None else min(self.room, reach)
+            rooms, codec = self.rooms, self.codec
+            self.stores[layer] = Store(room, codec) if rooms is None else OffloadedStore(rooms, room, codec)
         return self.stores[layer]
 
     def spell(self) -> str:
         """What must be alike on every rank."""
         rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
         code = "" if self.codec.name == "exact" else f", {self.codec.name}"
+        code += "" if self.rooms is None else ", in the host's memory"
         broken = "" if self._step is None else ", in which a forward broke off"
         return f"a cache of {self.places.length} tokens{rows}{code}{broken}"
 
@@ -269,6 +283,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens."""
         self.places, self.stores, self._step = Places(self.sp.ring_size), {}, None
+        if self.rooms is not None:
+            self.rooms.reset()
 
     def crop(self, max_length: int) -> None:
         """Keep the first tokens alone, on every rank alike.
@@ -350,19 +366,20 @@ class ShardedCache(Cache):  # type: ignore[misc]
         files.together(group, end)
 
     @classmethod
-    def load(cls, folder: str | Path, model: Any, room: int = 0) -> ShardedCache:
+    def load(cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none") -> ShardedCache:
         """A cache that was saved, on this model's mesh; collective in the sequence group.
 
         Args:
             folder: where `save` wrote it.
             model: with the config, and the weights, of the one that it was saved of. Weights are not compared.
             room: as for a new cache.
+            offload: as for a new cache, wherever the saved one lay.
 
         Raises:
             LongspanError: on every rank: for files that are missing or damaged, or a model of another config, naming
                 what differs.
         """
-        path, empty = Path(folder), cls(model)
+        path, empty = Path(folder), cls(model, offload=offload)
         sp = empty.sp
 
         def check() -> tuple[dict[str, Any], list[files.Part]]:
@@ -377,7 +394,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             return index, parts
 
         index, parts = files.together(sp.group, check)[sp.rank]
-        cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"])
+        cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         cache.places.add(sp.layout, index["length"])
 
         def read() -> None:
@@ -390,15 +407,21 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 store.heads, store.mine = (q_heads, kv_heads), (mine.kv_start, mine.kv_stop)
                 runs = tuple(cache.places.runs[sp.ring_rank])
                 tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, store.mine)
-                store.fill([x.to(sp.device) for x in tensors], facts["start"])
+                here = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
+                store.fill(here, facts["start"])
 
         files.together(sp.group, read)
         return cache
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that this rank holds."""
+        """Bytes of keys and values that this rank holds, on the device or in the host's memory."""
         return sum(store.nbytes for store in self.stores.values())
+
+    @property
+    def device_nbytes(self) -> int:
+        """Of an offloaded cache: the most bytes of keys and values that the device had at once; else `nbytes`."""
+        return self.nbytes if self.rooms is None else self.rooms.most
 
 
 def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:

@@ -41,6 +41,9 @@ class Copy(Span, Protocol):
             how long the current stream waits.
         """
 
+    def wait(self) -> None:
+        """The host waits until it is done."""
+
 
 class Copier(Protocol):
     """The side stream."""
@@ -322,6 +325,10 @@ class _CudaCopy(_CudaSpan):
             self._from.wait_event(self._ended)
             tensor.record_stream(here)
         return _CudaSpan(began, _event(here))
+
+    def wait(self) -> None:
+        """By an event."""
+        self._ended.synchronize()
 
 
 def _event(stream: Any) -> torch.cuda.Event:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cached import CacheCode
+from longspan.core.cached import CacheCode, CacheOffload
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
@@ -59,6 +59,9 @@ class PlanConfig(MemoryFlags, RopeFlags):
     cache: CacheCode = "exact"
     """How the KV cache of prefill and decode is kept: as the model computes it, or (an approximation) by int8 or fp8 a
     byte per element and an fp32 scale per head and token."""
+    cache_offload: CacheOffload = "none"
+    """Where the KV cache of prefill and decode lies. host: in the host's memory; the GPU has two layers of it at a
+    time, that which runs and the next."""
     prefill_chunk: int | None = None
     """Of prefill: so many tokens at once, over all ranks, as `longspan generate` runs it (by default 8k for each rank).
     Without it all tokens at once, as in any forward."""
@@ -115,6 +118,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             exchange_chunks=self.exchange_chunks,
             exchange_dtype=self.exchange_dtype,
             cache=self.cache,
+            cache_offload=self.cache_offload,
             prefill_chunk=self.prefill_chunk,
         )
 
@@ -133,6 +137,11 @@ class PlanConfig(MemoryFlags, RopeFlags):
         if self.cache != "exact" and self.mode == "train":
             raise LongspanError(
                 f"--cache {self.cache} is of --mode prefill and decode, and training keeps no cache; leave it out"
+            )
+        if self.cache_offload != "none" and self.mode == "train":
+            raise LongspanError(
+                f"--cache-offload {self.cache_offload} is of --mode prefill and decode, and training keeps no cache; "
+                f"leave it out"
             )
         if self.context == "max" and self.mode == "decode":
             raise LongspanError("--context max is for train and prefill; of decode the table has the longest cache")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from longspan.core.buckets import head_tile
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.memory import memory
+from longspan.plan.cost.offload import HOST_SHARE, outside
 from longspan.plan.limits import GB, refusal
 from longspan.plan.search import meshes, spelled_items
 
@@ -97,13 +98,18 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
     problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
-    items = items_of(job, mesh)
-    if sum(items.values()) <= hardware.memory_bytes:
+    if _fits(model, job, mesh, hardware, items_of):
         return
+    items, there = items_of(job, mesh), outside(model, job, mesh, hardware)
+    need = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
+    if there.host_bytes:
+        need += (
+            f", and {there.host_node_bytes / GB:.2f} GB of {HOST_SHARE * hardware.host_memory / GB:.2f} GB of host "
+            f"memory per node ({spelled_items(there.host_bytes)} of each rank)"
+        )
     raise LongspanError(
-        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {sum(items.values()) / GB:.2f} "
-        f"GB of {hardware.memory_bytes / GB:.2f} GB per rank. Item by item: {spelled_items(items)}. "
-        f"{_what_would_do(model, job, mesh, hardware, items_of, means)}"
+        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {need}. Item by item: "
+        f"{spelled_items(items)}. {_what_would_do(model, job, mesh, hardware, items_of, means)}"
     )
 
 
@@ -122,14 +128,19 @@ def _what_would_do(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, 
         ranks = 1 << ranks.bit_length()
     else:
         said.append(f"Up to {MOST_RANKS:,} ranks of this kind would not do.")
-    longest = _longest(job, mesh, hardware, items_of)
+    longest = _longest(model, job, mesh, hardware, items_of)
     if longest:
         said.append(f"On {mesh} {longest:,} tokens fit{means}.")
     return " ".join(said)
 
 
 def _holds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
-    return refusal(model, job, mesh) is None and sum(items_of(job, mesh).values()) <= hardware.memory_bytes
+    return refusal(model, job, mesh) is None and _fits(model, job, mesh, hardware, items_of)
+
+
+def _fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
+    device = sum(items_of(job, mesh).values()) <= hardware.memory_bytes
+    return device and outside(model, job, mesh, hardware).fits(hardware)
 
 
 def _meshes_of(ranks: int) -> Iterator[Mesh]:
@@ -138,11 +149,11 @@ def _meshes_of(ranks: int) -> Iterator[Mesh]:
     yield from sorted(found, key=lambda mesh: mesh.ring)
 
 
-def _longest(job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> int:
+def _longest(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> int:
     low, high = 0, job.context
     while high - low > 1:
         middle = (low + high) // 2
-        if sum(items_of(replace(job, context=middle), mesh).values()) <= hardware.memory_bytes:
+        if _fits(model, replace(job, context=middle), mesh, hardware, items_of):
             low = middle
         else:
             high = middle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cached import CODES, CacheCode
+from longspan.core.cached import CODES, OFFLOADS, CacheCode, CacheOffload
 from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
@@ -52,6 +52,7 @@ class Job:
         exchange_dtype: how it travels, likewise: "exact", or lossy, "int8" or "fp8". Bytes and their time are counted,
             coding's own time is not.
         cache: how keys and values are kept (`longspan.core.cached.CODES`).
+        cache_offload: where they lie (`longspan.core.cached.OFFLOADS`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
             runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
     """
@@ -71,6 +72,7 @@ class Job:
     exchange_chunks: int = 1
     exchange_dtype: CacheCode = "exact"
     cache: CacheCode = "exact"
+    cache_offload: CacheOffload = "none"
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Job:
             ("ring_impl", ("auto", "p2p", "allgather")),
             ("exchange_dtype", CODES),
             ("cache", CODES),
+            ("cache_offload", OFFLOADS),
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
+from longspan.plan.cost.cached import held_bytes, staged_bytes
 from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.saved import (
@@ -51,7 +52,7 @@ ITEMS = {
     "mlp": "intermediates of the MLP under way",
     "hidden": "hidden states under way, and their gradients",
     "logits": "a tile of logits and its gradient; or all of them",
-    "kv_cache": "keys and values of all layers",
+    "kv_cache": "keys and values of all layers; where they lie in the host's memory, of two",
     "comm_buffers": "buffers of the ring: blocks at hand and arriving, gradients that travel",
     "reserve": "what torch, CUDA and NCCL keep for themselves",
 }
@@ -80,10 +81,16 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: i
         moments = _training(model, job, mesh, scale, once=sums_gradients_once(model, job, mesh, hardware))
     else:
         moments = _forward(model, at_once, mesh, scale, tiles)
-        constant["kv_cache"] = sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
+        constant["kv_cache"] = _cache(model, job, mesh, hardware)
     most = max(moments, key=lambda items: sum(items.values()))
     constant["reserve"] = int(hardware.reserve_bytes)
     return {name: int(constant.get(name, 0) + most.get(name, 0)) for name in ITEMS}
+
+
+def _cache(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> int:
+    """Bytes of keys and values in the device's memory; a CPU's is the host's."""
+    held = held_bytes(model, job, mesh) if job.cache_offload == "none" or hardware.on_cpu else 0
+    return held + (0 if job.cache_offload == "none" else staged_bytes(model, job, mesh))
 
 
 def scale_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Scale:

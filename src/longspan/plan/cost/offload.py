@@ -1,8 +1,8 @@
 """What the levers move to the host's memory or to a disk: bytes that lie there, and seconds that nothing hides.
 
 Kept activations leave in the forward, layer by layer, and come back in the backward; under `cpu_offload` the weights
-come for both, and gradients go. A GPU's link to its host has both directions at once; the GPUs of a node
-share its disk.
+come for both, and gradients go. Of a KV cache in the host's memory each layer's keys and values come for the layer. A
+GPU's link to its host has both directions at once; the GPUs of a node share its disk.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from longspan.plan.cost.cached import brought_bytes, held_bytes
 from longspan.plan.cost.compute import layer_seconds
 from longspan.plan.cost.levers import DISK_BUFFERS
 from longspan.plan.cost.local import micro_batches
@@ -27,6 +28,7 @@ HOST_ITEMS = {
     "optimizer": "optimizer state",
     "gradients": "gradients, fp32",
     "activations": "what checkpointing keeps of the layers",
+    "kv_cache": "keys and values of all layers",
     "disk_buffers": "what is on its way to or from the disk",
 }
 """What a rank may hold in its host's memory, and what it is."""
@@ -79,9 +81,10 @@ def outside(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offl
     """Bytes outside the GPU; `seconds` and `needed` left at nothing."""
     s = scale_of(model, job, mesh, hardware)
     moves = job.mode == "train" and offloads(job, s)
-    if not moves and not on_host(job, s):
+    caches = job.mode != "train" and job.cache_offload == "host" and not s.on_cpu
+    if not moves and not caches and not on_host(job, s):
         return NOTHING
-    host: dict[str, int] = {}
+    host: dict[str, int] = {"kv_cache": held_bytes(model, job, mesh)} if caches else {}
     if on_host(job, s):
         host |= weights_at_rest(model, job, mesh)
         if job.mode == "train":
@@ -111,11 +114,12 @@ def offloaded(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Of
         weights = shard_elements(layer.parameters, ranks, mesh.tensor) * PINNED_WEIGHT if on_host(job, s) else 0
         moves = train and offloads(job, s)
         kept = kept_per_token(layer, job, mesh, s, autocast).total * s.tokens if moves else 0
+        cached = brought_bytes(layer.mixer.cache_bytes(job, mesh), job) if there.host_bytes.get("kv_cache") else 0
         in_node = kept * there.ranks_per_node if there.disk_bytes else 0
         gradients = weights * summed / micro
         link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
         # (what, bytes, bytes/s, seconds of computing beside it): the two directions of the link run at once.
-        forward = [("host link", max(kept, weights), link), ("disk", in_node, write)]
+        forward = [("host link", max(kept, weights + cached), link), ("disk", in_node, write)]
         backward = [("host link", max(kept + weights, gradients), link), ("disk", in_node, read)]
         for moved, beside in ((forward, computing.forward), (backward, computing.backward * train)):
             if not beside:

@@ -96,6 +96,12 @@ class Mixer(ABC):
     def cache_bytes(self, job: Job, mesh: Mesh) -> int:
         """Its KV cache, or its state, on the GPU that holds most of it."""
 
+    def staged_by_rank(self, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> list[int]:
+        """What its last `step` tokens see, on each rank of a sequence group, while they are computed: bytes that are
+        brought where the cache lies in the host's memory. See `Softmax.cache_by_rank`.
+        """
+        return [self.cache_bytes(job, mesh)] * mesh.sequence
+
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
         """Keys and values that a GPU holds beyond an even share, because a KV head lies on several ranks."""
         return 0.0

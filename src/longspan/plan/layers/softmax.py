@@ -106,7 +106,13 @@ class Softmax(Mixer):
         return max(self.cache_by_rank(job, mesh))
 
     def cache_by_rank(
-        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, code: str | None = None
+        self,
+        job: Job,
+        mesh: Mesh,
+        generated: int = 0,
+        chunk: int | None = None,
+        code: str | None = None,
+        step: int = 0,
     ) -> list[int]:
         """Bytes of keys and values on each rank of a sequence group.
 
@@ -116,14 +122,18 @@ class Softmax(Mixer):
             generated: tokens behind the prompt.
             chunk: tokens of a chunk of the prompt; None as the job, or else `longspan.core.places`, has it.
             code: how they are written (`longspan.core.cached.CODES`); None as the job has it.
+            step: count what so many last tokens see, while they are computed, and not what later ones will.
         """
-        first = self.reach.kept_from(job.context + generated)
+        first = self.reach.kept_from(job.context + generated - step)
         tokens = tokens_held(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
         shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
         each = sum(
             vector_bytes(code or job.cache, dim, job.bytes_per_element) for dim in (self.head_dim, self.v_head_dim)
         )
         return [local_batch(job, mesh) * count * share.kv_heads * each for count in tokens for share in shares]
+
+    def staged_by_rank(self, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> list[int]:
+        return self.cache_by_rank(job, mesh, generated, chunk, step=step)
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
         kv, u = max(1, self.kv_heads // mesh.tensor), mesh.ulysses

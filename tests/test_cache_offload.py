@@ -1,0 +1,171 @@
+"""A KV cache in the host's memory: what comes and goes is in order, and what is generated is as without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.cache import offload
+from longspan.cache.codec import codec_of
+from longspan.cache.offload import OffloadedStore, PlainCopier, Rooms
+from longspan.cache.store import Store
+from tests.generating import PROMPT, generated, made, parallelized, prompt
+from tests.pool import RankPool
+from tests.side_stream import LateCopy, LateSide
+
+CPU = torch.device("cpu")
+
+
+class _Poisoned(LateSide):
+    """What has not come yet is no number, and what was not written back neither."""
+
+    def begin(self, source: Tensor, into: Tensor) -> LateCopy:
+        assert source.is_contiguous() and into.is_contiguous()  # one run of bytes each
+        into.view(torch.uint8).fill_(0xFF)
+        return super().begin(source, into)
+
+
+def _layer(g: torch.Generator, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 2, tokens, 4, generator=g), torch.randn(rows, 2, tokens, 3, generator=g)
+
+
+def _same(store: Store, plain: Store) -> None:
+    assert (store.count, store.start, store.nbytes) == (plain.count, plain.start, plain.nbytes)
+    for found, expected in zip(store.held, plain.held, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("code", ["exact", "int8", "fp8"])
+def test_every_copy_is_waited_for_and_none_too_early(code: str) -> None:
+    """Three layers, the middle one with a window of 9: chunks, tokens, beams, a crop, growth; copies as late as may be.
+
+    While a layer attends, the next one's keys and values are under way, and nothing has waited for them.
+    """
+    g, side, codec = torch.Generator().manual_seed(0), _Poisoned(), codec_of(code)
+    rooms = Rooms(side, CPU)
+    stores = [OffloadedStore(rooms, codec=codec) for _ in range(3)]
+    plain = [Store(codec=codec) for _ in range(3)]
+    past, most = 0, 0
+    for step, tokens in enumerate([40, 11, *[1] * 20, 70, 1, 0, 1]):
+        for i, (store, same) in enumerate(zip(stores, plain, strict=True)):
+            new = _layer(g, 2, tokens)
+            begun = len(side.begun)
+            store.append(*new)
+            same.append(*new)
+            for found, expected in zip(store.read(torch.float32), same.read(torch.float32), strict=True):
+                assert torch.equal(found, expected)
+            coming = [copy for copy in side.begun[begun:] if not copy.away]
+            if step and i < 2:
+                assert coming and not any(copy.executed for copy in coming[-len(store._parts) :])
+            store.release()
+            if step and i < 2:
+                assert side.waiting  # the new tokens have left before what comes, so only for them was waited
+            if i == 1:
+                for one in (store, same):
+                    one.keep_from(max(0, past + tokens - 8), min(8, past + tokens))
+            each = [one.nbytes for one in plain]
+            most = max(most, each[i])
+        past += tokens
+        if step == 5:
+            for one in (*stores, *plain):
+                one.select_rows(torch.tensor([1, 1]))
+        if step == 9:
+            past -= 7
+            for one in (stores[0], stores[2], plain[0], plain[2]):
+                one.crop(past)
+            for one in (stores[1], plain[1]):  # as if it had been filled again
+                one.crop(one.count)
+    for store, same in zip(stores, plain, strict=True):
+        _same(store, same)
+    rooms.clear()
+    assert most < rooms.most <= 2 * most
+
+
+def test_the_host_reads_what_has_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A join tells streams alone: before the host reads its own memory (a save, beams, growth) it waits itself."""
+    waited: list[LateCopy] = []
+    monkeypatch.setattr(LateCopy, "wait", lambda self: waited.append(self))
+    g, side = torch.Generator().manual_seed(0), _Poisoned()
+    store = OffloadedStore(Rooms(side, CPU))
+    for reads in (lambda: store.held, lambda: store.select_rows(torch.tensor([1, 0])), lambda: store._move(200)):
+        store.append(*_layer(g, 2, 5))
+        store.release()
+        last = [copy for copy in side.begun if copy.away][-1]
+        reads()
+        assert waited[-1] is last
+
+
+FEW = {"max_new_tokens": 3}
+BEAMS = {"num_beams": 3, "num_return_sequences": 2}
+RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
+    ("Llama", 2, 3, "exact", {"prefill_chunk_size": 11}),
+    ("Llama", 2, 3, "exact", BEAMS),
+    ("Gemma3Text", 4, 1, "int8", {"prefill_chunk_size": 11}),
+    ("GptOss", 1, 3, "exact", {}),
+]
+"""Model, ranks of the ring (of 4), rows (several are padded at the left), code, way of generating."""
+
+
+def _as_without(folder: Path) -> None:
+    """Ids and logits to the bit; bytes; a crop, a second turn, a cache on a disk."""
+    for name, ring, rows, code, options in RUNS:
+        model, _ = parallelized(name, ring, False)
+        inputs = prompt(rows, padded=rows > 1)
+        plain, late = longspan.ShardedCache(model, dtype=code), _offloaded(model, code)
+        expected = generated(model, {**inputs, "past_key_values": plain}, **FEW, **options)
+        found = generated(model, {**inputs, "past_key_values": late}, **FEW, **options)
+        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]), (name, ring)
+        assert late.nbytes == plain.nbytes and late.device_nbytes > 0
+    _more_turns(folder)
+
+
+def _offloaded(model: Any, code: str = "exact") -> longspan.ShardedCache:
+    """Whose copies are made as late as may be."""
+    cache = longspan.ShardedCache(model, dtype=code, offload="host")
+    cache.rooms = Rooms(_Poisoned(), CPU)
+    return cache
+
+
+def _more_turns(folder: Path) -> None:
+    model, _ = parallelized("Llama", 2, False)
+    caches = longspan.ShardedCache(model), _offloaded(model)
+    first = [generated(model, {**prompt(), "past_key_values": cache}, **FEW)[0] for cache in caches]
+    for cache in caches:
+        cache.crop(PROMPT - 5)
+    second = torch.cat([first[0][:, : PROMPT - 5], prompt(n=9, seed=8)["input_ids"]], 1)
+    outs = [generated(model, {"input_ids": second, "past_key_values": cache}, **FEW) for cache in caches]
+    assert torch.equal(outs[0][0], outs[1][0]) and torch.equal(outs[0][1], outs[1][1])
+    caches[1].save(folder / "cache")
+    other, _ = parallelized("Llama", 4, False)
+    third, turns = torch.cat([outs[0][0], prompt(n=3, seed=9)["input_ids"]], 1), []
+    for where in ("none", "host"):
+        cache = longspan.ShardedCache.load(folder / "cache", other, offload=where)
+        turns.append(generated(other, {"input_ids": third, "past_key_values": cache}, **FEW))
+    assert torch.equal(turns[0][0], turns[1][0]) and torch.equal(turns[0][1], turns[1][1])
+    assert cache.get_seq_length() == third.shape[1] + FEW["max_new_tokens"] - 1
+    cache.reset()
+    assert torch.equal(generated(other, {**prompt(), "past_key_values": cache}, **FEW)[0], first[0])
+
+
+def test_generated_as_without_it(pool4: RankPool, tmp_path: Path) -> None:
+    pool4.run(_as_without, tmp_path, timeout=120)
+
+
+def test_one_device_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = longspan.parallelize(made("Llama"), longspan.SequenceSharding(longspan.init_mesh()), fsdp=False)
+    with pytest.raises(longspan.LongspanError, match="offload='disk' of a cache is unknown; choose none, host"):
+        longspan.ShardedCache(model, offload="disk")
+    cache = longspan.ShardedCache(model, offload="host")
+    found = generated(model, {**prompt(), "past_key_values": cache})
+    expected = generated(model, prompt())
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert 0 < cache.device_nbytes <= cache.nbytes
+    monkeypatch.setattr(offload, "free_memory", lambda: 1000)
+    store = OffloadedStore(Rooms(PlainCopier(), CPU))
+    with pytest.raises(longspan.LongspanError, match=r"2,048 bytes more .* 1,000 bytes are free .* dtype='int8'"):
+        store.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
