@@ -151,7 +151,7 @@ class OffloadedStore(Store):
         """As `Store`; brings what is held to the device, and begins to bring the next layer's."""
         new = [*self.codec.encode(k_BKTD), *self.codec.encode(v_BKTD)]
         tokens, rooms = k_BKTD.shape[2], self._rooms
-        self._make_room(new, tokens)
+        self.make_room(new, tokens)
         self._now = staged = rooms.fetch(self._place, tokens)
         hosts = self.rows_of_bytes(self.count, self.count + tokens)
         for host, part, x in zip(hosts, staged.parts, new, strict=True):

@@ -48,13 +48,14 @@ class Store:
             LongspanError: for another dtype, number of rows, heads or head_dims than those that are held.
         """
         new = [*self.codec.encode(k_BKTD), *self.codec.encode(v_BKTD)]
-        self._make_room(new, k_BKTD.shape[2])
+        self.make_room(new, k_BKTD.shape[2])
         at = slice(self._at + self.count, self._at + self.count + k_BKTD.shape[2])
         for part, x in zip(self._parts, new, strict=True):
             part[:, :, at] = x
         self.count += k_BKTD.shape[2]
 
-    def _make_room(self, new: list[Tensor], tokens: int) -> None:
+    def make_room(self, new: list[Tensor], tokens: int) -> None:
+        """Room for so many tokens more, of parts such as the new ones; what is held stays."""
         needed = self.count + tokens
         if not self._parts:
             self._parts = [self._empty(x, max(needed, self.room, _ROOM)) for x in new]
