@@ -216,6 +216,7 @@ def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     fig, axes = plt.subplots(1, len(shapes), figsize=(5.2 * len(shapes), 2.4), squeeze=False)
@@ -227,6 +228,8 @@ def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
         ax.set_xlim(0, 1.35 * max(values))
         limits = dict(shapes_of(args))[shape]
         ax.set_title(f"{limits['layers']} layers, {limits['mib']} MiB a rank", fontsize=10)
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.invert_yaxis()
         ax.spines[["top", "right"]].set_visible(False)
     fig.supxlabel("longest context of a training step, tokens", fontsize=9)
