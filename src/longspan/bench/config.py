@@ -193,7 +193,7 @@ class BenchConfig:
                 )
 
     def _check_sizes(self) -> None:
-        given = " ".join(map(str, self.bytes_each))
+        given = " ".join(map(str, self.sizes))
         if wrong := [size for size in self.sizes if size < 1]:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")
         for size in self.sizes:
