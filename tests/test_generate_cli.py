@@ -90,7 +90,10 @@ def test_text_streams_as_one_process_writes_it(
 
     sampled = _plain(folder, do_sample=True, temperature=0.7, top_k=9)
     drawn = {"temperature": 0.7, "top_k": 9}
-    for mesh in ({"ulysses": 2, "prefill_chunk": 50}, {"ring": 2, "fsdp": False, "cache_offload": "host"}):
+    for mesh in (
+        {"ulysses": 2, "prefill_chunk": 50}, {"ring": 2, "fsdp": False, "cache_offload": "host"},
+        {"tensor": 2, "tensor_style": "megatron-sp", "prefill_chunk": 50},
+    ):  # fmt: skip
         for rank, report in enumerate(pool2.run(_generate, _config(folder, temperature=0.0, **mesh))):
             assert report["ids"] == greedy
             assert report["text"] == (_text(greedy) if rank == 0 else "")

@@ -34,7 +34,7 @@ from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.compute import layer_work
 from longspan.plan.cost.times import waiting
-from longspan.plan.hardware import OPS
+from longspan.plan.hardware import OPS, MeasuredLink
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
 from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
@@ -276,13 +276,15 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
 def test_no_command_for_what_this_version_does_not_run() -> None:
     for model, job, mesh, said in (
         (replace(read_model("gpt-1.2b"), vocab=50304), Job(context=1024), Mesh(tensor=2), "cannot cut this family"),
-        (LLAMA, Job(context=8192, mode="prefill"), Mesh(tensor=2), "generate` does not run"),
         (LLAMA, Job(context=8192, tiled_loss=False), Mesh(ulysses=2), "this version"),
     ):
         plan = cost(model, job, mesh, A100)
         assert command(plan) is None
         assert any(said in reason for reason in plan.reasons)
     assert "--tensor 2" in str(command(cost(LLAMA, Job(context=8192), Mesh(tensor=2), A100)))
+    for mode in ("prefill", "decode"):
+        job = Job(context=8192, mode=mode, tensor_style="megatron-sp")  # type: ignore[arg-type]
+        assert "--tensor 2 --tensor-style megatron-sp" in str(command(cost(LLAMA, job, Mesh(tensor=2), A100)))
     plan = cost(LLAMA, Job(context=8192, mode="prefill"), Mesh(ulysses=2), A100)
     assert "longspan generate " in str(command(plan)) and any("--prefill-chunk plans" in r for r in plan.reasons)
     for job, mesh in (
@@ -340,7 +342,7 @@ def test_a_ring_hides_behind_a_long_attention_and_an_all_gather_never_does() -> 
 
 def slow(*ops: str) -> Hardware:
     """A100s whose ring has one second of latency in these collectives, and hardly any in others."""
-    return replace(A100, measured={("ring", op): (1.0 if op in ops else 1e-9, 1e12) for op in OPS})
+    return replace(A100, measured={("ring", op): MeasuredLink(1.0 if op in ops else 1e-9, 1e12) for op in OPS})
 
 
 def test_the_way_round_the_ring_is_the_codes_unless_the_links_say_otherwise() -> None:
@@ -400,10 +402,10 @@ def test_rings_of_thousands_are_planned() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"a": 1}, {("ring", "p2p"): 3.0}, {("ring", "p2p"): (1.0, 2.0, 3.0)}, {"ab": (1.0, 2.0)}]
+    "wrong", [{"a": 1}, {("ring", "p2p"): 3.0}, {("ring", "p2p"): (1.0, 2.0)}, {"ab": MeasuredLink(1.0, 2.0)}]
 )
 def test_measured_links_are_pairs_by_pairs(wrong: Any) -> None:
-    with pytest.raises(LongspanError, match=r"measured must hold \(latency, bandwidth\) by \(axis, op\), got"):
+    with pytest.raises(LongspanError, match=r"measured must hold a MeasuredLink by \(axis, op\), got"):
         replace(A100, measured=wrong)
 
 
@@ -418,6 +420,7 @@ def test_links_of_a_group_that_spans_nodes() -> None:
     assert A100.seconds("p2p", "ring", sent, 1, 1) == 0
 
 
+LINK = "[links.ring.p2p]\nlatency = 1\nbandwidth = 1\n"
 TOML = """
 name = "mine"
 memory_bytes = 24e9
@@ -453,6 +456,20 @@ def test_measured_links_go_first(tmp_path: Path) -> None:
     assert found.measured_dtype == "fp32"
 
 
+def test_measured_points_count_where_there_are_some(tmp_path: Path) -> None:
+    """A link that takes 1,000 bytes at once and 10 bytes a second beyond: no line says both."""
+    points = "points = [[100, 1.0], [1000, 2.0], [2000, 102.0]]"
+    link = f"[links.ulysses.all_to_all]\nlatency = 0.5\nbandwidth = 2.0\n{points}\n"
+    (tmp_path / "m.toml").write_text(f'like = "h100"\n{link}')
+    found = read_hardware(str(tmp_path / "m.toml"))
+    expected = {50: 0.75, 100: 1.0, 550: 1.5, 1000: 2.0, 1500: 52.0, 2000: 102.0, 3000: 102.0 + 51.0}
+    for sent, seconds in expected.items():  # beyond the last, at no less than the throughput of it
+        assert found.seconds("all_to_all", "ulysses", sent, 1, 8) == pytest.approx(seconds), sent
+    flat = MeasuredLink(0.5, 2.0, ((1000.0, 2.0), (2000.0, 1.0)))  # noise: at no more than ten times its throughput
+    assert flat.seconds(4000) == pytest.approx(1.0 + 2000 * 1.0 / 2000 / 10)
+    assert MeasuredLink(3.0, 2.0, ((1000.0, 2.0),)).seconds(500) == 2.0
+
+
 # ---- Bad input.
 
 
@@ -481,6 +498,10 @@ def test_measured_links_go_first(tmp_path: Path) -> None:
         (TOML + "[links.ulises.p2p]\nlatency = 1\nbandwidth = 1\n", "did you mean 'ulysses'?"),
         (TOML + "[links.ring.p2p]\nlatency = -1\nbandwidth = 1\n", "links.ring.p2p.latency = -1 must be at least 0"),
         (TOML + "[links.ring]\np2p = 3\n", "links.ring.p2p = 3 must be a table"),
+        (TOML + LINK + "points = 3\n", "points = 3 must be pairs of bytes and seconds"),
+        (TOML + LINK + "points = [[1, 2], [3]]\n", "must be pairs of bytes and seconds"),
+        (TOML + LINK + "points = [[2, 1.0], [1, 1.0]]\n", "must have ascending sizes, got [2.0, 1.0]"),
+        (TOML + LINK + "points = [[2, 0]]\n", "a time among the points of links.ring.p2p must be above 0"),
         ("a = " + "[" * 20000, "nested too deeply"),
     ],
 )

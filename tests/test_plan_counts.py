@@ -24,6 +24,7 @@ from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
 from longspan.plan.cost.communication import layer_method
 from longspan.plan.cost.ring import ring_schedule
+from longspan.plan.job import TensorStyle
 from longspan.plan.layers import Causal, Chunk, Reach, Window
 from longspan.plan.layers.reach import CAUSAL
 from longspan.plan.models import ModelShape, shape_from_config
@@ -275,12 +276,24 @@ def test_a_prompt_in_chunks_and_a_token_send_what_is_planned(mesh: Mesh, config:
     """Chunks of 20, 20 and 5 tokens (of the last, all ranks compute all), and one token: exchange, queries that travel,
     partial outputs, FSDP's gathers for each forward.
     """
+    check_generation(mesh, config, sharded)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=4), Mesh(ring=2, tensor=2), Mesh(ulysses=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("style", ["tp", "megatron-sp"])
+def test_on_a_tensor_axis_they_send_hidden_states_too(mesh: Mesh, style: TensorStyle) -> None:
+    """Sums, or gathers and scatters, of the tokens of each forward; logits of the last token."""
+    check_generation(mesh, {}, style == "tp", style)
+
+
+def check_generation(mesh: Mesh, config: dict[str, Any], sharded: bool, style: TensorStyle = "tp") -> None:
     config, n, chunk = {**LLAMA, **config}, 45, 20
-    by_rank = [generation_sent(rank, mesh, config, n, chunk, sharded) for rank in range(mesh.gpus)]
+    by_rank = [generation_sent(rank, mesh, config, n, chunk, sharded, style) for rank in range(mesh.gpus)]
     shape = shape_from_config(config, "test")
     for at, mode in enumerate(("prefill", "decode")):
         options: dict[str, Any] = {"prefill_chunk": chunk} if mode == "prefill" else {}
-        job = Job(context=n, mode=mode, dtype="fp32", weight_sharding=sharded, **options)  # type: ignore[arg-type]
+        options |= {"weight_sharding": sharded, "tensor_style": style}
+        job = Job(context=n, mode=mode, dtype="fp32", **options)  # type: ignore[arg-type]
         planned: Counter[tuple[str, int]] = Counter()
         for c in cost(shape, job, mesh, CPU).comm:
             planned[(c.op, c.bytes_per_gpu)] += c.count
@@ -288,7 +301,7 @@ def test_a_prompt_in_chunks_and_a_token_send_what_is_planned(mesh: Mesh, config:
 
 
 def generation_sent(
-    rank: int, mesh: Mesh, config: dict[str, Any], n: int, chunk: int, sharded: bool
+    rank: int, mesh: Mesh, config: dict[str, Any], n: int, chunk: int, sharded: bool, style: TensorStyle
 ) -> list[Counter[tuple[str, int]]]:
     """What a prompt in chunks sends from `rank`, and what one token behind it does."""
     import transformers
@@ -296,7 +309,7 @@ def generation_sent(
     with fake_world(rank, mesh.gpus), torch.no_grad():
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = transformers.AutoModelForCausalLM.from_config(cls(**config))
-        model = longspan.parallelize(model.eval(), sharding(mesh), fsdp=sharded)
+        model = longspan.parallelize(model.eval(), sharding(mesh), fsdp=sharded, tensor_style=style)
         cache, tokens, found = longspan.ShardedCache(model), torch.zeros(1, n, dtype=torch.long), []
         for forwards in (tokens.split(chunk, 1), (tokens[:, :1],)):
             with count_sent() as sent:

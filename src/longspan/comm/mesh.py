@@ -158,6 +158,8 @@ class SequenceSharding:
         data_size: number of replicas.
         data_rank: the replica this rank belongs to.
         tensor_size, tensor_rank: ranks that share each layer's weights and hold the same tokens, and this one's place.
+        replica_group, replica_rank: the ranks that together run a sequence, ring x ulysses x tensor in this order, and
+            this one's place.
 
     Raises:
         LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or exchange_dtype, or
@@ -211,6 +213,8 @@ class SequenceSharding:
             self.data_rank, self.tensor_rank = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
             self.group = self._sequence_group(mesh)
         self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        self.replica_group = self._replica_group(mesh)
+        self.replica_rank = self.rank * self.tensor_size + self.tensor_rank
         self.spans_hosts = exchange_chunks == "auto" and self._spans_hosts()
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
@@ -233,6 +237,14 @@ class SequenceSharding:
         if self.ulysses_size == 1:
             return self.ring_group
         return give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
+
+    def _replica_group(self, mesh: DeviceMesh | OneDeviceMesh) -> dist.ProcessGroup | None:
+        if self.tensor_size == 1 or not isinstance(mesh, DeviceMesh):
+            return self.group
+        if self.size == 1:
+            return mesh.get_group("tensor")
+        whole = flatten_mesh(mesh["ring", "ulysses", "tensor"], "sequence_tensor")
+        return give_up_like_the_job(whole.get_group(), mesh.device_type)
 
     def under(self, mask: Sequence[Region]) -> SequenceSharding:
         """The sharding of sequences with this mask: another one only where the layout looks at masks. Not collective.

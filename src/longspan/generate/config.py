@@ -35,7 +35,14 @@ class ModelFlags(RopeFlags):
     ring: int = 1
     """Ranks that share out the tokens: of a KV cache each holds its tokens' part."""
     ulysses: int = 1
-    """Ranks that share out the heads: of a KV cache each holds its KV heads' part. ring x ulysses ranks in all."""
+    """Ranks that share out the heads: of a KV cache each holds its KV heads' part."""
+    tensor: int = 1
+    """Ranks that share each layer's weights and heads (tensor parallelism): nothing is gathered for a new token, and of
+    a KV cache each holds its KV heads' part. ring x ulysses x tensor ranks in all."""
+    tensor_style: Literal["tp", "megatron-sp"] = "tp"
+    """What --tensor sends around attention and MLP. tp: all-reduces of hidden states. megatron-sp: as many bytes as
+    all-gathers and reduce-scatters, with norms and residuals sharded by tokens: for long prompts without activations to
+    spare."""
     layout: LayoutName = "auto"
     """How the tokens that are computed at once lie over a ring. auto: zigzag."""
     nproc: int | None = None
@@ -61,12 +68,13 @@ class ModelFlags(RopeFlags):
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.ring * self.ulysses
+        return self.ring * self.ulysses * self.tensor
 
     @property
     def mesh(self) -> str:
         """How the ranks were asked for."""
-        return f"--ring {self.ring} --ulysses {self.ulysses}"
+        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
+        return f"--ring {self.ring} --ulysses {self.ulysses}{tensor}"
 
     def check_job(self, command: str) -> None:
         """Refuse what makes no sense of model and ranks.
@@ -79,7 +87,7 @@ class ModelFlags(RopeFlags):
         for name in ("model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name}", getattr(self, name))
-        for name in ("ring", "ulysses"):
+        for name in ("ring", "ulysses", "tensor"):
             check_number(f"--{name}", getattr(self, name), 1, LARGEST_JOB)
         check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
         if self.nproc is not None:

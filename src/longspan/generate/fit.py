@@ -67,7 +67,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
         return f"the planner does not know this model, so whether it fits was not looked at ({error})"
     job, mesh, hardware = (
         replace(job_of(config, model_config, total), cache=config.cache, cache_offload=config.cache_offload),
-        Mesh(1, config.ring, config.ulysses),
+        Mesh(1, config.ring, config.ulysses, config.tensor),
         hardware_for(config),
     )
     check_fits(shape, job, mesh, hardware, config.chunk)
@@ -95,7 +95,7 @@ def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> No
         shape = shape_of(model_config)
     except LongspanError:
         return
-    job, mesh = job_of(config, model_config, tokens), Mesh(1, config.ring, config.ulysses)
+    job, mesh = job_of(config, model_config, tokens), Mesh(1, config.ring, config.ulysses, config.tensor)
     check_score_fits(shape, job, mesh, hardware_for(config))
 
 
@@ -113,7 +113,7 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
     except LongspanError:
         return None
     mesh, job = (
-        Mesh(1, config.ring, config.ulysses),
+        Mesh(1, config.ring, config.ulysses, config.tensor),
         replace(job_of(config, model_config, max(1, prompt)), cache=config.cache),
     )
     totals = [0] * mesh.sequence
@@ -132,5 +132,5 @@ def planned_device_bytes(config: GenerateConfig, model_config: Any, prompt: int,
         shape = shape_of(model_config)
     except LongspanError:
         return None
-    mesh, job = Mesh(1, config.ring, config.ulysses), job_of(config, model_config, max(1, prompt))
+    mesh, job = Mesh(1, config.ring, config.ulysses, config.tensor), job_of(config, model_config, max(1, prompt))
     return staged_bytes(shape, replace(job, cache=config.cache), mesh, generated, config.chunk)

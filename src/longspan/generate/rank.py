@@ -46,7 +46,7 @@ class Generation:
         self.config, self._heart = config, heart
         self.report: dict[str, Any] | None = None
         self.prompt, self.sp, self.model = start(config, heart, prompt, lambda: opened(config))
-        self.first = self.sp.rank == 0
+        self.first = self.sp.replica_rank == 0
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))
         room = self.prompt.tokens + config.max_new_tokens
@@ -135,8 +135,8 @@ class Generation:
 
     def _end(self, stream: TextStream, began: float, why: str) -> None:
         held = self._cache.get_seq_length()
-        every = torch.zeros(2, self.sp.size, dtype=torch.int64)
-        every[:, self.sp.rank] = torch.tensor([self._cache.nbytes, self._cache.device_nbytes])
+        every = torch.zeros(2, self.config.ranks, dtype=torch.int64)
+        every[:, self.sp.replica_rank] = torch.tensor([self._cache.nbytes, self._cache.device_nbytes])
         if self._hosts is not None:
             dist.all_reduce(every, group=self._hosts)
         each, on_device = every.tolist()

@@ -153,7 +153,7 @@ def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> 
     with torch.no_grad():
         found = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
     seconds = time.perf_counter() - began
-    if sp.rank == 0 and config.out is not None:
+    if sp.replica_rank == 0 and config.out is not None:
         write(config.out, prompt.ids, found.numpy())
     mean = float(found.mean())
     return {

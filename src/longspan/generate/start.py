@@ -53,10 +53,11 @@ def start(
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        sp = SequenceSharding(init_mesh(ring=config.ring, ulysses=config.ulysses), config.layout, **options)
+        mesh = init_mesh(ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
+        sp = SequenceSharding(mesh, config.layout, **options)
         own = prompt.model_config.dtype or torch.float32
         dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
         # From the config that was opened: it may have another RoPE scaling than the folder's.
         origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, config.model, said=f"--model {config.model}")
-        model = load_sharded(origin, sp, fsdp=config.fsdp, kernel=config.kernel)
+        model = load_sharded(origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.tensor_style)
     return prompt, sp, model.eval()

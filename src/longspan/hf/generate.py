@@ -63,7 +63,7 @@ class Generate:
             more["prefill_chunk_size"] = chunk
         if self.sp.data_size > 1:
             more["synced_gpus"] = True  # a replica that has finished goes on with the others' forwards
-        if self.sp.size > 1:
+        if self.sp.replica_group is not None and self.sp.size * self.sp.tensor_size > 1:
             self._draw_alike()
         try:
             return type(model).generate(model, inputs, generation_config, **more)
@@ -94,14 +94,14 @@ class Generate:
         return found[self.sp.data_rank * self.sp.size]
 
     def _draw_alike(self) -> None:
-        """Every rank of the sequence group draws what its first one does."""
-        assert self.sp.group is not None
+        """Every rank of the sequence draws what its first one does."""
+        assert self.sp.replica_group is not None
         device = self.sp.device
         modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
         for module in modules:
             state = module.get_rng_state()
             shared = state.to(device)
-            dist.broadcast(shared, group=self.sp.group, group_src=0)
+            dist.broadcast(shared, group=self.sp.replica_group, group_src=0)
             module.set_rng_state(shared.cpu())
 
 

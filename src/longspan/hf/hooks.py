@@ -206,6 +206,8 @@ class ForwardHooks:
             if self.guard is not None:
                 self.guard.check(model)
             batch = self._by_name(args, kwargs)
+            if self.tensor is not None and self.tensor.style == "megatron-sp":
+                self.tensor.refuse(batch, self.config)
             tokens = cache.read(batch)
             if is_on_cpu(batch):
                 _check_ids(model, batch, self.rotary)
@@ -230,7 +232,10 @@ class ForwardHooks:
         """
         if self.cached is None or not self.cached.last_only:
             return output
-        hidden = last_token(output[0], self.cached, self.sp)
+        if self.tensor is not None:
+            hidden = self.tensor.last_token(output[0], self.cached)
+        else:
+            hidden = last_token(output[0], self.cached, self.sp)
         if isinstance(output, tuple):
             return hidden, *output[1:]
         output["last_hidden_state"] = hidden

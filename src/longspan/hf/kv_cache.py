@@ -1,8 +1,9 @@
 """The KV cache that a parallelized model generates with: transformers' interface, sharded keys and values.
 
-Each rank holds the keys and values of its KV heads (the Ulysses axis) and of its tokens (the ring axis), so that a
-cache takes 1 / (ring * ulysses) of what it takes on one process, where there are as many KV heads as Ulysses ranks. To
-transformers it is a `Cache`: it counts all tokens, and can be kept from one call to the next, cropped, and reordered.
+Each rank holds the keys and values of its KV heads (the tensor axis, and of a tensor rank's heads the Ulysses axis) and
+of its tokens (the ring axis), so that a cache takes 1 / (ring * ulysses * tensor) of what it takes on one process,
+where there are as many KV heads as ulysses * tensor. To transformers it is a `Cache`: it counts all tokens, and can be
+kept from one call to the next, cropped, and reordered.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from longspan.comm.mesh import SequenceSharding
+    from longspan.core.layout import Span
     from longspan.core.segments import Segments
 
 
@@ -103,12 +105,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
             raise LongspanError(
                 f"{type(model).__name__} is not parallelized; a ShardedCache lies over the ranks of a model that "
                 f"longspan.parallelize returned"
-            )
-        if hooks.sp.tensor_size > 1:
-            raise LongspanError(
-                f"a model cut over `tensor={hooks.sp.tensor_size}` has no KV cache in this version: it is trained, "
-                f"evaluated and scored; to generate, parallelize it with tensor=1, "
-                f"ulysses={hooks.sp.ulysses_size * hooks.sp.tensor_size}"
             )
         if hooks.sp.exchange_dtype != "exact":
             raise LongspanError(
@@ -338,7 +334,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: on every rank: for a cache that is empty or broke off, a folder that holds something else,
                 or a disk's error.
         """
-        path, rank, group = Path(folder), self.sp.rank, self.sp.group
+        path, rank, group = Path(folder), self.sp.replica_rank, self.sp.replica_group
 
         def begin_writing() -> None:
             self.check_sound()
@@ -352,18 +348,32 @@ class ShardedCache(Cache):  # type: ignore[misc]
         def write() -> files.Part:
             tensors = {f"{i}.{n}": x for i, store in self.stores.items() for n, x in enumerate(store.held)}
             written = files.write_part(path, rank, tensors)
-            heads = {str(i): store.mine for i, store in self.stores.items()}
+            heads = {str(i): self._of_all(store)[1] for i, store in self.stores.items()}
             return files.Part(*written, tuple(self.places.runs[self.sp.ring_rank]), heads)
 
         def end() -> None:
             if rank == 0:
-                layers = {str(i): {"heads": store.heads, "start": store.start} for i, store in self.stores.items()}
+                each = {str(i): (self._of_all(store)[0], store.start) for i, store in self.stores.items()}
+                layers = {i: {"heads": heads, "start": start} for i, (heads, start) in each.items()}
                 index = {"length": self.places.length, "rows": self.batch_size, "dtype": self.codec.name}
                 files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
 
         files.together(group, begin_writing)
         parts = files.together(group, write)
         files.together(group, end)
+
+    def _of_all(self, store: Store) -> tuple[tuple[int, int], Span]:
+        """Query and KV heads of a layer of the whole model, and which of the KV heads this rank holds.
+
+        A store counts the heads of a tensor rank.
+        """
+        (q_heads, kv_heads), (start, stop) = store.heads, store.mine
+        size = self.sp.tensor_size
+        if size > 1:
+            q_heads, kv_heads = q_heads * size, _kv_heads(self.config, q_heads * size)
+            first = self.sp.tensor_rank * kv_heads // size
+            start, stop = start + first, stop + first
+        return (q_heads, kv_heads), (start, stop)
 
     @classmethod
     def load(cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none") -> ShardedCache:
@@ -389,11 +399,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             if differ:
                 shown = ", ".join(f"{key}: {saved.get(key)} there, {mine.get(key)} here" for key in differ[:5])
                 raise LongspanError(f"{path} is the cache of another model: {shown}")
-            for part in parts[sp.rank :: sp.size]:
+            for part in parts[sp.replica_rank :: sp.size * sp.tensor_size]:
                 files.check_file(path, part)
             return index, parts
 
-        index, parts = files.together(sp.group, check)[sp.rank]
+        index, parts = files.together(sp.replica_group, check)[sp.replica_rank]
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         cache.places.add(sp.layout, index["length"])
 
@@ -402,16 +412,25 @@ class ShardedCache(Cache):  # type: ignore[misc]
             for layer, facts in index["layers"].items():
                 # A window's layer has let go of what lay before: it needs room for what it holds alone.
                 store, (q_heads, kv_heads) = cache.store(int(layer), 0 if facts["start"] else None), facts["heads"]
-                shards = split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+                store.heads = q_heads // sp.tensor_size, max(1, kv_heads // sp.tensor_size)
+                shards = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)
                 mine = shards[sp.ulysses_rank]
-                store.heads, store.mine = (q_heads, kv_heads), (mine.kv_start, mine.kv_stop)
+                store.mine = mine.kv_start, mine.kv_stop
                 runs = tuple(cache.places.runs[sp.ring_rank])
-                tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, store.mine)
+                heads = cache._of_all(store)[1]
+                tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, heads)
                 here = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
                 store.fill(here, facts["start"])
 
-        files.together(sp.group, read)
+        files.together(sp.replica_group, read)
         return cache
+
+    @property
+    def tokens_here(self) -> int:
+        """Of the forward under way the new tokens that this rank computes, padding included."""
+        step = self._step
+        assert step is not None
+        return self.sp.layout.local_length(step.new) if step.cut else step.new
 
     @property
     def nbytes(self) -> int:
@@ -441,6 +460,10 @@ def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor
     assert sp.group is not None
     dist.broadcast(found, group=sp.group, group_src=owner)
     return found
+
+
+def _kv_heads(config: Any, q_heads: int) -> int:
+    return getattr(config.get_text_config(), "num_key_value_heads", None) or q_heads
 
 
 def _facts(config: Any) -> dict[str, str]:

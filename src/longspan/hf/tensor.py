@@ -29,6 +29,7 @@ from longspan.compat.torch_api import own_parameters
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.hf.experts import ExpertParallel
+from longspan.hf.kv_cache import CachedInfo, last_token
 from longspan.hf.support import attention_layers, decoder_of, draws
 from longspan.memory.shards import Rule, Shards
 from longspan.memory.vocabulary import Vocabulary
@@ -360,6 +361,8 @@ class TensorParallel:
         return _with_hidden(args, kwargs, whole)
 
     def _count(self, info: Any) -> int:
+        if isinstance(info, CachedInfo) and info.cache is not None:
+            return info.cache.tokens_here
         return self.sp.with_layout(info.layout).layout.local_length(info.length)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -425,6 +428,14 @@ class TensorParallel:
 
         head.module.register_forward_pre_hook(enter, with_kwargs=True)
         head.module.register_forward_hook(leave)
+
+    def last_token(self, hidden: Tensor, info: CachedInfo) -> Tensor:
+        """`longspan.hf.kv_cache.last_token` of hidden states as the residual stream has them, and again such."""
+        if self.style == "tp":
+            return last_token(hidden, info, self.sp)
+        last = last_token(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
+        self.tokens = 1  # for the head
+        return self.group.my_tokens(last)
 
     def refuse(self, batch: Mapping[str, Any], config: Any) -> None:
         """Refuse what a residual stream cut by tokens has not: embeddings from outside, hidden states to show.

@@ -52,7 +52,7 @@ def _ranks(argv: list[str]) -> int:
     if config.model != "longspan":
         raise LongspanError(f"--model {config.model}: give --model longspan, or call lm_eval itself for other models")
     ranks = 1
-    for axis in ("ring", "ulysses"):
+    for axis in ("ring", "ulysses", "tensor"):
         degree = config.model_args.get(axis, 1)
         if not isinstance(degree, int) or degree < 1:
             raise LongspanError(f"--model_args {axis}={degree!r}: give an integer of at least 1")

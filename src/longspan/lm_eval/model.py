@@ -25,7 +25,8 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: whether the tokenizer's special tokens are added; None: as the tokenizer does.
         batch_size: rows of a batch.
         max_gen_toks: tokens that are generated where a task does not say.
-        options: of `longspan.lm_eval.ranks.load_scorer`: pretrained, ring, ulysses, dtype, tokenizer, max_length, fsdp.
+        options: of `longspan.lm_eval.ranks.load_scorer`: pretrained, ring, ulysses, tensor, dtype,
+            tokenizer, max_length, fsdp.
         max_batch_size, device: what the harness hands to every model; not used.
 
     Raises:

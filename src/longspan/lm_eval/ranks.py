@@ -56,6 +56,7 @@ def load_scorer(
     pretrained: str,
     ring: int = 1,
     ulysses: int = 1,
+    tensor: int = 1,
     dtype: str = "auto",
     tokenizer: str | None = None,
     max_length: int | None = None,
@@ -68,6 +69,7 @@ def load_scorer(
         pretrained: a folder or a name on the Hugging Face hub.
         ring: degree of the ring.
         ulysses: degree of Ulysses.
+        tensor: ranks that share each layer's weights.
         dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
         tokenizer: another than the model's.
         max_length: tokens that the model may be given; by default what its config says.
@@ -85,7 +87,7 @@ def load_scorer(
 
     if dtype not in _DTYPES:
         raise LongspanError(f"dtype={dtype!r}: use one of {', '.join(_DTYPES)}")
-    sp = SequenceSharding(init_mesh(ring=ring, ulysses=ulysses))
+    sp = SequenceSharding(init_mesh(ring=ring, ulysses=ulysses, tensor=tensor))
     of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     model = from_pretrained(pretrained, sp, dtype=of, fsdp=fsdp).eval()
     reader = AutoTokenizer.from_pretrained(tokenizer or pretrained)

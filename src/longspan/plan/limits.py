@@ -108,9 +108,7 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
         for axis in AXES
         if getattr(mesh, axis) > 1 and axis not in RUNS
     ]
-    if mesh.tensor > 1 and job.mode != "train":
-        said.append(f"tensor={mesh.tensor} is planned from its formulas: `longspan generate` does not run it")
-    elif mesh.tensor > 1 and not all(known_to_cut(layer) for layer, _ in model.layer_kinds):
+    if mesh.tensor > 1 and not all(known_to_cut(layer) for layer, _ in model.layer_kinds):
         said.append(f"tensor={mesh.tensor} is planned from its formulas: longspan.parallelize cannot cut this family")
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]

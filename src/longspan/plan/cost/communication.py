@@ -97,7 +97,9 @@ def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool, on_cpu: bool) -> 
             yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
     for sent in between(model, job, mesh):
         yield replace(sent, calls=sent.calls * micro)
-    for sent in (*around_tensor(model, job, mesh, on_cpu), *around_the_layers(model, job, mesh)):
+    for sent in around_tensor(model, job, mesh, on_cpu):
+        yield replace(sent, calls=sent.calls * micro)
+    for sent in around_the_layers(model, job, mesh):
         times = summed if sums_gradients(sent) else micro * job.forwards
         yield Sent(sent.op, sent.axis, sent.what, sent.bytes, sent.calls * times, sent.method)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.buckets import layers_held, layers_per_checkpoint
 from longspan.core.heads import HeadShard, split_heads
+from longspan.core.places import is_cut
 from longspan.plan.job import layout_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,20 @@ def micro_batches(job: Job, mesh: Mesh) -> int:
 def local_tokens(job: Job, mesh: Mesh) -> int:
     """Tokens of one sequence on one rank, padding included; in decode one new token, held by every rank."""
     return 1 if job.mode == "decode" else layout_of(job, mesh).local_length(job.context)
+
+
+def forwards_of(job: Job, mesh: Mesh) -> list[tuple[int, int]]:
+    """Tokens of one sequence on one rank, and how often: of each forward of a prompt in chunks, of whose last one every
+    rank may compute all tokens; else those of the one forward.
+    """
+    if job.mode != "prefill" or job.prefill_chunk is None:
+        return [(local_tokens(job, mesh), 1)]
+    layout, (whole, rest) = layout_of(job, mesh), divmod(job.context, job.prefill_chunk)
+    return [
+        (layout.local_length(tokens) if is_cut(layout, tokens) else tokens, times)
+        for tokens, times in ((job.prefill_chunk, whole), (rest, 1))
+        if tokens and times
+    ]
 
 
 def local_batch(job: Job, mesh: Mesh) -> int:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import NARROW_PARTS, head_tile
-from longspan.plan.cost.local import local_batch, local_tokens, passes
+from longspan.plan.cost.local import forwards_of, local_batch, local_tokens, passes
 from longspan.plan.cost.sent import Sent
 
 if TYPE_CHECKING:
@@ -72,15 +73,24 @@ def _whole(tokens: int, model: ModelShape, job: Job, mesh: Mesh) -> tuple[int, i
 
 
 def layer_tensor(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
-    """One layer and one micro-batch, forward and backward."""
-    t = mesh.tensor
-    if t == 1:
+    """One layer and one micro-batch, forward and backward; of a prompt in chunks all of its forwards."""
+    if mesh.tensor == 1:
         return []
+    sent = []
+    for tokens, times in forwards_of(job, mesh):
+        sent += [replace(one, calls=one.calls * times) for one in _layer(model, layer, job, mesh, tokens)]
+    if job.mode == "train":
+        sent += _gradients(layer.parameters, job, mesh, any(".experts." in p.name for p in layer.parameters))
+    return sent
+
+
+def _layer(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, tokens: int) -> list[Sent]:
+    t = mesh.tensor
     forwards, backwards = passes(job)
     experts = any(".experts." in p.name for p in layer.parameters)
     # A layer that is computed again ends with its MLP's last product: only a norm behind it needs the sum.
     last = forwards if any("post_feedforward" in p.name for p in layer.parameters) else 1
-    both, half = _whole(local_tokens(job, mesh), model, job, mesh)
+    both, half = _whole(tokens, model, job, mesh)
     sent = []
     if job.tensor_style == "tp":
         calls = forwards + backwards if experts else forwards + last + 2 * backwards
@@ -95,36 +105,58 @@ def layer_tensor(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> 
             Sent("reduce_scatter", "tensor", "hidden states summed", half, scatters),
         ]
     if experts:
-        rows = -(-local_tokens(job, mesh) // t) * local_batch(job, mesh) * layer.mlp.per_token
+        rows = -(-tokens // t) * local_batch(job, mesh) * layer.mlp.per_token
         size = rows * (t - 1) // t * model.d_model * job.bytes_per_element
         sent.append(Sent("all_to_all", "tensor", "tokens to their experts", size, forwards + last + 2 * backwards))
-    if job.mode == "train":
-        sent += _gradients(layer.parameters, job, mesh, experts)
     return sent
 
 
 def around_tensor(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
-    """Embedding, head and loss of one micro-batch."""
-    t = mesh.tensor
-    if t == 1:
+    """Embedding, head and loss of one micro-batch; of a prompt in chunks those of all of its forwards."""
+    if mesh.tensor == 1:
         return []
-    tokens, train = local_tokens(job, mesh), job.mode == "train"
+    if job.mode == "train":
+        return _around(model, job, mesh, on_cpu)
+    sent = []
+    for tokens, times in forwards_of(job, mesh):
+        sent += [replace(one, calls=one.calls * times) for one in _around_a_forward(model, job, mesh, tokens)]
+    return sent
+
+
+def _around_a_forward(model: ModelShape, job: Job, mesh: Mesh, tokens: int) -> list[Sent]:
+    """Embeddings, and the logits of the last token alone: with the residual stream cut by tokens it is found first."""
+    t = mesh.tensor
+    both, half = _whole(tokens, model, job, mesh)
+    _, last = _whole(1, model, job, mesh)
+    logits = model.vocab // t * (t - 1) * job.bytes_per_element * local_batch(job, mesh)
+    if job.tensor_style == "tp":
+        stream = [Sent("all_reduce", "tensor", "embeddings", both, method=False)]
+    else:
+        stream = [
+            Sent("reduce_scatter", "tensor", "embeddings", half, method=False),
+            Sent("all_gather", "tensor", "hidden states, for the last token", half, method=False),
+            Sent("all_gather", "tensor", "the head's input", last, method=False),
+        ]
+    return [*stream, Sent("all_gather", "tensor", "logits of the last token", logits, method=False)]
+
+
+def _around(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
+    t = mesh.tensor
+    tokens = local_tokens(job, mesh)
     both, half = _whole(tokens, model, job, mesh)
     sent = []
     if job.tensor_style == "tp":
-        sent.append(Sent("all_reduce", "tensor", "embeddings and the head's input", both, 1 + train, method=False))
+        sent.append(Sent("all_reduce", "tensor", "embeddings and the head's input", both, 2, method=False))
     else:
         sent += [
-            Sent(op, "tensor", "embeddings and the head's input", half, 1 + train, method=False)
+            Sent(op, "tensor", "embeddings and the head's input", half, 2, method=False)
             for op in ("all_gather", "reduce_scatter")
         ]
-    if train:
-        for rows, times in _softmax_rows(tokens, model.vocab // t, job, mesh, on_cpu).items():  # fp32, of each token
-            for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):
-                size = 2 * 4 * numbers * rows * (t - 1) // t
-                sent.append(Sent("all_reduce", "tensor", what, size, times, method=False))
-        sent += _gradients(tuple(p for p in model.root if len(p.shape) == 1), job, mesh, experts=False)
-    return sent
+    for rows, times in _softmax_rows(tokens, model.vocab // t, job, mesh, on_cpu).items():  # fp32, of each token
+        for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):
+            size = 2 * 4 * numbers * rows * (t - 1) // t
+            sent.append(Sent("all_reduce", "tensor", what, size, times, method=False))
+    return sent + _gradients(tuple(p for p in model.root if len(p.shape) == 1), job, mesh, experts=False)
 
 
 def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bool) -> dict[int, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspan.plan.cost.communication import between, layer_method
 from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
 from longspan.plan.cost.local import micro_batches, mixing_passes, runs_between
+from longspan.plan.cost.tensor import around_tensor, layer_tensor
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
@@ -66,6 +68,12 @@ def _exposed(
     beside = of_layers[0].attention_forward * runs_between(len(model.layers), job) if hardware.overlaps else 0.0
     exposed += sends + max(0.0, rings - beside)
     around = [sent for sent in around_the_layers(model, job, mesh) if sums or not sums_gradients(sent)]
+    # What the tensor axis sends beside the layers' own sums: embeddings, head, softmax, gradients of whole weights.
+    tensor = around_tensor(model, job, mesh, hardware.on_cpu)
+    for layer, count in model.layer_kinds:
+        of_layer = [sent for sent in layer_tensor(model, layer, job, mesh) if not sent.method]
+        tensor += [replace(sent, calls=sent.calls * count) for sent in of_layer]
+    exposed += sum(_seconds(tensor, mesh, hardware).values())
     return exposed + first_gather + job.forwards * sum(_seconds(around, mesh, hardware).values())
 
 

@@ -171,9 +171,7 @@ def command(plan: Plan) -> str | None:
     if job.mode != "train":
         return _generate_command(plan)
     words = ["--data DATA", f"--context {job.context}", *_ring_flags(job, mesh), f"--ulysses {mesh.ulysses}"]
-    if mesh.tensor > 1:
-        words.append(f"--tensor {mesh.tensor}")
-        words += [] if job.tensor_style == "tp" else [f"--tensor-style {job.tensor_style}"]
+    words += _tensor_flags(job, mesh)
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}"]
     scaling = plan.model.scaling(job.context)
     if scaling is not None:
@@ -182,6 +180,12 @@ def command(plan: Plan) -> str | None:
     words += [] if job.weight_sharding else ["--no-fsdp"]
     words.insert(0, _model_flag(plan.model.name))
     return _started(plan, "train", words)
+
+
+def _tensor_flags(job: Job, mesh: Mesh) -> list[str]:
+    if mesh.tensor == 1:
+        return []
+    return [f"--tensor {mesh.tensor}", *([] if job.tensor_style == "tp" else [f"--tensor-style {job.tensor_style}"])]
 
 
 def _generate_command(plan: Plan) -> str | None:
@@ -200,7 +204,9 @@ def _generate_command(plan: Plan) -> str | None:
     words = [model, "--file FILE"]
     words += [f"--ring {mesh.ring}"] if mesh.ring > 1 else []
     words += [f"--layout {job.layout}"] if job.layout != "auto" else []
-    words += [f"--ulysses {mesh.ulysses}", f"--dtype {job.dtype}"]
+    words += [f"--ulysses {mesh.ulysses}"]
+    words += _tensor_flags(job, mesh)
+    words += [f"--dtype {job.dtype}"]
     words += [f"--cache {job.cache}"] if job.cache != "exact" else []
     words += [f"--cache-offload {job.cache_offload}"] if job.cache_offload != "none" else []
     words += [f"--prefill-chunk {job.prefill_chunk}"] if job.prefill_chunk is not None else []
