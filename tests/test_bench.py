@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import os
 import random
@@ -24,6 +25,8 @@ from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attenti
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.report import Measurement, as_toml, print_table
 from longspan.core.errors import LongspanError
+from longspan.plan import Job, Mesh, read_model
+from longspan.plan.cost.communication import layer_method
 from longspan.ranks import launch
 from tests.counting import count_sent
 from tests.pool import THREADS, RankPool
@@ -156,14 +159,14 @@ def test_flops_of_attention_are_those_that_torch_counts() -> None:
 # --- what is measured on which axis
 
 
-def _links(config: BenchConfig) -> dict[str, dict[str, Fit]]:
+def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, Fit]]:
     import torch
 
     from longspan.bench.links import measure_links
     from longspan.comm.mesh import init_mesh
 
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type="cpu")
-    return measure_links(config, mesh, torch.device("cpu"))
+    return measure_links(config, mesh, torch.device("cpu"), messages)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,34 @@ def test_every_axis_above_1_is_measured(pool4: RankPool, degrees: dict[str, int]
         assert all(fit.latency >= 0 and fit.bandwidth > 0 and fit.residual >= 0 for fit in fits.values())
     if axes == ["ring", "fsdp"]:  # the same ranks are not measured twice
         assert links["fsdp"] == {name: links["ring"][name] for name in FOUR}
+
+
+def test_only_what_is_sent_is_measured_in_the_sizes_that_are_sent(pool4: RankPool) -> None:
+    """On ulysses, and on the same ranks as fsdp, at the sizes of both; what nobody sends is not measured."""
+    messages = {
+        ("ulysses", "all_to_all"): [3000.0, 48000.0], ("fsdp", "all_gather"): [12000.0], ("ring", "p2p"): [64.0]
+    }  # fmt: skip
+    links = pool4.run(_links, _config(ulysses=4), messages)[0]
+    assert {axis: set(fits) for axis, fits in links.items()} == {
+        "ulysses": {"all_to_all", "all_gather"}, "fsdp": {"all_to_all", "all_gather"},
+    }  # fmt: skip
+    assert [sent for sent, _ in links["ulysses"]["all_to_all"].points] == [3000, 48000]
+    assert [sent for sent, _ in links["fsdp"]["all_gather"].points] == [12000, 48000]  # a line has two ends
+
+
+def test_what_a_step_sends_is_thinned_to_a_few_sizes() -> None:
+    from longspan.bench.predict import MOST_SIZES, messages
+
+    shape, mesh = read_model("llama-2-7b"), Mesh(ring=2, ulysses=2)
+    jobs = [(Job(context=1024 * n, dtype="fp32"), mesh) for n in (1, 2, 3, 4, 8, 16, 32)]
+    found = messages("step", shape, jobs)
+    assert {"all_to_all", "all_gather", "reduce_scatter", "p2p"} <= {op for _, op in found}
+    for sizes in found.values():
+        assert sizes == sorted(sizes) and len(sizes) <= MOST_SIZES
+        assert all(b > 1.1 * a for a, b in itertools.pairwise(sizes))
+    exchanged = [each.bytes for job, _ in jobs for each in layer_method(shape, shape.layers[0], job, mesh)
+                 if each.op == "all_to_all"]  # fmt: skip
+    assert (found["ulysses", "all_to_all"][0], found["ulysses", "all_to_all"][-1]) == (min(exchanged), max(exchanged))
 
 
 def _what_is_computed() -> dict[str, list[float]]:
@@ -244,7 +275,7 @@ def test_the_slowest_rank_counts(pool2: RankPool) -> None:
 def test_the_file_says_what_was_measured() -> None:
     links = {
         "ulysses": {"all_to_all": Fit(1.5e-5, 3e11, 0.04), "all_gather": Fit(0.0, 1e11, 0.0)},
-        "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25)},
+        "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25, ((1024.0, 1e-5), (4096.0, 2e-5)))},
     }
     assert tomllib.loads(as_toml(_made_up(links))) == {
         "name": "mine",
@@ -267,7 +298,14 @@ def test_the_file_says_what_was_measured() -> None:
                 "all_to_all": {"latency": 1.5e-5, "bandwidth": 3e11, "residual": 0.04},
                 "all_gather": {"latency": 0.0, "bandwidth": 1e11, "residual": 0.0},
             },
-            "fsdp": {"all_gather": {"latency": 5e-6, "bandwidth": 2.5e10, "residual": 1.25}},
+            "fsdp": {
+                "all_gather": {
+                    "latency": 5e-6,
+                    "bandwidth": 2.5e10,
+                    "residual": 1.25,
+                    "points": [[1024, 1e-5], [4096, 2e-5]],
+                }
+            },
         },
     }
 

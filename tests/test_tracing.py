@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -16,7 +17,18 @@ from longspan.tracing.drawing import lines_of
 from longspan.tracing.files import write_timeline
 from longspan.tracing.merge import load_trace, merge, write_trace
 from longspan.tracing.page import render
-from longspan.tracing.spans import STEP, covered, figures, imbalance, read_trace, union, without
+from longspan.tracing.spans import (
+    STEP,
+    RankTrace,
+    Span,
+    covered,
+    figures,
+    imbalance,
+    read_trace,
+    transfer,
+    union,
+    without,
+)
 
 MAIN, GLOO = 7, 8
 
@@ -135,6 +147,21 @@ def test_intervals_are_sets_of_points(a: list[tuple[int, int]], b: list[tuple[in
     assert covered(a) == len(points[0]) and covered(without(a, b)) == len(points[0] - points[1])
     joined = union(a)
     assert all(first[1] < second[0] for first, second in itertools.pairwise(joined))
+
+
+def test_waiting_for_a_slower_rank_is_no_transfer() -> None:
+    """Two collectives of two ranks: one was late for the first, the other for the second, which overlaps a third."""
+    spans = [
+        [("gather", 0, 100), ("exchange", 200, 230), ("ring", 210, 240)],
+        [("gather", 80, 100), ("exchange", 150, 230), ("ring", 210, 240)],
+    ]
+    traces = [
+        RankTrace(rank, 300.0, tuple(Span(kind, kind, a, b) for kind, a, b in of_rank), ())
+        for rank, of_rank in enumerate(spans)
+    ]
+    assert transfer(traces) == pytest.approx((20 + 40) / 1e6)
+    fewer = dataclasses.replace(traces[1], communication=traces[1].communication[:1])
+    assert transfer([traces[0], fewer]) == pytest.approx((100 + 40 + 20) / 2 / 1e6)  # nothing to tell it by
 
 
 def test_imbalance_is_the_most_over_the_mean() -> None:

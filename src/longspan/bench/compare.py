@@ -14,7 +14,7 @@ from longspan.bench.compute import measure_compute
 from longspan.bench.config import BenchConfig
 from longspan.bench.measure import Measured, measure
 from longspan.bench.methods import Row, builder, chosen
-from longspan.bench.predict import Prediction, hardware_of, predict
+from longspan.bench.predict import Prediction, hardware_of, messages, predict
 from longspan.bench.shapes import job_of, read_config, shape_of
 from longspan.bench.works import Case, Shardings, Work
 from longspan.core.errors import LongspanError
@@ -86,8 +86,14 @@ def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str
     hardware: dict[str, tuple[str, Hardware]] = {}
     if config.predict:
         compute = measure_compute(config, device)
-        meshes = {str(row.mesh): row.mesh for row in rows if row.kind.planned}
-        hardware = {name: hardware_of(config, mesh, compute, device) for name, mesh in meshes.items()}
+        shape = shape_of(config.what, model)
+        for mesh in {str(row.mesh): row.mesh for row in rows if row.kind.planned}.values():
+            of_mesh = [row for row in rows if row.kind.planned and row.mesh == mesh]
+            jobs = [(job_of(config, row, context), mesh) for row in of_mesh for context in config.tokens]
+            possible = [(job, on) for job, on in jobs if refusal(shape, job, on) is None]
+            if possible:
+                sent = messages(config.what, shape, possible)
+                hardware[str(mesh)] = hardware_of(config, mesh, compute, device, sent)
     entries: list[Entry] = []
     shardings = Shardings(device)
     for context in config.tokens:

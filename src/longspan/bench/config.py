@@ -16,6 +16,7 @@ _MESHED, _COMPARED, _SHOWN = ("link", "collectives"), ("attention", "step"), ("c
 FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("data_degree", "ring", "ulysses", "tensor"), _MESHED),
     **dict.fromkeys(("out", "name"), ("link",)),
+    "sizes": _MESHED,
     **dict.fromkeys(("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace"), _COMPARED),
     **dict.fromkeys(("ffn", "layers", "vocab"), ("step",)),
     **dict.fromkeys(("json", "png"), _SHOWN),
@@ -53,8 +54,8 @@ class BenchConfig:
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need, and of attention and step 2."""
     sizes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-    """Bytes of a collective's whole tensor (64k, 1M): what a rank exchanges or sums, or has after a gather. Rounded up
-    to what the ranks divide."""
+    """link, collectives: bytes of a collective's whole tensor (64k, 1M): what a rank exchanges or sums, or has after a
+    gather. Rounded up to what the ranks divide."""
     rounds: int = 10
     """How often everything is measured; the median counts."""
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -86,7 +87,8 @@ class BenchConfig:
     vocab: int = 1024
     """step: the vocabulary."""
     predict: bool = False
-    """attention, step: measure the links of each method's mesh too, and show the planner's prediction beside."""
+    """attention, step: measure each method's mesh too, its links with messages as large as those that are sent, and
+    show the planner's prediction beside."""
     trace: Path | None = None
     """attention, step: a folder for a Chrome trace of all ranks and a timeline (HTML, and PNG with matplotlib) of each
     method."""

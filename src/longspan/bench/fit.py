@@ -22,11 +22,13 @@ class Fit:
         latency: seconds, at least 0.
         bandwidth: bytes per second that each rank sends; positive and finite.
         residual: median over the sizes of |fitted - measured| / measured.
+        points: what was fitted, (sent, seconds) by ascending sizes.
     """
 
     latency: float
     bandwidth: float
     residual: float
+    points: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, sent: float) -> float:
         """What the fit says of a message of which every rank sends `sent` bytes."""
@@ -45,6 +47,11 @@ def bytes_sent(op: str, size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
 
+def size_that_sends(op: str, sent: float, ranks: int) -> float:
+    """The inverse of `bytes_sent`: bytes of the whole tensor of which each rank sends `sent`."""
+    return sent / bytes_sent(op, 1.0, ranks)
+
+
 def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fit latency and bandwidth by non-negative least squares of the relative errors.
 
@@ -60,7 +67,8 @@ def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
     latency, per_byte = _nonnegative_line(sent, beyond, [t**-2 for t in seconds])
     line = Fit(latency, 1 / (least + per_byte), 0.0)
     errors = [abs(line.seconds(x) - t) / t for x, t in zip(sent, seconds, strict=True)]
-    return Fit(line.latency, line.bandwidth, statistics.median(errors))
+    points = tuple(sorted(zip(map(float, sent), seconds, strict=True)))
+    return Fit(line.latency, line.bandwidth, statistics.median(errors), points)
 
 
 def _nonnegative_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

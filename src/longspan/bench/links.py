@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
-from longspan.bench.fit import Fit, bytes_sent, fit
+from longspan.bench.fit import Fit, bytes_sent, fit, size_that_sends
 from longspan.bench.timing import median_seconds
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
@@ -61,34 +61,71 @@ def collectives_of(axis: str) -> tuple[str, ...]:
     return tuple(name for name in COLLECTIVES if name != "p2p" or axis == "ring")
 
 
+Messages = Mapping[tuple[str, str], Sequence[float]]
+"""(axis, collective) -> bytes that a rank sends in one call."""
+
+
 def measure_links(
-    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device
+    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device, messages: Messages | None = None
 ) -> dict[str, dict[str, Fit]]:
     """Axis (of more than one rank) -> collective -> its fit; the same on every rank. Collective over all ranks.
 
     All groups of an axis work at once, as they do in a training step, and so share what wires they share.
+
+    Args:
+        config: the mesh's degrees, rounds and sizes.
+        mesh: of all ranks of the job.
+        device: this rank's.
+        messages: measured in place of `config.sizes`, and nothing else is.
     """
     if isinstance(mesh, OneDeviceMesh):
         return {}
     split = [axis for axis, size in config.degrees.items() if size > 1]
-    links = {axis: _measure_axis(config, axis, mesh.get_group(axis), device) for axis in split}
     sharding = [axis for axis in split if axis in FSDP_AXES]
+    sized = {axis: _sizes(config, axis, config.degrees[axis], messages) for axis in split}
     if len(sharding) == 1:  # the very same ranks
-        links["fsdp"] = {name: links[sharding[0]][name] for name in collectives_of("fsdp")}
+        for name, sizes in _sizes(config, "fsdp", config.degrees[sharding[0]], messages).items():
+            sized[sharding[0]][name] = sorted({*sized[sharding[0]].get(name, ()), *sizes})
+    links = {axis: _measure_axis(config, sizes, mesh.get_group(axis), device) for axis, sizes in sized.items()}
+    if len(sharding) == 1:
+        links["fsdp"] = {name: found for name, found in links[sharding[0]].items() if name in collectives_of("fsdp")}
     elif sharding:
         group = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
-        links["fsdp"] = _measure_axis(config, "fsdp", group, device)
-    return links
+        links["fsdp"] = _measure_axis(config, _sizes(config, "fsdp", group.size(), messages), group, device)
+    return {axis: fits for axis, fits in links.items() if fits}
 
 
-def _measure_axis(config: BenchConfig, axis: str, group: dist.ProcessGroup, device: torch.device) -> dict[str, Fit]:
-    ranks = group.size()
-    counts = [-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in sorted(set(config.sizes))]
-    # Zeros stay zeros however often they are summed. They are written, as pages never written cost a CPU nothing.
-    x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
-    fits = {}
+def _sizes(config: BenchConfig, axis: str, ranks: int, messages: Messages | None) -> dict[str, list[int]]:
+    """Collective -> the sizes in which it is measured on an axis."""
+    if messages is None:
+        return {name: sorted(set(config.sizes)) for name in collectives_of(axis)}
+    found = {}
     for name in collectives_of(axis):
-        works = [partial(COLLECTIVES[name], x, y, n, group) for n in counts]
+        sizes = sorted({round(size_that_sends(name, sent, ranks)) for sent in messages.get((axis, name), ())})
+        if sizes:
+            found[name] = sizes
+    return found
+
+
+def _measure_axis(
+    config: BenchConfig, sizes: Mapping[str, Sequence[int]], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Fit]:
+    if not sizes:
+        return {}
+    ranks = group.size()
+    counts = {name: _counts(of_op, ranks) for name, of_op in sizes.items()}
+    # Zeros stay zeros however often they are summed. They are written, as pages never written cost a CPU nothing.
+    largest = max(n for of_op in counts.values() for n in of_op)
+    x, y = (torch.empty(largest, dtype=torch.float32, device=device).zero_() for _ in range(2))
+    fits = {}
+    for name, of_op in counts.items():
+        works = [partial(COLLECTIVES[name], x, y, n, group) for n in of_op]
         seconds = median_seconds(works, config.rounds, device)
-        fits[name] = fit([bytes_sent(name, ELEMENT_BYTES * n, ranks) for n in counts], seconds)
+        fits[name] = fit([bytes_sent(name, ELEMENT_BYTES * n, ranks) for n in of_op], seconds)
     return fits
+
+
+def _counts(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Elements that the ranks divide, of each size; at least two, as a line has two ends."""
+    counts = sorted({-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in sizes})
+    return counts if len(counts) > 1 else [counts[0], 4 * counts[0]]

@@ -16,7 +16,7 @@ from longspan.bench.timing import synchronize, wait_for_all
 from longspan.bench.works import Work
 from longspan.tracing.merge import gather_trace
 from longspan.tracing.record import Recorder
-from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace
+from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace, transfer
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ class Measured:
     def exposed(self) -> float:
         """Of these, seconds in which the rank computed nothing, mean over ranks."""
         return statistics.fmean(f.exposed for f in self.figures)
+
+    @property
+    def transfer(self) -> float:
+        """Seconds of communication less what ranks waited for slower ones, mean over ranks."""
+        return transfer(self.traces)
 
     @property
     def imbalance(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ import torch
 
 from longspan.bench.compute import Compute, ranks_on_node
 from longspan.bench.config import BenchConfig
-from longspan.bench.links import measure_links
+from longspan.bench.links import Messages, measure_links
 from longspan.bench.report import Measurement, as_toml
 from longspan.comm.mesh import init_mesh
-from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.communication import communication, layer_method
 from longspan.plan.cost.compute import layer_seconds
-from longspan.plan.hardware import Hardware, read_hardware
+from longspan.plan.cost.sent import Sent
+from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
@@ -40,14 +42,52 @@ class Prediction:
     peak_bytes: int | None = None
 
 
-def hardware_of(config: BenchConfig, mesh: Mesh, compute: Compute, device: torch.device) -> tuple[str, Hardware]:
-    """The hardware file of a mesh of these ranks, and what the planner reads in it. Collective."""
+MOST_SIZES = 6
+"""Sizes in which a collective is measured on an axis, at most."""
+
+
+def messages(what: str, shape: ModelShape, asked: Sequence[tuple[Job, Mesh]]) -> dict[tuple[str, str], list[float]]:
+    """(axis, collective) -> bytes that a rank sends in a call: those of all these jobs, thinned where they are many."""
+    found: dict[tuple[str, str], set[float]] = {}
+    for job, mesh in asked:
+        for sent in _sent(what, shape, job, mesh):
+            if mesh.size(sent.axis) > 1 and sent.bytes:
+                found.setdefault((sent.axis, sent.op), set()).add(float(sent.bytes))
+    return {where: _thinned(sorted(sizes)) for where, sizes in found.items()}
+
+
+def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+    if what == "attention":
+        return layer_method(shape, shape.layers[0], job, mesh)
+    every = communication(shape, job, mesh, CATALOGUE["cpu"])
+    return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
+
+
+def _thinned(sizes: list[float]) -> list[float]:
+    """Without those within a tenth of the one before; of what remains the ends and what lies evenly between."""
+    kept = sizes[:1]
+    for size in sizes[1:]:
+        if size > 1.1 * kept[-1]:
+            kept.append(size)
+    kept[-1] = sizes[-1]
+    if len(kept) <= MOST_SIZES:
+        return kept
+    return [kept[round(i * (len(kept) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)]
+
+
+def hardware_of(
+    config: BenchConfig, mesh: Mesh, compute: Compute, device: torch.device, sent: Messages
+) -> tuple[str, Hardware]:
+    """The hardware file of a mesh of these ranks, and what the planner reads in it. Collective.
+
+    Its links are measured with messages of the sizes `sent`, as a link's rate depends on them.
+    """
     asked = replace(
-        BenchConfig("link", sizes=config.sizes, rounds=max(2, config.times // 2), dtype=config.dtype),
+        BenchConfig("link", rounds=max(2, config.times // 2), dtype=config.dtype),
         data_degree=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor,
     )  # fmt: skip
     links = measure_links(
-        asked, init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device.type), device
+        asked, init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device.type), device, sent
     )
     sizes = {**asked.degrees, "fsdp": mesh.weights}
     text = as_toml(

@@ -72,6 +72,8 @@ def as_toml(measurement: Measurement) -> str:
                 f"bandwidth = {_float(fit.bandwidth)}",
                 f"residual = {fit.residual:.4f}",
             ]
+            if fit.points:
+                lines.append(f"points = [{', '.join(f'[{sent:.0f}, {_float(took)}]' for sent, took in fit.points)}]")
     return "\n".join(lines) + "\n"
 
 

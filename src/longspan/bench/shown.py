@@ -83,7 +83,7 @@ def _print_context(console: Console, entries: list[Entry], context: int) -> None
         box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), title=f"{context:,} tokens", title_justify="left"
     )
     names = ["method", "forward", "backward", "both", "spread", "in flight", "exposed"]
-    names += ["planned", "planned both"] if predicted else []
+    names += ["transfer", "planned", "planned both"] if predicted else []
     names += ["sent", "formula", "other", "peak"]
     for name in names:
         left = name in ("method", "formula")
@@ -106,11 +106,12 @@ def _order(entry: Entry) -> float:
 def _cells(entry: Entry, predicted: bool) -> list[str]:
     m = entry.measured
     if m is None:
-        return [entry.row.name, *["-"] * (12 if predicted else 10)]
+        return [entry.row.name, *["-"] * (13 if predicted else 10)]
     said = [time_text(x) for x in (m.forward.median, m.backward.median, m.total.median)]
     said += [f"{(m.total.high - m.total.low) / m.total.median:.0%}", time_text(m.communication), time_text(m.exposed)]
     if predicted:
         p = entry.predicted
+        said += [time_text(m.transfer)]
         said += ["-", "-"] if p is None else [time_text(p.communication), time_text(p.total)]
     method, other = sent_of(entry)
     return [entry.row.name, *said, size(method), agreement(entry), size(other), size(m.peak_bytes)]
@@ -149,7 +150,13 @@ def _legend(console: Console, found: Comparison) -> None:
         "sequence stands first. in flight: a collective is under way, waiting for slower ranks included; exposed: and\n"
         "nothing computes (mean over ranks, one run under the profiler). sent: for the method, by the rank that sends\n"
         "most, beside the planner's formula; other: weights, gradients, loss. peak: bytes that the rank that holds\n"
-        "most holds at once. planned: the planner, of links measured on this mesh."
+        "most holds at once."
+        + (
+            " transfer: in flight, less waiting for slower ranks;\nplanned: that, and both, by the planner from links "
+            "that were measured on this mesh."
+            if any(entry.predicted for entry in found.entries)
+            else ""
+        )
     )
     for context in dict.fromkeys(entry.context for entry in found.entries):
         ratio = tp_over_ulysses([entry for entry in found.entries if entry.context == context])
@@ -218,6 +225,7 @@ def _row(entry: Entry) -> dict[str, Any]:
         "rounds": list(m.rounds),
         "communication_seconds": m.communication,
         "exposed_seconds": m.exposed,
+        "transfer_seconds": m.transfer,
         "imbalance": m.imbalance,
         "figures": [vars(figures) for figures in m.figures],
         "sent_bytes": m.sent,

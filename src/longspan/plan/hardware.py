@@ -6,6 +6,7 @@ so a prediction from it is only as good as the efficiencies it assumes; a measur
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import difflib
 import os
@@ -45,6 +46,60 @@ class Link:
 # documents' (section 3.7.5); between nodes several switches and a network card add to them.
 _INTRA_LATENCY = {"all_to_all": 15e-6, "all_gather": 5e-6, "reduce_scatter": 5e-6, "all_reduce": 5e-6, "p2p": 3e-6}
 _INTER_LATENCY = {"all_to_all": 30e-6, "all_gather": 15e-6, "reduce_scatter": 15e-6, "all_reduce": 20e-6, "p2p": 8e-6}
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """One collective on one axis, as it was measured.
+
+    Attributes:
+        latency: seconds.
+        bandwidth: bytes/s that a rank sends. latency + sent / bandwidth is the fitted line.
+        points: (bytes that a rank sends, seconds) as measured, by ascending bytes. Where there are some, they count,
+            not the line: a link's buffers take small messages at once and large ones at its rate, which no one line
+            says.
+    """
+
+    latency: float
+    bandwidth: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def check(self, what: str) -> None:
+        """Refuse what no link can be.
+
+        Raises:
+            LongspanError: naming `what`.
+        """
+        check_number(f"the latency of {what}", self.latency, 0)
+        check_number(f"the bandwidth of {what}", self.bandwidth, 0, above=True)
+        for sent, seconds in self.points:
+            check_number(f"a size among the points of {what}", sent, 0, above=True)
+            check_number(f"a time among the points of {what}", seconds, 0, above=True)
+        sizes = [sent for sent, _ in self.points]
+        if sorted(set(sizes)) != sizes:
+            raise LongspanError(f"the points of {what} must have ascending sizes, got {spell(sizes)}")
+
+    def seconds(self, sent: float) -> float:
+        """Of a message of which a rank sends `sent` bytes: between the two points around it.
+
+        A smaller one than all points costs at least the latency; a larger one grows as between the last two points,
+        at no more than 10 times the throughput of the last, and no less than that.
+        """
+        if not self.points:
+            return self.latency + sent / self.bandwidth
+        (least, soonest), (most, latest) = self.points[0], self.points[-1]
+        if sent <= least:
+            start = min(self.latency, soonest)
+            return start + (soonest - start) * sent / least
+        if sent >= most:
+            slope = latest / most
+            if len(self.points) > 1:
+                before, then = self.points[-2]
+                slope = min(slope, max((latest - then) / (most - before), slope / 10))
+            return latest + (sent - most) * slope
+        at = bisect.bisect_left(self.points, (sent,))
+        (below, then), (above, later) = self.points[at - 1], self.points[at]
+        return then + (later - then) * (sent - below) / (above - below)
 
 
 _OF_THE_HOST = ("host_memory", "host_bandwidth", "host_memory_bandwidth", "disk_write", "disk_read")
@@ -97,7 +152,7 @@ class Hardware:
     reserve_bytes: float = 2e9
     overlaps: bool = True
     on_cpu: bool = False
-    measured: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    measured: Mapping[tuple[str, str], MeasuredLink] = field(default_factory=dict)
     attention_forward_flops: float | None = None
     attention_flops: float | None = None
     attention_block: float = 0.0
@@ -130,13 +185,11 @@ class Hardware:
             if getattr(self, name) is not None:
                 check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
         for where, link in self.measured.items():
-            if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in (where, link)):
+            if not (isinstance(where, tuple) and len(where) == 2 and isinstance(link, MeasuredLink)):
                 raise LongspanError(
-                    f"{said}measured must hold (latency, bandwidth) by (axis, op), got {spell(link)} by {spell(where)}"
+                    f"{said}measured must hold a MeasuredLink by (axis, op), got {spell(link)} by {spell(where)}"
                 )
-            (axis, op), (latency, bandwidth) = where, link
-            check_number(f"{said}the latency of {op} on {axis}", latency, 0)
-            check_number(f"{said}the bandwidth of {op} on {axis}", bandwidth, 0, above=True)
+            link.check(f"{said}{where[1]} on {where[0]}")
 
     def members_per_node(self, stride: int, size: int) -> int:
         """How many of a group of `size` ranks, `stride` apart, share a node."""
@@ -164,8 +217,7 @@ class Hardware:
         if size == 1 or sent == 0:
             return 0.0
         if (axis, op) in self.measured:
-            latency, bandwidth = self.measured[axis, op]
-            return latency + sent / bandwidth
+            return self.measured[axis, op].seconds(sent)
         m = self.members_per_node(stride, size)
         if m == size:
             return self.intra.latency[op] + sent / self.intra.bandwidth
@@ -255,8 +307,8 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
     A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes what is left out from
     the catalogue, or from another file. `[intra]` and `[inter]` hold `bandwidth` and, as wanted, `latency` (seconds,
-    one number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, as `longspan bench link`
-    writes them.
+    one number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, and `points`, as `longspan
+    bench link` writes them.
 
     Raises:
         LongspanError: for an unknown name (the nearest are named), a file that cannot be read, unknown or missing
@@ -355,7 +407,7 @@ def _table(file: Toml, *keys: str) -> dict[str, Any]:
     return table
 
 
-def _links(file: Toml) -> dict[tuple[str, str], tuple[float, float]]:
+def _links(file: Toml) -> dict[tuple[str, str], MeasuredLink]:
     """The measured links, of (axis, op)."""
     found = {}
     if "links" in file.values:
@@ -366,9 +418,27 @@ def _links(file: Toml) -> dict[tuple[str, str], tuple[float, float]]:
         for op in file.values["links"][axis]:
             where = ("links", axis, op)
             _table(file, *where)
-            _check_keys(file, ("latency", "bandwidth", "residual"), *where)
-            found[axis, op] = _number(file, *where, "latency"), _number(file, *where, "bandwidth", above=True)
+            _check_keys(file, ("latency", "bandwidth", "residual", "points"), *where)
+            latency, bandwidth = _number(file, *where, "latency"), _number(file, *where, "bandwidth", above=True)
+            found[axis, op] = MeasuredLink(latency, bandwidth, _points(file, *where))
     return found
+
+
+def _points(file: Toml, *where: str) -> tuple[tuple[float, float], ...]:
+    """The measured (bytes, seconds) of a link, if the file has some."""
+    table: Any = file.values
+    for key in where:
+        table = table[key]
+    given = table.get("points", [])
+    pairs = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
+    if not pairs or not all(isinstance(x, int | float) and not isinstance(x, bool) for pair in given for x in pair):
+        raise file.error(f"points = {spell(given)} must be pairs of bytes and seconds", *where, "points")
+    points = tuple((float(sent), float(seconds)) for sent, seconds in given)
+    try:
+        MeasuredLink(0.0, 1.0, points).check(".".join(where))
+    except LongspanError as error:
+        raise file.error(str(error), *where, "points") from error
+    return points
 
 
 def _link(file: Toml, where: str, base: Link) -> Link:

@@ -155,6 +155,22 @@ def figures(trace: RankTrace) -> Figures:
     )
 
 
+def transfer(traces: Sequence[RankTrace]) -> float:
+    """Seconds in which a collective was in flight, mean over ranks, had no rank waited for a slower one.
+
+    A collective ends when the last rank has come to it and the bytes have travelled, so the rank that came last waited
+    least: of the i-th collective of every rank the shortest counts, from the end backwards. Where ranks took part in
+    different numbers of them nothing is told apart, and waiting is in it.
+    """
+    sent = [sorted(trace.communication, key=lambda s: s.start) for trace in traces]
+    if len({len(spans) for spans in sent}) == 1:
+        shortest = [min(s.end - s.start for s in of_all) for of_all in zip(*sent, strict=True)]
+        ends = [[(s.end - least, s.end) for s, least in zip(spans, shortest, strict=True)] for spans in sent]
+    else:
+        ends = [_ends(spans) for spans in sent]
+    return sum(covered(spans) for spans in ends) / len(ends) / 1e6
+
+
 def imbalance(values: Sequence[float]) -> float:
     """How much more the rank with most has than the mean: 0 where all are alike."""
     mean = sum(values) / len(values)
