@@ -36,7 +36,17 @@ def _cases(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
         ({}, prompt(), plain(name)),
         ({"prefill_chunk_size": 11}, prompt(), plain(name)),
         ({}, prompt(3, padded=True), plain(name, 3, True)),
+        *(
+            [({"prefill_chunk_size": 11}, _all_padded(), generated(made(name), _all_padded()))]
+            if name in FAMILY
+            else []
+        ),
     ]
+
+
+def _all_padded() -> dict[str, Any]:
+    """Rows that all have padding: of a prompt of 37 tokens 32 at most are real, and frequencies go by these."""
+    return {key: rows[1:] for key, rows in prompt(3, padded=True).items()}
 
 
 @pytest.mark.parametrize("name", [*GENERATED, *FAMILY])
