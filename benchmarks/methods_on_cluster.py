@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -315,9 +316,24 @@ def peers(part: dict[str, Any] | None, usp_goal: float, ulysses_goal: float) -> 
                 lines.append(
                     f"- {part['part']}, {context:,} tokens: {name} takes {ratio:.2f} of the better peer's "
                     f"time ({best}); goal {goal:g}, {met}; of the better peer's plain Ulysses ({alike}) "
-                    f"{paired(rows[name], rows[alike]):.2f}."
+                    f"{paired(rows[name], rows[alike]):.2f}.{link_alone(rows[name], others[best], part)}"
                 )
     return lines
+
+
+def link_alone(row: dict[str, Any], other: dict[str, Any], part: dict[str, Any]) -> str:
+    """What the link between two hosts needs for a row's bytes: no order of work takes less; "" within one host."""
+    mbit = re.search(r"--mbit (\d+)", part["command"])
+    if mbit is None or mbit[1] == "0" or row["formula_bytes"] is None:
+        return ""
+    ulysses, sent = row["mesh"]["ulysses"], row["formula_bytes"]
+    crossing = 0.0
+    if ulysses > RANKS:  # to each other rank as much
+        crossing += RANKS * sent.get("all_to_all", 0) * (ulysses - RANKS) / (ulysses - 1)
+    crossing += min(RANKS, ulysses) * sent.get("p2p", 0)  # of neighbours in a ring so many are on another host
+    seconds = crossing * 8 / (float(mbit[1]) * 1e6)
+    ratio = seconds / other["seconds"]["total"]["median"]
+    return f" The link alone needs {1e3 * seconds:.0f} ms for its bytes, {ratio:.2f} of that peer's time."
 
 
 def paired(one: dict[str, Any], other: dict[str, Any]) -> float:
