@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pickle
 import shutil
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
+from longspan.comm.mesh import mesh_of_one
 from longspan.core.errors import LongspanError
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig, run
@@ -268,6 +271,39 @@ def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch
             assert [type(policy) for policy in policies] == [kind] * 5  # embedding, 2 layers, norm and head, the root
         with pytest.raises(LongspanError, match=r"on a CPU they are there already: there is nothing to move"):
             fsdp.apply_fsdp(_model(), sp, None, cpu_offload=True)
+
+
+ON_ONE = """
+import pickle, sys
+from longspan.hf import fsdp, parallelize
+from longspan.train.loop import Trainer
+fsdp.check_cpu_offload = parallelize.check_cpu_offload = lambda *_: None  # a CPU has nothing to move
+fsdp.CPUOffloadPolicy = fsdp.OffloadPolicy
+for config in pickle.loads(bytes.fromhex(sys.argv[1])):
+    trainer = Trainer(config)
+    trainer.run()
+    print(type(next(trainer.model.parameters())).__name__)
+"""
+
+
+def test_one_rank_has_it_too(config: TrainConfig) -> None:
+    """FSDP's groups without other ranks: trained, saved, gone on from and exported as without it."""
+    config = dataclasses.replace(config, schedule="constant")
+    whole = dataclasses.replace(config, out=config.out / "whole")
+    train(whole)
+    offloaded = dataclasses.replace(config, cpu_offload=True)
+    jobs = [dataclasses.replace(offloaded, steps=3), dataclasses.replace(offloaded, resume="auto")]
+    command = [sys.executable, "-c", ON_ONE, pickle.dumps(jobs).hex()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("DTensor") == 2
+    assert losses_of(config.out) == losses_of(whole.out)
+    assert _same_weights(whole, config)
+
+
+def test_a_process_that_has_joined_others_is_no_mesh_of_one() -> None:
+    with fake_world(0, 2), pytest.raises(LongspanError, match=r"has joined a job of 2 since; call longspan\.init_mesh"):
+        mesh_of_one(torch.device("cpu"))
 
 
 # --- copies of gradients

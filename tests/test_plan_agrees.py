@@ -175,7 +175,6 @@ def test_plan_and_train_refuse_the_same_in_the_same_words(
     [
         ("gpt2-dropout", "--context 1k", "attention dropout (attn_pdrop=0.1)"),
         ("gemma3", "--context 1k", "a model with a vision or audio tower"),
-        ("llama-3.1-8b", "--gpus 1 --context 8k --memory longest --cpu-offload", "cpu_offload moves what FSDP shards"),
         ("llama-3.1-8b", "--context 8k --optimizer sgd", "`longspan train` has AdamW only"),
     ],
 )  # fmt: skip

@@ -115,6 +115,23 @@ def init_mesh(
     return mesh
 
 
+def mesh_of_one(device: torch.device) -> DeviceMesh:
+    """A 1-D mesh of this process alone, for what asks for one (FSDP); with a process group of one, if it has none.
+
+    Raises:
+        LongspanError: if it has joined others meanwhile.
+    """
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if dist.get_world_size() != 1:
+        raise LongspanError(
+            f"the mesh was made on a single process, which has joined a job of {dist.get_world_size()} since; call "
+            "longspan.init_mesh after that, with axes for all of them"
+        )
+    return init_device_mesh(device.type, (1,))
+
+
 def _device_type() -> str:
     if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi"):
         return "cpu"
@@ -283,6 +300,10 @@ class SequenceSharding:
         flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
         give_up_like_the_job(flat.get_group(), self.mesh.device_type)
         return flat
+
+    def shards_weights(self, *, fsdp: bool, cpu_offload: bool) -> bool:
+        """Whether FSDP holds the weights: over several ranks, and on one whose weights lie in the host's memory."""
+        return fsdp and (self.world_size > 1 or cpu_offload)
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from longspan.comm.mesh import mesh_of_one
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.support import decoder_layers
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 def apply_fsdp(
     model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None, *, cpu_offload: bool = False
 ) -> None:
-    """`fully_shard` the groups of a model. Gradients are summed: the loss is divided by all tokens.
+    """`fully_shard` the groups of a model. Gradients are summed: the loss is divided by all tokens. On one rank nothing
+    is shared, and the groups are what `cpu_offload` brings to the device one after the other.
 
     Args:
         model: whose weights become shards, in place.
@@ -46,7 +48,7 @@ def apply_fsdp(
     """
     check_cpu_offload(sp.device, cpu_offload)
     options: dict[str, Any] = {
-        "mesh": sp.fsdp_mesh,
+        "mesh": sp.fsdp_mesh or mesh_of_one(sp.device),
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }

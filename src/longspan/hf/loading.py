@@ -15,6 +15,7 @@ from torch import nn
 
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
+from longspan.core.memory import Memory
 from longspan.hf.across_ranks import agree_on_model, together
 from longspan.hf.hollow import materialize, vacate
 from longspan.hf.parallelize import parallelize
@@ -109,13 +110,15 @@ def load_sharded(
     Raises:
         LongspanError: as `from_pretrained`.
     """
-    sharded = fsdp and sp.job_size > 1
+    sharded, levers = fsdp and sp.job_size > 1, options.get("memory")
+    offloads = fsdp and isinstance(levers, Memory) and levers.cpu_offload
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
     model = together(sp, lambda: prepare(origin.build()))
-    # A tensor axis cuts each weight on the host.
-    return parallelize(model if sharded or sp.tensor_size > 1 else model.to(sp.device), sp, fsdp=fsdp, **options)
+    # FSDP takes a layer at a time to the device, and a tensor axis cuts each weight on the host.
+    stays = sharded or offloads or sp.tensor_size > 1
+    return parallelize(model if stays else model.to(sp.device), sp, fsdp=fsdp, **options)
 
 
 def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) -> Files | FirstRank | None:

@@ -149,7 +149,7 @@ def parallelize(
     try:
         levers = FASTEST if memory == "auto" else memory_of(memory)
         inner = _checked(model, sp, options)
-        _check_levers(inner, levers, sharded=fsdp and sp.world_size > 1)
+        _check_levers(inner, levers, fsdp=fsdp)
         if sp.tensor_size > 1 and levers.head_loss != "tiled":
             raise LongspanError(
                 f"head_loss={levers.head_loss!r} knows no vocabulary that is cut over `tensor={sp.tensor_size}`; "
@@ -174,16 +174,18 @@ def parallelize(
         _warn_of_dropout(inner)
     binding = bind_layers(inner, sp, kernel, levers)
     hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store, auto), logits)
+    sharded = sp.shards_weights(fsdp=fsdp, cpu_offload=levers.cpu_offload)
     sums = not fsdp and sp.world_size > 1
     if sp.job_size > 1:
-        hooks.guard = Guard(inner, sp, mp_policy)
         hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, check_weights if sums else 0))
+    if sp.job_size > 1 or sharded:
+        hooks.guard = Guard(inner, sp, mp_policy)
         forbid(model, inner)
         if sp.tensor_size > 1:
             hooks.guard.remember(inner)
             plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, tensor_style, sp.size)
             hooks.tensor = TensorParallel(inner, sp, tensor_style, plan, hooks.head)
-        if fsdp and sp.world_size > 1:
+        if sharded:
             if hooks.tensor is None:
                 hooks.guard.remember(inner)
             apply_fsdp(inner, sp, mp_policy, cpu_offload=levers.cpu_offload)
@@ -204,7 +206,6 @@ def check_ahead(
     *,
     device: torch.device,
     ring_size: int,
-    ranks: int,
     fsdp: bool,
     kernel: AnyKernel,
     levers: Memory,
@@ -215,7 +216,6 @@ def check_ahead(
         model: it may be on the meta device.
         device: of the ranks.
         ring_size: blocks of a sequence.
-        ranks: of the job.
         fsdp: whether weights are sharded where there are several ranks.
         kernel: the local attention.
         levers: of memory.
@@ -224,17 +224,14 @@ def check_ahead(
         LongspanError: naming the layer and the reason.
     """
     check_model(model, Place(device, ring_size), kernel, lean=levers.lean)
-    _check_levers(model, levers, sharded=fsdp and ranks > 1)
+    _check_levers(model, levers, fsdp=fsdp)
     refuse_dropout(attention_dropout(model))
 
 
-def _check_levers(model: PreTrainedModel, levers: Memory, *, sharded: bool) -> None:
+def _check_levers(model: PreTrainedModel, levers: Memory, *, fsdp: bool) -> None:
     LeverModules(model).check(levers)
-    if levers.cpu_offload and not sharded:
-        raise LongspanError(
-            "cpu_offload=True is FSDP's, which shards weights over several ranks, and here nothing is sharded; use "
-            "fsdp=True on several ranks"
-        )
+    if levers.cpu_offload and not fsdp:
+        raise LongspanError("cpu_offload=True is FSDP's, and fsdp is off; leave one of them")
 
 
 def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> PreTrainedModel:
@@ -245,7 +242,8 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
         raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
     check_style(options["tensor_style"], sp.tensor_size)
     fsdp, mp_policy, weights = (options[option] for option in ("fsdp", "mp_policy", "weights"))
-    if mp_policy is not None and (not fsdp or sp.world_size == 1):
+    levers = FASTEST if options["memory"] == "auto" else memory_of(options["memory"])
+    if mp_policy is not None and not sp.shards_weights(fsdp=fsdp, cpu_offload=levers.cpu_offload):
         why = "with fsdp=False" if not fsdp else "on one rank, where nothing is sharded,"
         raise LongspanError(f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model")
     if weights not in ("same", "broadcast"):

@@ -99,7 +99,7 @@ def would_do(
         fixed = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed or {})
 
     def chosen(mesh: Mesh) -> Plan | None:
-        lean = (replace(job, memory=memory) for memory in leanest(job, hardware, fixed, mesh.weights))
+        lean = (replace(job, memory=memory) for memory in leanest(job, hardware, fixed))
         if not any(fits_in_memory(model, each, mesh, hardware) for each in lean):
             return None
         plan = chosen_plan(model, job, mesh, hardware, fixed)

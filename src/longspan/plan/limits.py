@@ -114,8 +114,6 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":
         return said
-    if job.memory.cpu_offload and mesh.weights == 1:
-        said.append("cpu_offload moves what FSDP shards over several ranks: this version has none on one")
     said += model.refused
     if not job.tiled_loss:
         said.append("a loss of whole logits is planned, `longspan train` does not have it in this version")

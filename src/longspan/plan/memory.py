@@ -57,12 +57,12 @@ _LATTICE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None, ranks: int = 2) -> list[Memory]:
-    """The combinations that are looked at on so many ranks, `fixed` levers as they are given."""
+def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None) -> list[Memory]:
+    """The combinations that are looked at, `fixed` levers as they are given."""
     axes = dict(_LATTICE)
     if hardware.on_cpu:  # its ranks compute in the host's memory as it is
         axes |= {"offload": ("none",), "cpu_offload": (False,)}
-    if not job.weight_sharding or ranks == 1:  # it moves what FSDP shards
+    if not job.weight_sharding:  # it moves what FSDP holds
         axes["cpu_offload"] = (False,)
     if job.mode != "train":  # nothing is kept for a backward
         axes |= {
@@ -92,7 +92,7 @@ def fastest_levers(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> tuple[Memory, str] | None:
     """`longspan.plan.advice.choose`; None where nothing fits."""
-    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed, mesh.weights)]
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
 
     def order(each: Job) -> tuple[float, int]:
         # Of combinations that take the same time, to four digits, the one of fewest levers.
@@ -122,7 +122,7 @@ def least_memory(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan:
     """The combination that needs least of the GPU's memory."""
-    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed, mesh.weights)]
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
 
     def short(each: Job) -> tuple[bool, int]:
         held = sum(memory_items(model, each, mesh, hardware).values())
@@ -162,9 +162,9 @@ def search_levers(
 # The longest context.
 
 
-def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None, ranks: int) -> list[Memory]:
+def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
     """Of the lattice, the combinations one of which needs least: two moments may weigh differently."""
-    every = lattice(job, hardware, fixed, ranks)
+    every = lattice(job, hardware, fixed)
     if job.mode != "train":
         return every
     given = fixed or {}
@@ -191,7 +191,7 @@ def longest(
     candidates.sort(key=lambda mesh: -mesh.sequence)
     reached, at_it = 0, list[Mesh]()
     for mesh in candidates:
-        for memory in leanest(job, hardware, fixed, mesh.weights):
+        for memory in leanest(job, hardware, fixed):
             with_it = replace(job, memory=memory)
             if reached and not _fits_at(model, with_it, reached + STEP, mesh, hardware):
                 if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
@@ -213,7 +213,7 @@ def longest_on(
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     found = [
         _whole(model, longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR))
-        for memory in leanest(job, hardware, fixed, mesh.weights)
+        for memory in leanest(job, hardware, fixed)
     ]
     return max(found, default=0) or None
 
@@ -267,7 +267,7 @@ def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memor
     yield "tiled norms", Memory(tiled_norms=True)
     yield "activation functions kept", Memory(recompute_mlp_act=False)
     yield "head chunks", Memory(head_chunks=0)
-    moves = job.weight_sharding and not hardware.on_cpu and mesh.weights > 1
+    moves = job.weight_sharding and not hardware.on_cpu
     if moves:
         yield "cpu offload", Memory(cpu_offload=True)
     yield "longest", LONGEST

@@ -37,7 +37,6 @@ def dry_run(config: TrainConfig) -> list[str]:
         model,
         device=device,
         ring_size=config.ring,
-        ranks=config.sharers,
         fsdp=config.fsdp,
         kernel=config.kernel,
         levers=levers,

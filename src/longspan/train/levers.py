@@ -43,7 +43,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
         dtype=config.dtype,
-        weight_sharding=config.fsdp and config.sharers > 1,
+        weight_sharding=config.fsdp,
         tensor_style=config.tensor_style,
     )
     mesh = Mesh(config.data_degree, config.ring, config.ulysses, config.tensor)

@@ -155,7 +155,8 @@ class Trainer:
     def _load_model(self) -> tuple[Any, Any, bool]:
         """The sharded model, its generation config where it came with one, and whether it needs autocast."""
         config, sp = self.config, self.sp
-        sharded, bf16 = config.fsdp and sp.world_size > 1, config.dtype == "bf16"
+        sharded = sp.shards_weights(fsdp=config.fsdp, cpu_offload=config.cpu_offload)
+        bf16 = config.dtype == "bf16"
         # Weights stay in fp32; FSDP casts what it gathers, and without FSDP autocast casts what needs it.
         summed = torch.bfloat16 if config.grad_dtype == "bf16" else torch.float32
         plain = not bf16 and config.grad_dtype == "fp32"

@@ -142,10 +142,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
                 "one that the run was trained with, its scaling included; leave it out"
             )
         self.rope()
-        if self.levels().cpu_offload and self.ranks == 1:
-            raise LongspanError(
-                "--cpu-offload moves what FSDP shards over several ranks; verify on several, or leave it"
-            )
+        self.levels()
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)

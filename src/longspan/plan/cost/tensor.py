@@ -162,7 +162,8 @@ def _around(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]
 def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bool) -> dict[int, int]:
     """Tokens whose softmax is computed at a time, and how often: of a tile of logits, in half precision its parts."""
     rows = head_tile(vocabulary, on_cpu)
-    if job.dtype == "fp32" or not job.weight_sharding or mesh.weights == 1:  # under autocast logits are not narrow
+    sharded = job.weight_sharding and (mesh.weights > 1 or job.memory.cpu_offload)
+    if job.dtype == "fp32" or not sharded:  # under autocast logits are not narrow
         return _cut(tokens, rows)
     rows = min(tokens, 2 * rows)
     part = -(-rows // NARROW_PARTS)
