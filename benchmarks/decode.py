@@ -1,8 +1,8 @@
 """Generation: time to first token, tokens per second, bytes of the cache and bytes sent, per mesh, against one process.
 
-    python -m benchmarks.decode [--quick] [--output report.json]
+    python -m benchmarks.decode [--quick]
 
-Prints a table, a row per mesh (the first is one process with transformers' own cache) and dtype of the cache: seconds
+Writes a table, a row per mesh (the first is one process with transformers' own cache) and dtype of the cache: seconds
 of the prefill (to the first token), generated tokens per second, MiB of keys and values on the rank that holds most and
 what the planner says (they must be equal for the exact cache), bytes that a rank sends for one generated token and the
 planner's formula (likewise), the same of a step of 128 new tokens, and the relative error of the logits of all
@@ -14,10 +14,9 @@ processes on CPUs over gloo: the ratios of bytes hold anywhere, times do not.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ import transformers
 from torch import Tensor
 
 import longspan
+from benchmarks import common
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
-from longspan.plan.layers import exchange
 from longspan.plan.models import shape_from_config
 from tests.counting import count_sent
 from tests.pool import RankPool
@@ -57,29 +56,28 @@ def _timed(model: Any, cache: Any, ids: Tensor, prompt: int) -> tuple[float, flo
 
 
 @torch.no_grad()
-def _on_mesh(quick: bool, ring: int, code: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
+def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
     _, _, prompt, _ = SIZES[quick]
-    world = torch.distributed.get_world_size()
-    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=world // ring))
+    axes = {axis: getattr(mesh, axis) for axis in ("ring", "ulysses", "tensor")}
+    sp = longspan.SequenceSharding(longspan.init_mesh(**axes))
     source = _model(quick)
     shape = shape_from_config(source.config.to_dict(), "benchmark")
-    model = longspan.parallelize(source, sp, fsdp=False, check_batches=0)
+    model = longspan.parallelize(source, sp, fsdp=False)
     cache = longspan.ShardedCache(model, room=ids.shape[1] + 1, dtype=code)
     prefill, rate, logits = _timed(model, cache, ids, prompt)
     generated = ids.shape[1] - prompt
     nbytes = cache.nbytes
     with count_sent() as sent:
-        model(input_ids=ids[:, :1], past_key_values=cache)
+        model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1)
     with count_sent() as sent_short:
         model(input_ids=ids[:, :SHORT], past_key_values=cache, logits_to_keep=1)
-    mesh, job = Mesh(ring=ring, ulysses=world // ring), Job(context=prompt, mode="decode", dtype="fp32")
-    planned = [layer.mixer.cache_by_rank(job, mesh, generated, prompt, code)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
-    per_token = [one.bytes for layer in shape.layers for one in exchange.decode(layer.mixer, job, mesh)]  # type: ignore[arg-type]
-    short = [
-        one.bytes
-        for layer in shape.layers
-        for one in exchange.chunk(layer.mixer, job, mesh, SHORT, sp.ulysses_rank)  # type: ignore[arg-type]
-    ]
+    token = Job(context=prompt, mode="decode", dtype="fp32", weight_sharding=False)
+    short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
+    planned = [layer.mixer.cache_by_rank(token, mesh, generated, prompt, code)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
+    per_token, of_short = (
+        sum(one.bytes_per_gpu * one.count for one in cost(shape, job, mesh, read_hardware("cpu")).comm)
+        for job in (token, short)
+    )
     return {
         "mesh": str(mesh),
         "cache": code,
@@ -88,9 +86,9 @@ def _on_mesh(quick: bool, ring: int, code: str, ids: Tensor, expected: Tensor) -
         "cache_bytes": nbytes,
         "planned_bytes": sum(planned),
         "sent_per_token": sum(one.bytes for one in sent),
-        "planned_per_token": sum(per_token),
+        "planned_per_token": per_token,
         "sent_short": sum(one.bytes for one in sent_short),
-        "planned_short": sum(short),
+        "planned_short": of_short,
         "logits_error": float((logits - expected).norm() / expected.norm()),
     }
 
@@ -111,48 +109,55 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     for world in (2,) if quick else (2, 4):
         pool = RankPool(world, timeout=600)
-        for ring in (1, world):
-            for code in ("exact", "int8", "fp8") if world == 2 else ("exact",):
-                rows = pool.run(_on_mesh, quick, ring, code, ids, expected)
-                yield max(rows, key=lambda row: float(row["cache_bytes"]))
+        for mesh in (Mesh(ulysses=world), Mesh(ring=world), Mesh(tensor=world)):
+            for code in ("exact", "int8", "fp8") if world == 2 and mesh.tensor == 1 else ("exact",):
+                rows = pool.run(_on_mesh, quick, mesh, code, ids, expected)
+                most = {name: max(row[name] for row in rows) for name in ("sent_per_token", "sent_short")}
+                yield max(rows, key=lambda row: float(row["cache_bytes"])) | most
         pool.close()
 
 
 def _reference() -> str:
     """The reference's step of 128 tokens (figures 19 and 20): bytes and seconds of a layer's communication."""
     model, hardware = read_model("llama-2-70b"), read_hardware("a100-80gb")
-    said = [f"{SHORT} tokens of {model.name} on 8 x {hardware.name}, a layer:"]
+    said = [f"{SHORT} tokens of {model.name} on 8 x {hardware.name}, a layer:", ""]
     for mesh in (Mesh(ulysses=8), Mesh(tensor=8)):
         plan = cost(model, Job(context=SHORT, mode="prefill", prefill_chunk=SHORT), mesh, hardware)
         sent = [one for one in plan.comm if one.method]
         nbytes, seconds = (
             sum(x) / len(model.layers) for x in ((s.bytes_total for s in sent), (s.seconds for s in sent))
         )
-        said.append(f"  {mesh!s:<10} {nbytes / 1e6:.3f} MB in {1e6 * seconds:.1f} us")
+        said.append(f"- {mesh}: {nbytes / 1e6:.3f} MB in {1e6 * seconds:.1f} us")
     return "\n".join(said)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model: that it runs, not how fast")
-    parser.add_argument("--output", type=Path, help="the rows as JSON too")
+    parser.add_argument("--name", default="decode", help="name of the report")
     options = parser.parse_args()
-    rows = []
-    print(
-        f"{'mesh':<12} {'cache':<6} {'prefill':>9} {'tokens/s':>9} {'MiB':>9} {'plan':>9} {'B/token':>9} {'plan':>9} "
-        f"{'B/128':>9} {'plan':>9} error"
-    )
-    for row in measure(options.quick):
-        rows.append(row)
-        print(
-            f"{row['mesh']:<12} {row['cache']:<6} {row['prefill_s']:>7.3f} s {row['tokens_per_s']:>9.1f} "
-            f"{row['cache_bytes'] / 2**20:>9.3f} {row['planned_bytes'] / 2**20:>9.3f} {row['sent_per_token']:>9} "
-            f"{row['planned_per_token']:>9} {row['sent_short']:>9} {row['planned_short']:>9} {row['logits_error']:.1e}",
-            flush=True,
-        )
-    print(f"\n{_reference()}")
-    if options.output is not None:
-        options.output.write_text(json.dumps(rows, indent=1))
+    env = common.environment(["longspan", "torch", "transformers"])
+    rows = list(measure(options.quick))
+    text = f"{_table(rows)}\n\n{_reference()}"
+    print(text)
+    name = options.name + ("-quick" if options.quick else "")
+    common.write_report(name, "Generation on every mesh, beside one process", env, text, rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    header = ["mesh", "cache", "prefill s", "tokens/s", "MiB", "plan", "B/token", "plan", "B/128", "plan", "error"]
+    return common.table(
+        header,
+        [
+            [
+                row["mesh"], row["cache"], f"{row['prefill_s']:.3f}", f"{row['tokens_per_s']:.1f}",
+                f"{row['cache_bytes'] / 2**20:.3f}", f"{row['planned_bytes'] / 2**20:.3f}",
+                f"{row['sent_per_token']:,}", f"{row['planned_per_token']:,}", f"{row['sent_short']:,}",
+                f"{row['planned_short']:,}", f"{row['logits_error']:.1e}",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
