@@ -418,10 +418,10 @@ def report(found: dict[str, dict[str, Any]]) -> str:
         body = why or f"{shape}{table_of(part)}\n"
         blocks.append(f"## {name}\n\n`{part['command']}` ({part['seconds']:g} s)\n\n{body}")
     blocks.append(
-        "Times are medians over rounds of the slowest rank's, per sequence; transfer: in flight, less waiting "
-        "for slower ranks; planned: how far the planner is off of that, and of both, from links that the same job "
-        "measured on each mesh with messages as large as the step's. `ulysses-overlap` cuts the heads into 4 chunks; "
-        "every other method sends all heads at once."
+        "Times are medians over rounds of the slowest rank's, per sequence; transfer: of each collective from the last "
+        "rank's call to the last rank's end; planned: how far the planner is off of that, and of both, from links that "
+        "the same job measured on each mesh with messages as large as the step's. `ulysses-overlap` cuts the heads "
+        "into 4 chunks; every other method sends all heads at once."
     )
     return "\n\n".join(blocks)
 

@@ -150,18 +150,18 @@ def test_intervals_are_sets_of_points(a: list[tuple[int, int]], b: list[tuple[in
 
 
 def test_waiting_for_a_slower_rank_is_no_transfer() -> None:
-    """Two collectives of two ranks: one was late for the first, the other for the second, which overlaps a third."""
-    spans = [
-        [("gather", 0, 100), ("exchange", 200, 230), ("ring", 210, 240)],
-        [("gather", 80, 100), ("exchange", 150, 230), ("ring", 210, 240)],
+    """Three collectives of two ranks: one is late for the first, the other for the second, which overlaps the third."""
+    spans = [  # the second rank's step began 10 later; the first collective ends there later
+        [("gather", 0, 90), ("exchange", 200, 230), ("ring", 210, 240)],
+        [("gather", 70, 90), ("exchange", 140, 220), ("ring", 200, 230)],
     ]
     traces = [
-        RankTrace(rank, 300.0, tuple(Span(kind, kind, a, b) for kind, a, b in of_rank), ())
+        RankTrace(rank, 300.0, tuple(Span(kind, kind, a, b) for kind, a, b in of_rank), (), began=1000.0 + 10 * rank)
         for rank, of_rank in enumerate(spans)
     ]
     assert transfer(traces) == pytest.approx((20 + 40) / 1e6)
     fewer = dataclasses.replace(traces[1], communication=traces[1].communication[:1])
-    assert transfer([traces[0], fewer]) == pytest.approx((100 + 40 + 20) / 2 / 1e6)  # nothing to tell it by
+    assert transfer([traces[0], fewer]) == pytest.approx((90 + 40 + 20) / 2 / 1e6)  # nothing to tell it by
 
 
 def test_imbalance_is_the_most_over_the_mean() -> None:

@@ -77,7 +77,7 @@ class Measured:
 
     @property
     def transfer(self) -> float:
-        """Seconds of communication less what ranks waited for slower ones, mean over ranks."""
+        """Seconds of communication from the last rank's call of each collective to the last rank's end."""
         return transfer(self.traces)
 
     @property

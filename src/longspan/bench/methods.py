@@ -87,6 +87,12 @@ def _yunchang(ranks: int) -> dict[str, Mesh]:
     return {f"yunchang-{ranks}x1": Mesh(ulysses=ranks), **both}
 
 
+_PEER: dict[str, Any] = {
+    "attention": "longspan.bench.peers:peer_attention",
+    "step": "longspan.bench.peers:peer_step",
+    "planned": False,
+}
+
 CHUNKS = 4
 """Chunks of heads of `ulysses-overlap`, each under way while the attention of another computes; every other method
 sends all heads at once, whatever `SequenceSharding` would choose.
@@ -152,23 +158,20 @@ KINDS: dict[str, Kind] = {
         Kind(
             "deepspeed",
             lambda ranks: {"deepspeed": Mesh(ulysses=ranks)},
-            attention="longspan.bench.peers:deepspeed_attention",
             package="deepspeed",
-            planned=False,
+            **_PEER,
         ),
         Kind(
             "alst",
             lambda ranks: {"alst": Mesh(ulysses=ranks)},
-            attention="longspan.bench.peers:alst_attention",
             package="deepspeed",
-            planned=False,
+            **_PEER,
         ),
         Kind(
             "yunchang",
             _yunchang,
-            attention="longspan.bench.peers:yunchang_attention",
             package="yunchang",
-            planned=False,
+            **_PEER,
         ),
     )
 }

@@ -1,4 +1,5 @@
-"""Other libraries' attention, each in the best way that it documents, with torch's SDPA as its kernel where it can be.
+"""Other libraries' attention, each in the best way that it documents, with torch's SDPA as its kernel where it can be;
+and a training step of a Hugging Face model with that attention in every layer.
 
 Only this file knows their calling conventions. They are imported when they are asked for. DeepSpeed has two Ulysses:
 `DistributedAttention` and, for Hugging Face models, `UlyssesSPAttentionHF` (ALST). yunchang is the library of USP (Fang
@@ -11,17 +12,25 @@ import importlib
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan.bench.methods import Row
+from longspan.bench.step import StepCase, step_work
 from longspan.bench.works import Case, Work, attention_work, leaves_of
 from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
+from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
+from longspan.hf.fsdp import apply_fsdp
+
+Attend = Callable[[Tensor, Tensor, Tensor], Any]
+"""q [B, L, H, D], k and v [B, L, K, D] of a rank's tokens, a contiguous part of the sequence, to [B, L, H, D]."""
 
 
 def sdpa(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> Tensor:
@@ -31,12 +40,64 @@ def sdpa(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def deepspeed_attention(row: Row, case: Case) -> Work:
-    """`deepspeed.sequence.layer.DistributedAttention`, batch first; KV heads fewer than ranks are repeated for it.
+def peer_attention(row: Row, case: Case) -> Work:
+    """The attention of a rank that holds a contiguous part of the tokens.
 
     Raises:
-        LongspanError: for heads that the ranks do not divide.
+        LongspanError: for heads that the library cannot share out over these ranks.
     """
+    attend = _ATTENDS[row.kind.name](row, case)
+    q, k, v, grad = (x.chunk(row.mesh.gpus, 1)[dist.get_rank()] for x in case.tensors())
+    return attention_work(leaves_of(q, k, v), grad, attend)
+
+
+def peer_step(row: Row, case: StepCase) -> Work:
+    """A peer's attention in every layer of the model that longspan's step has; the rest is that step's own.
+
+    Each rank has a contiguous part of the tokens and whole logits of them, as the libraries' tutorials have it. Weights
+    are sharded by FSDP2 over all ranks, in the same groups and with the same prefetch, so that the steps differ in what
+    is compared; DeepSpeed's engine (ZeRO) would bring a sharding of its own.
+
+    Raises:
+        LongspanError: as `peer_attention`; for a model whose attention is more than causal softmax attention.
+    """
+    model = case.model()
+    config = model.config
+    if config.model_type not in ("llama", "qwen2", "qwen3") or getattr(config, "use_sliding_window", False):
+        raise LongspanError(f"a step with {row.name} is measured of Llama and Qwen alone, not of {config.model_type}")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    attend = _ATTENDS[row.kind.name](
+        row, Case(case.context, heads, kv_heads, config.head_dim, case.dtype, case.shardings)
+    )
+
+    def of_transformers(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return attend(*(x.transpose(1, 2) for x in (q, k, v))), None
+
+    name = f"bench-{row.name}-{case.context}"
+    register_attention(name, of_transformers, lambda *_, **__: None)
+    model.set_attn_implementation(name)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.bf16 else None
+    apply_fsdp(model.to(case.device), case.shardings.of(row), policy)
+
+    ids = case.tokens(0)
+    local = case.context // row.mesh.gpus
+    mine = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
+    labels = F.pad(ids, (0, 1), value=-100)[:, 1:][:, mine].flatten()
+    inputs = {"input_ids": ids[:, mine], "position_ids": torch.arange(case.context, device=case.device)[None, mine]}
+
+    def loss_of() -> Tensor:
+        logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+        part = F.cross_entropy(logits, labels, reduction="sum") / (case.context - 1)
+        whole = part.detach().clone()
+        dist.all_reduce(whole)
+        loss: Tensor = part + (whole - part.detach())  # the value of all tokens, the gradient of mine
+        return loss
+
+    return step_work(model, loss_of, case, autocast=False)
+
+
+def _deepspeed(row: Row, case: Case) -> Attend:
+    """`deepspeed.sequence.layer.DistributedAttention`, batch first; KV heads fewer than ranks are repeated for it."""
     ranks, group = _ready(row, case)
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -48,15 +109,11 @@ def deepspeed_attention(row: Row, case: Case) -> Work:
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         return module(q, k, v, 0)
 
-    return _of_my_tokens(case, ranks, attend)
+    return attend
 
 
-def alst_attention(row: Row, case: Case) -> Work:
-    """ALST's `UlyssesSPAttentionHF`, called as a Hugging Face layer calls it.
-
-    Raises:
-        LongspanError: for heads that the ranks do not divide.
-    """
+def _alst(row: Row, case: Case) -> Attend:
+    """ALST's `UlyssesSPAttentionHF`, called as a Hugging Face layer calls it."""
     ranks, group = _ready(row, case)
     from types import SimpleNamespace
 
@@ -78,15 +135,11 @@ def alst_attention(row: Row, case: Case) -> Work:
         out, _ = module(layer, *heads_first, None, position_ids=position_ids)
         return out.unflatten(-1, (case.heads, case.head_dim))
 
-    return _of_my_tokens(case, ranks, attend)
+    return attend
 
 
-def yunchang_attention(row: Row, case: Case) -> Work:
-    """yunchang's `LongContextAttention`: its exchange, its ring. On a CPU its kernels are torch's, put in their place.
-
-    Raises:
-        LongspanError: for heads, or KV heads, that the ranks of its exchange do not divide.
-    """
+def _yunchang(row: Row, case: Case) -> Attend:
+    """yunchang's `LongContextAttention`: its exchange, its ring. On a CPU torch's kernels in the place of its own."""
     mesh = row.mesh
     for what, heads in (("heads", case.heads), ("KV heads", case.kv_heads)):
         if heads % mesh.ulysses:
@@ -104,7 +157,10 @@ def yunchang_attention(row: Row, case: Case) -> Work:
         module = yunchang.LongContextAttention(ring_impl_type="basic_pytorch", attn_type=kind)
         if mesh.ring == 1:  # a ring of one is one kernel's call
             module.ring_attn_fn = lambda q, k, v, **_: sdpa(q, k, v)
-    return _of_my_tokens(case, mesh.gpus, lambda q, k, v: module(q, k, v, causal=True))
+    return lambda q, k, v: module(q, k, v, causal=True)
+
+
+_ATTENDS: dict[str, Callable[[Row, Case], Attend]] = {"deepspeed": _deepspeed, "alst": _alst, "yunchang": _yunchang}
 
 
 def _with_every_gradient(function: Any) -> Any:
@@ -171,9 +227,3 @@ def _imported(name: str) -> Any:
         raise LongspanError(
             f"{name} is installed but cannot be imported: {type(error).__name__}: {error}; leave its methods out"
         ) from error
-
-
-def _of_my_tokens(case: Case, ranks: int, attend: Any) -> Work:
-    """The attention of a rank that holds a contiguous part of the tokens."""
-    q, k, v, grad = (x.chunk(ranks, 1)[dist.get_rank()] for x in case.tensors())
-    return attention_work(leaves_of(q, k, v), grad, attend)

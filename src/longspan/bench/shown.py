@@ -152,8 +152,8 @@ def _legend(console: Console, found: Comparison) -> None:
         "most, beside the planner's formula; other: weights, gradients, loss. peak: bytes that the rank that holds\n"
         "most holds at once."
         + (
-            " transfer: in flight, less waiting for slower ranks;\nplanned: that, and both, by the planner from links "
-            "that were measured on this mesh."
+            " transfer: of each collective, from the last rank's\ncall to the last rank's end; planned: that, and "
+            "both, by the planner from links that were measured on this mesh."
             if any(entry.predicted for entry in found.entries)
             else ""
         )

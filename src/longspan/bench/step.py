@@ -73,7 +73,7 @@ def sequence_step(row: Row, case: StepCase) -> Work:
         without_prefetch(model)
     ids = case.tokens(sp.data_rank)
     autocast = case.bf16 and policy is None
-    return _step(model, lambda: model(input_ids=ids, labels=ids).loss, case, autocast, sequences=row.mesh.data)
+    return step_work(model, lambda: model(input_ids=ids, labels=ids).loss, case, autocast, sequences=row.mesh.data)
 
 
 def without_prefetch(model: nn.Module) -> None:
@@ -97,10 +97,10 @@ def tensor_step(row: Row, case: StepCase) -> Work:
     model.to(case.device)
     ids = case.tokens(0)
     after = (lambda: sum_partial(norms, tensors.group)) if tensors.by_tokens else (lambda: None)
-    return _step(model, lambda: split_loss(model, ids, tensors), case, case.bf16, before_update=after)
+    return step_work(model, lambda: split_loss(model, ids, tensors), case, case.bf16, before_update=after)
 
 
-def _step(
+def step_work(
     model: Any,
     loss_of: Callable[[], Tensor],
     case: StepCase,
@@ -109,6 +109,7 @@ def _step(
     sequences: int = 1,
     before_update: Callable[[], None] = lambda: None,
 ) -> Work:
+    """A step of a model that is sharded as its method does: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     kept: dict[str, Tensor] = {}
 

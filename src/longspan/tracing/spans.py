@@ -67,12 +67,14 @@ class RankTrace:
         length: microseconds of the step.
         communication: every collective and message, while in flight.
         computing: every operator or kernel, nested ones too.
+        began: when it did, by the clock of the merged trace, in microseconds.
     """
 
     rank: int
     length: float
     communication: tuple[Span, ...]
     computing: tuple[Span, ...]
+    began: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,19 +158,21 @@ def figures(trace: RankTrace) -> Figures:
 
 
 def transfer(traces: Sequence[RankTrace]) -> float:
-    """Seconds in which a collective was in flight, mean over ranks, had no rank waited for a slower one.
+    """Seconds in which a collective was in flight on all ranks at once, from when the last one had called it.
 
-    A collective ends when the last rank has come to it and the bytes have travelled, so the rank that came last waited
-    least: of the i-th collective of every rank the shortest counts, from the end backwards. Where ranks took part in
-    different numbers of them nothing is told apart, and waiting is in it.
+    It ends where the last rank's ends: of the i-th collective of every rank, from the latest call to the latest end,
+    which is also how long `longspan bench link` says that a collective takes. Where ranks took part in different
+    numbers of them nothing is told apart: it is the mean of what was in flight, waiting included.
     """
     sent = [sorted(trace.communication, key=lambda s: s.start) for trace in traces]
-    if len({len(spans) for spans in sent}) == 1:
-        shortest = [min(s.end - s.start for s in of_all) for of_all in zip(*sent, strict=True)]
-        ends = [[(s.end - least, s.end) for s, least in zip(spans, shortest, strict=True)] for spans in sent]
-    else:
-        ends = [_ends(spans) for spans in sent]
-    return sum(covered(spans) for spans in ends) / len(ends) / 1e6
+    if len({len(spans) for spans in sent}) != 1:
+        return sum(covered(_ends(spans)) for spans in sent) / len(sent) / 1e6
+    under_way = []
+    for of_all in zip(*sent, strict=True):
+        called = max(trace.began + span.start for trace, span in zip(traces, of_all, strict=True))
+        ended = max(trace.began + span.end for trace, span in zip(traces, of_all, strict=True))
+        under_way.append((called, ended))
+    return covered(under_way) / 1e6
 
 
 def imbalance(values: Sequence[float]) -> float:
@@ -216,7 +220,7 @@ def _rank_trace(rank: int, events: list[dict[str, Any]]) -> RankTrace:
         moved = (Span(s.kind, s.name, max(0.0, s.start - start), min(length, s.end - start)) for s in spans)
         return tuple(sorted((s for s in moved if s.end > s.start), key=lambda s: s.start))
 
-    return RankTrace(rank, length, cut(sent), cut(computed))
+    return RankTrace(rank, length, cut(sent), cut(computed), start)
 
 
 def kind_of(name: str) -> str:
