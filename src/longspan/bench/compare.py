@@ -139,7 +139,10 @@ def _at(
         if row.name in reasons:
             entries.append(Entry(row, context, reason=reasons[row.name]))
             continue
-        method, around = formula(config, model, row, context) if row.kind.planned else (None, {})
+        method: dict[str, int] | None
+        method, around = formula(config, model, row, context)
+        if not row.kind.planned:  # a peer's step has longspan's FSDP and a sum of the loss around its attention
+            method = None
         known = hardware.get(str(row.mesh)) if row.kind.planned else None
         predicted = None if known is None else predict(config.what, shape, job_of(config, row, context), row, known)
         entries.append(Entry(row, context, works[row.name].sequences, found[row.name], method, around, predicted))

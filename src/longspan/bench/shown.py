@@ -120,13 +120,14 @@ def _cells(entry: Entry, predicted: bool) -> list[str]:
 def sent_of(entry: Entry) -> tuple[int, int]:
     """Bytes that the rank that sends most sent for the method, and beside it (weights, gradients, loss).
 
-    By collective: what the formula of weights, gradients and loss has of one is taken off; where there is no formula
-    at all, everything is the method's.
+    By collective: what the formula of weights, gradients and loss has of one is taken off; where the method has no
+    formula, the rest of every collective is the method's.
     """
     assert entry.measured is not None
     total = sum(entry.measured.sent.values())
     if entry.formula is None:
-        return total, 0
+        method = sum(max(0, count - entry.around.get(op, 0)) for op, count in entry.measured.sent.items())
+        return method, total - method
     method = 0
     for op, count in entry.measured.sent.items():
         if op in entry.formula:
