@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma3Text": {},
     "DeepseekV3": CHANGES["DeepseekV3"],
 }
-RINGS = {"Llama": (2, 4), "MQA": (1,), "uneven": (1, 2), "Mistral": (4,), "Gemma3Text": (2, 4), "DeepseekV3": (2,)}
+RINGS = {"Llama": (2, 4), "MQA": (1,), "uneven": (1, 2), "Mistral": (4,), "Gemma3Text": (2, 4), "DeepseekV3": (1, 2, 4)}
 
 
 def _build(name: str) -> Any:

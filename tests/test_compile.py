@@ -3,6 +3,7 @@ gives zero gradients silently, so every parameter is compared."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 from typing import Any
 
@@ -42,14 +43,16 @@ def _gradients(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
 
 
-def _compare(q_heads: int, kv_heads: int, length: int, backend: str, ring: int = 1, chunks: int = 1) -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring))
+def _compare(
+    q_heads: int, kv_heads: int, length: int, backend: str, ring: int = 1, chunks: int = 1, **options: Any
+) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring), **options)
     block = _Block(sp, q_heads, kv_heads, length, chunks)
     x = sp.shard(torch.randn(2, length, 32))
     eager, exact = _gradients(block, x), _gradients(block.double(), x.double())
     block.float()  # the same weights as before: fp64 holds every number of fp32
     torch._dynamo.reset()
-    whole = ring == chunks == 1
+    whole = ring == chunks == 1 and not options
     compiled = _gradients(torch.compile(block, fullgraph=whole, backend=backend), x)  # type: ignore[arg-type]
     for name, grad in eager.items():
         assert grad.abs().max() > 0, name
@@ -70,6 +73,8 @@ def test_compiled_gradients_of_a_ring_equal_eager(pool4: RankPool, ring: int) ->
 def test_compiled_gradients_of_chunks_equal_eager(pool2: RankPool) -> None:
     """Nor is what exchanges by chunks: its buffers are filled by collectives inside of one function."""
     pool2.run(_compare, 8, 4, 15, "aot_eager", 1, 2, timeout=180)
+    for options in ({"exchange_chunks": 2}, {"exchange_dtype": "int8"}):
+        pool2.run(functools.partial(_compare, 8, 4, 15, "aot_eager", **options), timeout=180)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's inductor needs a C++ compiler (g++) on CPU")

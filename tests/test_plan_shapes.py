@@ -15,7 +15,8 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import positions_of
-from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window
+from longspan.plan.job import Job, Mesh
+from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window, exchange
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
 from tests.said import says
 
@@ -221,11 +222,19 @@ def test_matrices_are_what_is_not_a_norm_a_bias_or_a_sink() -> None:
     assert layer.mixer == Softmax(64, 8, 64, 64, Window(128), sinks=True)
 
 
-def test_latent_attention_caches_keys_and_values() -> None:
-    """As transformers does: not the vector of 576 elements that they are made of."""
+def test_latent_attention_caches_the_vector_that_keys_and_values_are_made_of() -> None:
+    """Where it is less: keys and values of one of 128 heads are 320 elements, of two more than the vector."""
     layer = read_model("deepseek-v3").layers[0]
-    assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64)
-    assert layer.kv_elements_per_token == 128 * (192 + 128)
+    assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64, rope_dim=64)
+    assert layer.kv_elements_per_token == 512 + 64
+    job = Job(context=1024, mode="decode")
+    for mesh, elements in ((Mesh(ring=64), 576 / 64), (Mesh(ulysses=64), 576), (Mesh(ulysses=128), 320)):
+        assert layer.mixer.cache_bytes(job, mesh) == 1024 * 2 * elements
+    expanded = replace(job, cache_latent=False)
+    assert layer.mixer.cache_bytes(expanded, Mesh(ulysses=64)) == 1024 * 2 * 2 * 320
+    # What it attends with: heads of 576 and 512 over one KV head, so partial outputs are wider.
+    (sent,) = exchange.decode(layer.mixer, job, Mesh(ulysses=64))
+    assert sent.bytes == 2 * 512 * 2 * 63
 
 
 def test_linear_layers_have_a_state_and_no_cache() -> None:

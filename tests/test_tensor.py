@@ -60,7 +60,21 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "Qwen3Moe": ({"output_router_logits": True}, [({"tensor": 2, "ring": 2}, SP)]),
 }
 ON_8 = {
-    "Llama": ({**BIASED}, [({"tensor": 2, "ring": 2, "ulysses": 2}, SP), ({"tensor": 4, "data": 2}, {})]),
+    "Llama": (  # every mesh with the axis
+        {**BIASED},
+        [
+            ({"tensor": 2, "ring": 2, "ulysses": 2}, SP),
+            ({"tensor": 4, "data": 2}, {}),
+            ({"tensor": 2, "ring": 4}, {}),
+            ({"tensor": 2, "ulysses": 4}, {"fsdp": False}),
+            ({"tensor": 2, "data": 2, "ulysses": 2}, SP),
+            ({"tensor": 2, "data": 2, "ring": 2}, {}),
+            ({"tensor": 2, "data": 4}, SP),
+            ({"tensor": 4, "ring": 2}, SP),
+            ({"tensor": 4, "ulysses": 2}, {}),
+            ({"tensor": 8}, SP),
+        ],
+    ),
     "Mixtral": ({}, [({"tensor": 4, "ulysses": 2}, SP)]),
 }
 

@@ -126,7 +126,7 @@ def attend(
         store: this layer's; what no later token will see is dropped.
         q: new tokens' queries `[B, L, H, D]`: of my tokens where they are cut, else of all.
         k: their keys `[B, L, K, D]`.
-        v: their values `[B, L, K, Dv]`.
+        v: their values `[B, L, K, Dv]`; where the store has them shared, the first elements of the keys.
         mask: of the layer, over the whole sequence; its `q_start` is that of the new tokens.
         scores: of all heads.
         kernel: as for `longspan.attention`, one that gives log-sum-exps.
@@ -143,7 +143,7 @@ def attend(
     if prepared is None:
         prepared = step.kernels[key] = _prepare(step, mask, scores, q, k, v, store.start, kernel)
     mine = prepared.mine
-    q_BShD, k_BSkD, v_BSkD = _to_heads(step, prepared, q, k, v)
+    q_BShD, k_BSkD, v_BSkD = _to_heads(step, prepared, q, k, v, store.shared)
     rows = [slice(*run) for run in step.owned]
     k_new, v_new = (_rows(x, rows).transpose(1, 2) for x in (k_BSkD, v_BSkD))
     store.heads, store.mine = (q.shape[2], k.shape[2]), (mine.kv_start, mine.kv_stop)
@@ -221,7 +221,9 @@ def _blocks(
 # To my heads, and to what I hold.
 
 
-def _to_heads(step: Step, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _to_heads(
+    step: Step, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor, shared: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """My heads of the block's tokens `[B, S, h, D]`, or of all new ones where nothing is cut."""
     mine, sp = prepared.mine, step.sp
     heads, kv_heads = slice(mine.q_start, mine.q_stop), slice(mine.kv_start, mine.kv_stop)
@@ -229,6 +231,12 @@ def _to_heads(step: Step, prepared: _Prepared, q: Tensor, k: Tensor, v: Tensor) 
         return q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
     assert sp.ulysses_group is not None
     D, Dv = q.shape[3], v.shape[3]
+    if shared:
+        packed_SBW = scatter_heads([q, k], ["q", "kv"], prepared.shards, sp.ulysses_group)
+        q_part, k_part = packed_SBW.split([mine.q_heads * D, mine.kv_heads * D], -1)
+        q = q_part.unflatten(2, (mine.q_heads, D)).transpose(0, 1)
+        k = k_part.unflatten(2, (mine.kv_heads, D)).transpose(0, 1)
+        return q, k, k[..., :shared]
     packed_SBW = scatter_heads([q, k, v], ["q", "kv", "kv"], prepared.shards, sp.ulysses_group)
     parts = packed_SBW.split([mine.q_heads * D, mine.kv_heads * D, mine.kv_heads * Dv], -1)
     counts = (mine.q_heads, D), (mine.kv_heads, D), (mine.kv_heads, Dv)

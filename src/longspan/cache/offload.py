@@ -149,7 +149,7 @@ class OffloadedStore(Store):
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
         """As `Store`; brings what is held to the device, and begins to bring the next layer's."""
-        new = [*self.codec.encode(k_BKTD), *self.codec.encode(v_BKTD)]
+        new = self.encoded(k_BKTD, v_BKTD)
         tokens, rooms = k_BKTD.shape[2], self._rooms
         self.make_room(new, tokens)
         self._now = staged = rooms.fetch(self._place, tokens)
@@ -164,9 +164,7 @@ class OffloadedStore(Store):
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As `Store`, on the device: between `append` and `release`."""
         assert self._now is not None
-        held = [x.permute(1, 2, 0, 3) for x in self._now.parts]
-        half = len(held) // 2
-        return self.codec.decode(held[:half], dtype), self.codec.decode(held[half:], dtype)
+        return self.decoded([x.permute(1, 2, 0, 3) for x in self._now.parts], dtype)
 
     def release(self) -> None:
         """Let the device's memory go."""

@@ -28,6 +28,7 @@ class Store:
         codec: how keys and values are written.
 
     Attributes:
+        shared: the values are the first so many elements of the keys, and not held beside them; 0: they are.
         start: the first token of the sequence that is held, here or on another rank of the ring: alike on all.
         count: tokens that are held here.
         heads: query heads and KV heads of the layer, on all ranks together.
@@ -36,7 +37,7 @@ class Store:
 
     def __init__(self, room: int = 0, codec: Codec = PLAIN) -> None:
         self.room, self.codec = room, codec
-        self.start = self.count = 0
+        self.start = self.count = self.shared = 0
         self.heads, self.mine = (0, 0), (0, 0)
         self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, room, width]
         self._at = 0  # where the first token lies in them
@@ -47,12 +48,24 @@ class Store:
         Raises:
             LongspanError: for another dtype, number of rows, heads or head_dims than those that are held.
         """
-        new = [*self.codec.encode(k_BKTD), *self.codec.encode(v_BKTD)]
+        new = self.encoded(k_BKTD, v_BKTD)
         self.make_room(new, k_BKTD.shape[2])
         at = slice(self._at + self.count, self._at + self.count + k_BKTD.shape[2])
         for part, x in zip(self._parts, new, strict=True):
             part[:, :, at] = x
         self.count += k_BKTD.shape[2]
+
+    def encoded(self, k_BKTD: Tensor, v_BKTD: Tensor) -> list[Tensor]:
+        """What is held of keys and values: the parts of the keys, then those of the values, where there are any."""
+        return [*self.codec.encode(k_BKTD), *(() if self.shared else self.codec.encode(v_BKTD))]
+
+    def decoded(self, parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of such parts."""
+        if self.shared:
+            keys = self.codec.decode(parts, dtype)
+            return keys, keys[..., : self.shared]
+        half = len(parts) // 2
+        return self.codec.decode(parts[:half], dtype), self.codec.decode(parts[half:], dtype)
 
     def make_room(self, new: list[Tensor], tokens: int) -> None:
         """Room for so many tokens more, of parts such as the new ones; what is held stays."""
@@ -103,9 +116,7 @@ class Store:
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys [B, K, T, D] and values [B, K, T, Dv] in `dtype`: views where they are held as they are."""
-        held = self.held
-        half = len(held) // 2
-        return self.codec.decode(held[:half], dtype), self.codec.decode(held[half:], dtype)
+        return self.decoded(self.held, dtype)
 
     @property
     def held(self) -> list[Tensor]:

@@ -17,6 +17,18 @@ OFFLOADS: tuple[CacheOffload, ...] = get_args(CacheOffload)
 SCALE_BYTES = 4
 
 
+def holds_latent(latent: int, kv_heads: int, elements: int, shared: bool) -> bool:
+    """Whether a cache holds the latent vectors of a layer (MLA) rather than the keys and values that are made of them.
+
+    Args:
+        latent: elements of a token's vector with its rotary part; 0 for other attention.
+        kv_heads: of the rank that holds most.
+        elements: of a head's key and value together.
+        shared: whether every rank may hold them: they are of all heads.
+    """
+    return shared and 0 < latent < kv_heads * elements
+
+
 def vector_bytes(code: str, elements: int, bytes_per_element: int) -> int:
     """Bytes of one key or value of one head.
 

@@ -127,6 +127,9 @@ class GenerateConfig(ModelFlags):
     cache_offload: CacheOffload = "none"
     """Where keys and values lie. host: in the host's memory; each layer's come to the GPU when it runs, the next one's
     meanwhile, so that the GPU has two layers of the cache at a time. What is generated is the same."""
+    cache_latent: bool = True
+    """Of DeepSeek's attention (MLA) the KV cache holds the vectors that keys and values are made of, where that is less
+    on these ranks. --no-cache-latent: keys and values, as of any attention."""
     temperature: float | None = None
     """0: always the likeliest token. Above: draw, with logits divided by it. By default as the model's
     generation_config.json says."""

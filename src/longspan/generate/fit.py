@@ -35,6 +35,10 @@ def job_of(config: ModelFlags, model_config: Any, tokens: int) -> Job:
     )
 
 
+def _cached(config: GenerateConfig, model_config: Any, tokens: int) -> Job:
+    return replace(job_of(config, model_config, tokens), cache=config.cache, cache_latent=config.cache_latent)
+
+
 def hardware_for(config: ModelFlags) -> Hardware:
     """This machine's devices, with the memory that a rank may take."""
     import torch
@@ -66,7 +70,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     except LongspanError as error:
         return f"the planner does not know this model, so whether it fits was not looked at ({error})"
     job, mesh, hardware = (
-        replace(job_of(config, model_config, total), cache=config.cache, cache_offload=config.cache_offload),
+        replace(_cached(config, model_config, total), cache_offload=config.cache_offload),
         Mesh(1, config.ring, config.ulysses, config.tensor),
         hardware_for(config),
     )
@@ -114,7 +118,7 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
         return None
     mesh, job = (
         Mesh(1, config.ring, config.ulysses, config.tensor),
-        replace(job_of(config, model_config, max(1, prompt)), cache=config.cache),
+        _cached(config, model_config, max(1, prompt)),
     )
     totals = [0] * mesh.sequence
     for layer, count in shape.layer_kinds:
@@ -132,5 +136,5 @@ def planned_device_bytes(config: GenerateConfig, model_config: Any, prompt: int,
         shape = shape_of(model_config)
     except LongspanError:
         return None
-    mesh, job = Mesh(1, config.ring, config.ulysses, config.tensor), job_of(config, model_config, max(1, prompt))
-    return staged_bytes(shape, replace(job, cache=config.cache), mesh, generated, config.chunk)
+    mesh, job = Mesh(1, config.ring, config.ulysses, config.tensor), _cached(config, model_config, max(1, prompt))
+    return staged_bytes(shape, job, mesh, generated, config.chunk)

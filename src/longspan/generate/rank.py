@@ -50,7 +50,9 @@ class Generation:
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))
         room = self.prompt.tokens + config.max_new_tokens
-        self._cache = ShardedCache(self.model, room=room, dtype=config.cache, offload=config.cache_offload)
+        self._cache = ShardedCache(
+            self.model, room=room, dtype=config.cache, offload=config.cache_offload, latent=config.cache_latent
+        )
         self._progress = Progress(self.prompt.tokens, self.first)
         self._forwards = 0
 

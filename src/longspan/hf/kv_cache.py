@@ -26,7 +26,7 @@ from longspan.cache.codec import codec_of
 from longspan.cache.offload import OffloadedStore, Rooms
 from longspan.cache.store import Store
 from longspan.comm.shard import shard
-from longspan.core.cached import OFFLOADS
+from longspan.core.cached import OFFLOADS, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.places import RUN, Places
@@ -35,6 +35,7 @@ from longspan.hf.batch import SequenceInfo
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from longspan.cache.latent import Latents
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.layout import Span
     from longspan.core.segments import Segments
@@ -89,6 +90,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
             (docs/cache.md has its error).
         offload: "none": on the device. "host": keys and values lie in the host's memory; each layer's come to the
             device when it runs, the next one's meanwhile, so that the device never has more than two layers'.
+        latent: of DeepSeek's attention (MLA), hold the vectors that keys and values are made of, on every Ulysses rank,
+            where they take less there than keys and values of its heads. False: never.
 
     Attributes:
         places: which ring rank holds which tokens.
@@ -99,7 +102,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         LongspanError: for a model that is not parallelized, or whose exchange is lossy; an unknown dtype or offload.
     """
 
-    def __init__(self, model: Any, room: int = 0, dtype: str = "exact", offload: str = "none") -> None:
+    def __init__(
+        self, model: Any, room: int = 0, dtype: str = "exact", offload: str = "none", latent: bool = True
+    ) -> None:
         hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
         if hooks is None:
             raise LongspanError(
@@ -118,6 +123,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.codec = codec_of(dtype)
         if offload not in OFFLOADS:
             raise LongspanError(f"offload={offload!r} of a cache is unknown; choose {', '.join(OFFLOADS)}")
+        self.latent = latent
         self.rooms = Rooms.on(self.sp.device) if offload == "host" else None
         self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
@@ -212,11 +218,28 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self.stores[layer] = Store(room, codec) if rooms is None else OffloadedStore(rooms, room, codec)
         return self.stores[layer]
 
+    def holds_latents(self, store: Store, latents: Latents, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
+        """Whether a layer's store holds latent vectors: as it does already, or by `longspan.core.cached.holds_latent`.
+
+        Args:
+            store: the layer's.
+            latents: what its keys and values are made of.
+            qkv: of new tokens, `[B, L, heads, head_dim]`.
+        """
+        if store.rows is None:
+            sp, (q, k, v) = self.sp, qkv
+            shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+            most, elements = max(shard.kv_heads for shard in shards), k.shape[3] + v.shape[3]
+            shared = self.latent and sp.tensor_size == 1 and (sp.ulysses_size == 1 or sp.kv_replication)
+            store.shared = latents.rank if holds_latent(latents.width, most, elements, shared) else 0
+        return store.shared > 0
+
     def spell(self) -> str:
         """What must be alike on every rank."""
         rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
         code = "" if self.codec.name == "exact" else f", {self.codec.name}"
         code += "" if self.rooms is None else ", in the host's memory"
+        code += "" if self.latent else ", without latent vectors"
         broken = "" if self._step is None else ", in which a forward broke off"
         return f"a cache of {self.places.length} tokens{rows}{code}{broken}"
 
@@ -354,7 +377,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         def end() -> None:
             if rank == 0:
                 each = {str(i): (self._of_all(store)[0], store.start) for i, store in self.stores.items()}
-                layers = {i: {"heads": heads, "start": start} for i, (heads, start) in each.items()}
+                layers = {
+                    i: {"heads": heads, "start": start, "shared": self.stores[int(i)].shared}
+                    for i, (heads, start) in each.items()
+                }
                 index = {"length": self.places.length, "rows": self.batch_size, "dtype": self.codec.name}
                 files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
 
@@ -408,10 +434,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cache.places.add(sp.layout, index["length"])
 
         def read() -> None:
-            names = [str(n) for n in range(4 if cache.codec.name != "exact" else 2)]
             for layer, facts in index["layers"].items():
                 # A window's layer has let go of what lay before: it needs room for what it holds alone.
                 store, (q_heads, kv_heads) = cache.store(int(layer), 0 if facts["start"] else None), facts["heads"]
+                store.shared = facts.get("shared", 0)  # a folder of an older version has none
+                parts_of_one = (1 if store.shared else 2) * (1 if cache.codec.name == "exact" else 2)
+                names = [str(n) for n in range(parts_of_one)]
                 store.heads = q_heads // sp.tensor_size, max(1, kv_heads // sp.tensor_size)
                 shards = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)
                 mine = shards[sp.ulysses_rank]

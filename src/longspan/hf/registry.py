@@ -21,6 +21,7 @@ from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.cache.attend import attend, kept_from
+from longspan.cache.latent import Latents, expand, latents_of
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
@@ -61,7 +62,8 @@ class LayerBinding:
 
     `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
     `memory` says whether its attention is lean, and in how many chunks; `keeper` is there while a checkpointed layer
-    runs that keeps what its attention computes. `choice` is the kernel of the last forward.
+    runs that keeps what its attention computes. `choice` is the kernel of the last forward. `latents` are what the
+    layer makes its keys and values of, where it is DeepSeek's.
     """
 
     name: str
@@ -72,6 +74,7 @@ class LayerBinding:
     keeper: LayerCall | None = None
     choice: Choice | None = None
     seen: bool = False
+    latents: Latents | None = None
 
 
 @dataclass
@@ -208,9 +211,10 @@ def longspan_attention(
         )
     scores = _scores(layer, attention_mask, info, scaling, dropout, more)
     layer.seen = True
+    latents = None if layer.latents is None else layer.latents.take()
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     if isinstance(info, CachedInfo):
-        return _with_cache(layer, module.layer_idx, attention_mask, info, (q, k, v), scores), None
+        return _with_cache(layer, module.layer_idx, attention_mask, info, (q, k, v), scores, latents), None
     try:
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
@@ -228,6 +232,7 @@ def _with_cache(
     info: CachedInfo,
     qkv: tuple[Tensor, Tensor, Tensor],
     scores: Scores,
+    c_BLR: Tensor | None,
 ) -> Tensor:
     """Attention of new tokens to all that the cache holds, the new ones included."""
     assert info.step is not None and info.cache is not None
@@ -239,10 +244,19 @@ def _with_cache(
         first = min(row[-1][0] for row in mask.segments)
     store = info.cache.store(number, request.window or request.chunk)
     try:
-        out, layer.choice = attend(info.step, store, *qkv, mask, scores, layer.kernel, first)
+        if layer.latents is None or not info.cache.holds_latents(store, layer.latents, qkv):
+            out, layer.choice = attend(info.step, store, *qkv, mask, scores, layer.kernel, first)
+            return out
+        if c_BLR is None:
+            raise LongspanError(f"kv_b_proj was not called before the attention; {HELP}")
+        scores = replace(scores, scale=scores.scale_of(qkv[0].shape[3]))
+        q, k, v, for_values = layer.latents.absorb(c_BLR, *qkv, first=store.rows is None)
+        # Heads as wide as latent vectors are no flash attention's, and nothing else has been tried with them.
+        kernel = "tiled" if layer.kernel == "auto" else layer.kernel
+        out, layer.choice = attend(info.step, store, q, k, v, mask, scores, kernel, first)
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
-    return out
+    return expand(out, for_values)
 
 
 def _plan(
@@ -333,6 +347,7 @@ def bind_layers(
     binding, model_key = ModelBinding(), object()
     for path, layer in attention_layers(model).items():
         bound = LayerBinding(path, sp, kernel, model_key, memory)
+        bound.latents = latents_of(layer, getattr(layer, "config", None))
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):

@@ -62,6 +62,9 @@ class PlanConfig(MemoryFlags, RopeFlags):
     cache_offload: CacheOffload = "none"
     """Where the KV cache of prefill and decode lies. host: in the host's memory; the GPU has two layers of it at a
     time, that which runs and the next."""
+    cache_latent: bool = True
+    """Of DeepSeek's attention (MLA) the KV cache holds the vectors that keys and values are made of, where that is less
+    on these ranks. --no-cache-latent: keys and values, as of any attention."""
     prefill_chunk: int | None = None
     """Of prefill: so many tokens at once, over all ranks, as `longspan generate` runs it (by default 8k for each rank).
     Without it all tokens at once, as in any forward."""
@@ -119,6 +122,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             exchange_dtype=self.exchange_dtype,
             cache=self.cache,
             cache_offload=self.cache_offload,
+            cache_latent=self.cache_latent,
             prefill_chunk=self.prefill_chunk,
         )
 
@@ -137,6 +141,10 @@ class PlanConfig(MemoryFlags, RopeFlags):
         if self.cache != "exact" and self.mode == "train":
             raise LongspanError(
                 f"--cache {self.cache} is of --mode prefill and decode, and training keeps no cache; leave it out"
+            )
+        if not self.cache_latent and self.mode == "train":
+            raise LongspanError(
+                "--no-cache-latent is of --mode prefill and decode, and training keeps no cache; leave it out"
             )
         if self.cache_offload != "none" and self.mode == "train":
             raise LongspanError(

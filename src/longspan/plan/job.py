@@ -22,7 +22,7 @@ RUNS = AXES
 """The axes that this version of longspan runs; others would be planned from their formulas."""
 
 
-_FLAGS = ("weight_sharding", "tiled_loss", "kv_replication")
+_FLAGS = ("weight_sharding", "tiled_loss", "kv_replication", "cache_latent")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Job:
             coding's own time is not.
         cache: how keys and values are kept (`longspan.core.cached.CODES`).
         cache_offload: where they lie (`longspan.core.cached.OFFLOADS`).
+        cache_latent: of MLA, hold latent vectors where they take less (`longspan.core.cached.holds_latent`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
             runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
     """
@@ -73,6 +74,7 @@ class Job:
     exchange_dtype: CacheCode = "exact"
     cache: CacheCode = "exact"
     cache_offload: CacheOffload = "none"
+    cache_latent: bool = True
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
+    from longspan.plan.layers.base import Mixer
     from longspan.plan.models.shape import ModelShape
 
 ITEMS = {
@@ -341,10 +342,19 @@ def _largest_shard(model: ModelShape, job: Job, mesh: Mesh) -> int:
 # A forward alone.
 
 
+def _in_forward(mixer: Mixer, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
+    """`Mixer.forward_buffers`; of a chunk over latent vectors the layer's own q, k and v are there too."""
+    held = mixer.in_cache(job, mesh)
+    if job.prefill_chunk is None or held is mixer:
+        return mixer.forward_buffers(mesh, s)
+    qkv, out, packed = held.forward_buffers(mesh, s)
+    return mixer.forward_buffers(mesh, s)[0] + qkv, out, packed
+
+
 def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale, tiles: int) -> list[dict[str, int]]:
     t, tokens = mesh.tensor, s.tokens
     gathered, at_head = _gathered(model, job, mesh, 2), _gathered(model, job, mesh, 0, heads=2)
-    each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
+    each = [_in_forward(layer.mixer, job, mesh, s) for layer, _ in model.layer_kinds]
     qkv, out, packed = (max(sizes) for sizes in zip(*each, strict=True))
     exchanged = mesh.ulysses > 1 and job.mode != "decode"
     ring = _ring_buffers(model, job, mesh, s, backward=False)

@@ -139,6 +139,10 @@ class Mixer(ABC):
         """
         return Buffers()
 
+    def in_cache(self, job: Job, mesh: Mesh) -> Mixer:
+        """What attends to a KV cache, where that is not the mixer itself."""
+        return self
+
     def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
         """In a forward alone: bytes of Q, K and V; of the output; of Q, K and V packed for an exchange."""
         return 0, 0, 0

@@ -216,6 +216,7 @@ def decode(layer: Softmax, job: Job, mesh: Mesh, tokens: int = 1) -> list[Sent]:
     """So few new tokens over a KV cache sharded by heads (ulysses) and tokens (ring) that every rank computes them: one
     all-gather of the outputs of all heads, or, over a ring, of partial outputs and log-sum-exps in fp32.
     """
+    layer = layer.in_cache(job, mesh)
     heads = max(share.q_heads for share in heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses))
     if mesh.sequence == 1:
         return []
@@ -239,14 +240,19 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
     Returns:
         What it sends. The ring's bytes do not depend on what the cache holds.
     """
+    layer = layer.in_cache(job, mesh)
     shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
     of_ranks = tuple(Piece(share.q_heads, share.kv_heads, share.kv_heads) for share in shares)
     b, d, dv = job.bytes_per_element, layer.head_dim, layer.v_head_dim
     rows = layout_of(job, mesh).local_length(tokens) * local_batch(job, mesh)
-    all_packed, *_ = _widths(of_ranks, d, dv)
+
+    def packed_of(piece: Piece) -> int:
+        return piece.q * d + piece.kv * layer.kv_width
+
+    all_packed = sum(map(packed_of, of_ranks))
     kinds = []
     for mine in of_ranks if ulysses_rank is None else of_ranks[ulysses_rank : ulysses_rank + 1]:
-        packed, out, _ = _widths((mine,), d, dv)
+        packed, out = packed_of(mine), mine.q * dv
         block = rows * mesh.ulysses * mine.q * (mesh.ring - 1)
         sent = [
             Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * b * (all_packed - packed)),
@@ -274,6 +280,7 @@ def gathered(layer: Softmax, job: Job, mesh: Mesh) -> Buffers:
     """What a ring holds beside the exchange while it computes a chunk, the job's context: the queries of all blocks,
     and partial outputs with their log-sum-exps: as computed, as sent, and as they arrive.
     """
+    layer = layer.in_cache(job, mesh)
     heads = busiest(layer, mesh)
     tokens = local_tokens(job, mesh) * local_batch(job, mesh) * mesh.sequence
     return Buffers(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.core.cached import vector_bytes
+from longspan.core.cached import holds_latent, vector_bytes
 from longspan.core.places import tokens_held
 from longspan.plan.cost.local import heads_of, local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations
@@ -27,14 +28,17 @@ class Softmax(Mixer):
 
     Attributes:
         reach: what its queries see.
-        latent_dim: elements per token of what MLA compresses keys and values to, 0 otherwise. What is cached, as in
-            transformers, are the keys and values that are made of it.
+        latent_dim: elements per token of what MLA compresses keys and values to, rotary part included; 0 otherwise.
+        rope_dim: of these, the rotary part.
+        shared: whether values are the first elements of keys, and not cached beside them (`in_cache`).
         sinks: whether each query head has a learnt attention sink.
     """
 
     reach: Reach = CAUSAL
     latent_dim: int = 0
+    rope_dim: int = 0
     sinks: bool = False
+    shared: bool = False
 
     runs: ClassVar[bool] = True
     deals_heads: ClassVar[bool] = True
@@ -49,7 +53,19 @@ class Softmax(Mixer):
 
     @property
     def cached_per_token(self) -> int:
-        return self.kv_heads * (self.head_dim + self.v_head_dim)
+        expanded = self.kv_heads * (self.head_dim + self.v_head_dim)
+        return self.latent_dim if holds_latent(self.latent_dim, 1, expanded, True) else expanded
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a KV head's key and value, as they are sent and cached."""
+        return self.head_dim + (0 if self.shared else self.v_head_dim)
+
+    def in_cache(self, job: Job, mesh: Mesh) -> Softmax:
+        """What attends to a cache: where that holds latent vectors, all query heads over one KV head of them
+        (`longspan.cache.latent`).
+        """
+        return _in_cache(self, job.cache_latent, job.kv_replication, mesh.tensor, mesh.ulysses)
 
     def seen(self, context: int) -> int:
         return self.reach.seen(context)
@@ -62,6 +78,9 @@ class Softmax(Mixer):
         return scale * job.batch * pairs * each
 
     def busiest_flops(self, job: Job, mesh: Mesh) -> float:
+        held = self.in_cache(job, mesh)
+        if held is not self and (job.mode == "decode" or job.prefill_chunk is not None):
+            return held.busiest_flops(job, mesh)
         heads = max(share.q_heads for share in heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses))
         if job.mode == "decode":
             pairs = float(self.seen(job.context)) / mesh.ring
@@ -124,11 +143,15 @@ class Softmax(Mixer):
             code: how they are written (`longspan.core.cached.CODES`); None as the job has it.
             step: count what so many last tokens see, while they are computed, and not what later ones will.
         """
+        held = self.in_cache(job, mesh)
+        if held is not self:
+            return held.cache_by_rank(job, mesh, generated, chunk, code, step)
         first = self.reach.kept_from(job.context + generated - step)
         tokens = tokens_held(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
         shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
         each = sum(
-            vector_bytes(code or job.cache, dim, job.bytes_per_element) for dim in (self.head_dim, self.v_head_dim)
+            vector_bytes(code or job.cache, dim, job.bytes_per_element)
+            for dim in ((self.head_dim,) if self.shared else (self.head_dim, self.v_head_dim))
         )
         return [local_batch(job, mesh) * count * share.kv_heads * each for count in tokens for share in shares]
 
@@ -136,6 +159,9 @@ class Softmax(Mixer):
         return self.cache_by_rank(job, mesh, generated, chunk, step=step)
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
+        held_in = self.in_cache(job, mesh)
+        if held_in is not self:
+            return held_in.replicated_bytes(job, mesh)
         kv, u = max(1, self.kv_heads // mesh.tensor), mesh.ulysses
         if u <= kv:
             return 0.0
@@ -190,7 +216,7 @@ class Softmax(Mixer):
         return on_exchange.buffers_backward(self, job, mesh, s)
 
     def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
-        kv = self.head_dim + self.v_head_dim
+        kv = self.kv_width
         width = self.q_heads * self.head_dim + self.kv_heads * kv
         shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
         packed = max(share.q_heads * self.head_dim + share.kv_heads * kv for share in shares)
@@ -217,3 +243,15 @@ class Softmax(Mixer):
                 f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
             )
         return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_cache(layer: Softmax, latent: bool, kv_replication: bool, tensor: int, ulysses: int) -> Softmax:
+    heads = max(share.kv_heads for share in heads_of(layer.q_heads, layer.kv_heads, tensor, ulysses))
+    shared = latent and tensor == 1 and (ulysses == 1 or kv_replication)
+    if not holds_latent(layer.latent_dim, heads, layer.head_dim + layer.v_head_dim, shared):
+        return layer
+    width = layer.latent_dim
+    return replace(
+        layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True
+    )

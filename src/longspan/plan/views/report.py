@@ -209,6 +209,7 @@ def _generate_command(plan: Plan) -> str | None:
     words += [f"--dtype {job.dtype}"]
     words += [f"--cache {job.cache}"] if job.cache != "exact" else []
     words += [f"--cache-offload {job.cache_offload}"] if job.cache_offload != "none" else []
+    words += [] if job.cache_latent else ["--no-cache-latent"]
     words += [f"--prefill-chunk {job.prefill_chunk}"] if job.prefill_chunk is not None else []
     words += [] if job.weight_sharding else ["--no-fsdp"]
     scaling = plan.model.scaling(job.context)

@@ -16,7 +16,7 @@ from longspan.plan.models.weights import gated, linear, norm, routed_experts
 def _latent(c: Config) -> Softmax:
     q, rope = c.count("num_attention_heads"), c.count("qk_rope_head_dim")
     dim = c.count("qk_nope_head_dim") + rope
-    return Softmax(q, q, dim, c.count("v_head_dim"), latent_dim=c.count("kv_lora_rank") + rope)
+    return Softmax(q, q, dim, c.count("v_head_dim"), latent_dim=c.count("kv_lora_rank") + rope, rope_dim=rope)
 
 
 def _attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
