@@ -22,6 +22,7 @@ from longspan.train.config import TrainConfig
 from longspan.train.identity import changed_settings
 from tests.attention import CASES, drawn_cases, one_device, run
 from tests.counting import count_sent
+from tests.models import Truth, batch, build, gradients, rows_of, truth_of
 from tests.oracle import Case, make, oracle, sizes
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, eps
@@ -194,6 +195,41 @@ def test_blocks_come_back_rounded(code: str, dtype: torch.dtype) -> None:
         flat[1] = bad
         back = quantize.decode_blocks(quantize.encode_blocks(flat, 4, blocks, code), 4, blocks, code, dtype)
         assert back[:3].isnan().all() and back[3:].isfinite().all()
+
+
+def _on_a_model(truth: Truth) -> list[str]:
+    """Without FSDP, with replicas, beside a tensor axis, checkpointed: loss and gradients are near one process's,
+    and not equal.
+    """
+    said = []
+    for mesh, options in (
+        ({"ulysses": 4}, {"fsdp": False}),
+        ({"ulysses": 2, "data": 2}, {}),
+        ({"ulysses": 2, "tensor": 2}, {}),
+        ({"ulysses": 2, "ring": 2}, {"memory": longspan.Memory(checkpointing="layers")}),
+        ({"ulysses": 4}, {"memory": longspan.Memory(checkpointing="output")}),
+    ):
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), exchange_dtype="int8")
+        model = longspan.parallelize(build("Llama", vocab_size=64), sp, **options)
+        out = model(**rows_of(batch(), sp.data_rank, sp.data_size))
+        out.loss.backward()
+        assert float(out.loss.detach()) == pytest.approx(float(truth.exact.loss), rel=1e-3)
+        for name, grad in gradients(model).items():
+            exact = truth.exact.gradients[name]
+            error = float((grad - exact).norm() / exact.norm())
+            assert error < 0.05, (mesh, options, name, error)
+            if "q_proj" in name:
+                assert error > 1e-4, (mesh, options, name, error)
+        assert "exchange: int8, LOSSY" in str(longspan.explain(model))
+        with pytest.raises(LongspanError) as error_of_cache:
+            longspan.ShardedCache(model)
+        said.append(str(error_of_cache.value))
+    return said
+
+
+def test_a_model_with_other_features(pool4: RankPool) -> None:
+    for said in pool4.run(_on_a_model, truth_of(build("Llama", vocab_size=64), batch()), timeout=180):
+        assert all("exchange_dtype='int8' is for training and scoring" in text for text in said)
 
 
 def test_what_cannot_be_is_refused() -> None:

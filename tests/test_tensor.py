@@ -76,6 +76,9 @@ ON_8 = {
         ],
     ),
     "Mixtral": ({}, [({"tensor": 4, "ulysses": 2}, SP)]),
+    "Qwen3": ({**EIGHT}, [({"tensor": 8}, {})]),
+    "Gemma3Text": ({**EIGHT}, [({"tensor": 2, "ring": 2, "ulysses": 2}, {})]),
+    "GptOss": ({**EIGHT, "num_local_experts": 8, "output_router_logits": True}, [({"tensor": 8}, SP)]),
 }
 
 
