@@ -17,7 +17,10 @@ FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("data_degree", "ring", "ulysses", "tensor"), _MESHED),
     **dict.fromkeys(("out", "name"), ("link",)),
     "sizes": _MESHED,
-    **dict.fromkeys(("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace"), _COMPARED),
+    **dict.fromkeys(
+        ("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace", "exchange_chunks"),
+        _COMPARED,
+    ),
     **dict.fromkeys(("ffn", "layers", "vocab"), ("step",)),
     **dict.fromkeys(("json", "png"), _SHOWN),
     "quick": _SHOWN,
@@ -80,6 +83,8 @@ class BenchConfig:
     """attention, step: KV heads."""
     head_dim: int = 64
     """attention, step: elements of a head. The hidden size is heads x head_dim."""
+    exchange_chunks: int = 4
+    """attention, step: chunks in which ulysses-overlap sends the heads; every other method sends all at once."""
     ffn: int = 2816
     """step: the MLP's intermediate size."""
     layers: int = 2
@@ -173,7 +178,7 @@ class BenchConfig:
             raise LongspanError("--contexts needs a number of tokens, such as --contexts 2k 8k")
         for context in self.contexts:
             check_number("--contexts", context, 2, MOST_CONTEXT)
-        for name in ("heads", "kv_heads", "head_dim", "ffn", "layers", "vocab"):
+        for name in ("heads", "kv_heads", "head_dim", "exchange_chunks", "ffn", "layers", "vocab"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, 1 << 24)
         if self.model is None and self.heads % self.kv_heads:
             raise LongspanError(

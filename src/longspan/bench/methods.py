@@ -93,11 +93,6 @@ _PEER: dict[str, Any] = {
     "planned": False,
 }
 
-CHUNKS = 4
-"""Chunks of heads of `ulysses-overlap`, each under way while the attention of another computes; every other method
-sends all heads at once, whatever `SequenceSharding` would choose.
-"""
-
 _SEQUENCE: dict[str, Any] = {
     "attention": "longspan.bench.works:sequence_attention",
     "step": "longspan.bench.step:sequence_step",
@@ -122,8 +117,9 @@ KINDS: dict[str, Kind] = {
         Kind(
             "ulysses-overlap",
             lambda ranks: {"ulysses-overlap": Mesh(ulysses=ranks)},
-            job={"exchange_chunks": CHUNKS},
-            options={"exchange_chunks": CHUNKS},
+            # Each chunk of heads under way while the attention of another computes; every other method sends all heads
+            # at once, whatever `SequenceSharding` would choose.
+            options={"overlap": True},
             **_SEQUENCE,
         ),
         *(

@@ -91,17 +91,18 @@ class Shardings:
 
     Args:
         device: this rank's.
+        chunks: in which a method that overlaps sends its heads.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, chunks: int = 4) -> None:
+        self.device, self.chunks = device, chunks
         self._made: dict[tuple[Mesh, bool, int, CacheCode], SequenceSharding] = {}
 
     def of(self, row: Row) -> SequenceSharding:
         """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
         options = row.kind.options
         dtype: CacheCode = options.get("exchange_dtype", "exact")
-        key = row.mesh, bool(options.get("swapped")), int(options.get("exchange_chunks", 1)), dtype
+        key = row.mesh, bool(options.get("swapped")), self.chunks if options.get("overlap") else 1, dtype
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
