@@ -138,7 +138,10 @@ def main() -> None:
     options = parser.parse_args()
     env = common.environment(["longspan", "torch", "transformers"])
     rows = list(measure(options.quick))
-    text = f"{_table(rows)}\n\n{_reference()}"
+    hidden, layers, prompt, new = SIZES[options.quick]
+    shape = f"Llama: {layers} layers, hidden {hidden}, 8 query and 4 KV heads; fp32, weights whole on each rank or cut"
+    asked = f"over the tensor axis; a prompt of {prompt:,} tokens, then {new} one by one, then {SHORT} at once (B/128)."
+    text = f"{_table(rows)}\n\n{shape} {asked}\n\n{_reference()}"
     print(text)
     name = options.name + ("-quick" if options.quick else "")
     common.write_report(name, "Generation on every mesh, beside one process", env, text, rows)

@@ -21,7 +21,7 @@ HEAD = 12 + 6  # elements of an expanded key and value
 def _ways(name: str, expected: Any) -> None:
     """On meshes where vectors take less than a rank's heads (two, four), and where they do not (one)."""
     for ring, heads in ((4, 4), (2, 2), (1, 1)):
-        model, sp = parallelized(name, ring, False)
+        model, sp = parallelized(name, ring, fsdp=ring == 4)
         for options in ({}, {"offload": "host"}, {"latent": False}):
             cache = longspan.ShardedCache(model, **options)
             check_generated(generated(model, {**prompt(3, padded=True), "past_key_values": cache}), expected)
