@@ -4,19 +4,22 @@
 
 Writes a table, a row per mesh (the first is one process with transformers' own cache) and dtype of the cache: seconds
 of the prefill (to the first token), generated tokens per second, MiB of keys and values on the rank that holds most and
-what the planner says (they must be equal for the exact cache), bytes that a rank sends for one generated token and the
-planner's formula (likewise), the same of a step of 128 new tokens, and the relative error of the logits of all
-generated tokens against one process, with the tokens forced to be the same. Below it stands the reference's case of 128
-tokens, Llama-2-70B on 8 GPUs in bf16, per layer: what the same formula says, and that of tensor parallelism. Ranks are
-processes on CPUs over gloo: the ratios of bytes hold anywhere, times do not.
+what the planner says (they must be equal for the exact cache), MiB of all that torch holds on a rank at the most while
+the prompt is read and the planner's sum, bytes that a rank sends for one generated token and the planner's formula
+(equal), the same of a step of 128 new tokens, and the relative error of the logits of all generated tokens against one
+process, with the tokens forced to be the same. Below it stands the reference's case of 128 tokens, Llama-2-70B on 8
+GPUs in bf16, per layer: what the same formula says, and that of tensor parallelism. Ranks are processes on CPUs over
+gloo: the ratios of bytes hold anywhere, times do not.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +28,12 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
+from longspan.hf.digests import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
+from longspan.plan.generation import largest_moment
 from longspan.plan.models import shape_from_config
 from tests.counting import count_sent
+from tests.memory import peak_of
 from tests.pool import RankPool
 
 SHORT = 128  # tokens of the reference's short step
@@ -74,6 +80,8 @@ def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) 
     token = Job(context=prompt, mode="decode", dtype="fp32", weight_sharding=False)
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
     planned = [layer.mixer.cache_by_rank(token, mesh, generated, prompt, code)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
+    held = replace(token, context=prompt + generated, cache=code)
+    of_rank = largest_moment(shape, held, mesh, read_hardware("cpu"), prompt)
     per_token, of_short = (
         sum(one.bytes_per_gpu * one.count for one in cost(shape, job, mesh, read_hardware("cpu")).comm)
         for job in (token, short)
@@ -85,12 +93,26 @@ def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) 
         "tokens_per_s": rate,
         "cache_bytes": nbytes,
         "planned_bytes": sum(planned),
+        "memory_bytes": _memory(model, ids[:, :prompt], code, ids.shape[1]),
+        "planned_memory_bytes": sum(of_rank.values()),
         "sent_per_token": sum(one.bytes for one in sent),
         "planned_per_token": per_token,
         "sent_short": sum(one.bytes for one in sent_short),
         "planned_short": of_short,
         "logits_error": float((logits - expected).norm() / expected.norm()),
     }
+
+
+def _memory(model: Any, ids: Tensor, code: str, room: int) -> int:
+    """Bytes that torch holds on this rank at the most while a prompt is read: weights, cache, activations."""
+    weights = sum(local_part(p).nbytes for p in model.parameters())
+
+    def read() -> None:
+        cache = longspan.ShardedCache(model, room=room, dtype=code)
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        return weights + peak_of(read, Path(folder) / "trace.json")
 
 
 def measure(quick: bool) -> Iterator[dict[str, Any]]:
@@ -104,15 +126,17 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
     nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     yield {
         "mesh": "one process", "cache": "exact", "prefill_s": prefill, "tokens_per_s": rate, "cache_bytes": nbytes,
-        "planned_bytes": nbytes, "sent_per_token": 0, "planned_per_token": 0, "sent_short": 0, "planned_short": 0,
-        "logits_error": 0.0,
+        "planned_bytes": nbytes, "memory_bytes": 0, "planned_memory_bytes": 0, "sent_per_token": 0,
+        "planned_per_token": 0, "sent_short": 0, "planned_short": 0, "logits_error": 0.0,
     }  # fmt: skip
     for world in (2,) if quick else (2, 4):
         pool = RankPool(world, timeout=600)
         for mesh in (Mesh(ulysses=world), Mesh(ring=world), Mesh(tensor=world)):
             for code in ("exact", "int8", "fp8") if world == 2 and mesh.tensor == 1 else ("exact",):
                 rows = pool.run(_on_mesh, quick, mesh, code, ids, expected)
-                most = {name: max(row[name] for row in rows) for name in ("sent_per_token", "sent_short")}
+                most = {
+                    name: max(row[name] for row in rows) for name in ("memory_bytes", "sent_per_token", "sent_short")
+                }
                 yield max(rows, key=lambda row: float(row["cache_bytes"])) | most
         pool.close()
 
@@ -148,13 +172,28 @@ def main() -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    header = ["mesh", "cache", "prefill s", "tokens/s", "MiB", "plan", "B/token", "plan", "B/128", "plan", "error"]
+    header = [
+        "mesh",
+        "cache",
+        "prefill s",
+        "tokens/s",
+        "cache MiB",
+        "plan",
+        "all MiB",
+        "plan",
+        "B/token",
+        "plan",
+        "B/128",
+        "plan",
+        "error",
+    ]
     return common.table(
         header,
         [
             [
                 row["mesh"], row["cache"], f"{row['prefill_s']:.3f}", f"{row['tokens_per_s']:.1f}",
                 f"{row['cache_bytes'] / 2**20:.3f}", f"{row['planned_bytes'] / 2**20:.3f}",
+                *(f"{row[name] / 2**20:.1f}" if row[name] else "" for name in ("memory_bytes", "planned_memory_bytes")),
                 f"{row['sent_per_token']:,}", f"{row['planned_per_token']:,}", f"{row['sent_short']:,}",
                 f"{row['planned_short']:,}", f"{row['logits_error']:.1e}",
             ]

@@ -89,20 +89,23 @@ def parts(quick: bool) -> list[Part]:
     # Every step across hosts gathers weights over the link: seconds each.
     slow = ["step", "--dtype", "fp32", *SHAPE, "--rounds", "2" if quick else "3"]
     long = ["--contexts", *(["256"] if quick else ["512", "2048"])]
-    attention = ["attention", "--dtype", "fp32", "--heads", "16", "--kv-heads", "4", "--head-dim", "64", *rounds]
+    attention = ["attention", "--dtype", "fp32", "--heads", "16", "--kv-heads", "4", "--head-dim", "64", *rounds,
+                 "--predict"]  # fmt: skip
     core = ["--contexts", "256" if quick else "2048", "--methods", "ulysses", "ulysses-overlap", "usp",
             "ring", *peers]  # fmt: skip
-    fsdp = ["--methods", "fsdp", "fsdp-no-prefetch", "ulysses", "ulysses-no-prefetch", "--contexts"]
+    fsdp = ["--predict", "--methods", "fsdp", "fsdp-no-prefetch", "ulysses", "ulysses-no-prefetch", "--contexts"]
     short = ["8", "32", "128"]
-    covered = ["attention", "--dtype", "fp32", "--heads", "64", "--kv-heads", "4", "--head-dim", "32", "--rounds",
-               "2" if quick else "3", "--exchange-chunks", "16", "--contexts", "256" if quick else "8192"]  # fmt: skip
+    covered = ["attention", "--dtype", "fp32", "--heads", "64", "--kv-heads", "4", "--head-dim", "32", "--predict",
+               "--rounds", "2" if quick else "3", "--exchange-chunks", "16", "--contexts",
+               "256" if quick else "8192"]  # fmt: skip
     every = [
         Part("step across, 200 Mbit/s", 200, (*slow, *long, "--methods", *LONGSPAN, "--predict"), 0.30),
         Part("peers across, 200 Mbit/s", 200, (*attention, *core), 0.12),
         Part("peers across, 100 Mbit/s", 100, (*attention, *core), 0.14),
         Part("peers within", None, (*attention, *core), 0.06),
         Part("step within", None, (*step, *long, "--methods", *LONGSPAN, "--predict"), 0.16),
-        Part("short across, 200 Mbit/s", 200, (*slow, "--contexts", *short, "--methods", "tp", "ulysses"), 0.06),
+        Part("short across, 200 Mbit/s", 200, (*slow, "--predict", "--contexts", *short, "--methods", "tp",
+                                                 "ulysses"), 0.06),
         Part("placement, 200 Mbit/s", 200, (*attention, "--contexts", "256" if quick else "2048", "--methods", "usp",
                                             "usp-swapped"), 0.06),
         Part("prefetch, 200 Mbit/s", 200, (*step, *fsdp, "256" if quick else "1024"), 0.10),
@@ -216,7 +219,7 @@ def findings(found: dict[str, dict[str, Any]]) -> list[str]:
     lines += crossover(found.get("short across, 200 Mbit/s")) + placement(found.get("placement, 200 Mbit/s"))
     for part in found.values():
         lines += overlap(part)
-    lines += prefetch(found.get("prefetch, 200 Mbit/s")) + predictions([p for p in (across, within) if p])
+    lines += prefetch(found.get("prefetch, 200 Mbit/s")) + predictions(list(found.values()))
     for name, goals in (("200", (0.6, 0.75)), ("100", (0.5, 0.75))):
         lines += peers(found.get(f"peers across, {name} Mbit/s"), *goals)
     return lines + peers(found.get("peers within"), 1.0, 1.0)

@@ -30,7 +30,8 @@ MODELS = frozenset({"deepseek_v2", "deepseek_v3"})
 """Families (`model_type`) whose attention expands latent vectors as described above."""
 
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+# How far apart two ways to the same keys may be, of the largest: GPUs may multiply fp32 as TF32.
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-2}
 
 
 @dataclass(eq=False)
