@@ -87,15 +87,17 @@ def test_what_a_layer_saves_while_it_is_computed_again() -> None:
 
 def test_a_tile_of_the_mlp() -> None:
     each = 4 * 2 * 96 + 2 * 2 * 96  # what a forward saves, and two gradients under way
-    for levers, tiles in (
-        (Memory(tiled_mlp=4), 4),
-        (Memory(tiled_mlp=0), each // HIDDEN),
-        (Memory(tiled_mlp=600), 512),
+    for tokens, levers, tiles in (
+        (512, Memory(tiled_mlp=4), 4),
+        (8192, Memory(tiled_mlp=0), each // HIDDEN),
+        (1024, Memory(tiled_mlp=0), 2),  # of 512 tokens at least
+        (100, Memory(tiled_mlp=0), 1),
+        (512, Memory(tiled_mlp=600), 512),
     ):
-        job = Job(context=1024, memory=levers)
+        job = Job(context=2 * tokens, memory=levers)
         scale = scale_of(SMALL, job, TWO, H100)
         assert mlp_tiles(LAYER, job, TWO, scale) == tiles
-        assert mlp_under_way(LAYER, job, TWO, scale) == each * -(-512 // tiles)
+        assert mlp_under_way(LAYER, job, TWO, scale) == each * -(-tokens // tiles)
         assert mlp_weight_sums(LAYER, job, TWO) == 4 * 3 * 64 * 96
         assert mlp_weight_sums(LAYER, replace(job, dtype="fp32"), TWO) == 0
 

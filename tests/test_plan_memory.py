@@ -43,22 +43,23 @@ CASES = [
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
     # Levers, each alone and together.
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="output")}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="attention")}),
-    (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": Memory(tiled_mlp=4)}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(tiled_norms=True)}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(recompute_mlp_act=False)}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="output")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="attention")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**BF16, "memory": Memory(tiled_mlp=4)}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(tiled_norms=True)}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(recompute_mlp_act=False)}),
     ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), FP32),
     ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), BF16),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, layers_per_checkpoint=3)}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
-    (DEEP, 4096, Mesh(ulysses=2), {**BF16, "memory": LONGEST}),
-    (DEEP, 4096, Mesh(ring=2), {**FP32, "memory": LONGEST}),
-    (DEEP, 4096, Mesh(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, offload="disk")}),
-    (DEEP, 4096, Mesh(ulysses=2), {**FP32, "weight_sharding": False, "memory": LONGEST}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, layers_per_checkpoint=3)}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
+    (DEEP, 2048, Mesh(ulysses=2), {**BF16, "memory": LONGEST}),
+    (DEEP, 2048, Mesh(ring=2), {**FP32, "memory": LONGEST}),
+    (DEEP, 2048, Mesh(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, offload="disk")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, checkpointing="attention", offload="disk")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False, "memory": LONGEST}),
     # Embedding and head are most of it, and groups of their own.
     ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
     ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
@@ -107,7 +108,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
     store = model.longspan_hooks.levers.store
     if store is not None:  # its bounds are for real models: all of these small layers would be on their way at once
-        store._in_flight = store._ahead = context // sp.size * config["hidden_size"] * 4
+        store._in_flight = context // sp.size * config["hidden_size"] * 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(sp.data_rank)
     tokens = torch.randint(0, config["vocab_size"], (1, context))

@@ -399,8 +399,8 @@ class _KeptAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         kept = graph_is_kept()
+        ctx.kept.drop()  # what came after it has used the output
         torch.autograd.grad([ctx.edge], [ctx.anchor], [grads[0]], retain_graph=kept, allow_unused=True)
-        ctx.kept.drop()
         found = dict(ctx.found)
         ctx.found.clear()
         return None, None, None, *(found.get(i) for i in range(4))

@@ -12,7 +12,7 @@ from torch import Tensor
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.memory.pinned import CudaCopier, HostStore
-from longspan.memory.spill import DiskStore
+from longspan.memory.spill import MIB, DiskStore
 
 
 class Stored(Protocol):
@@ -86,6 +86,9 @@ def store_for(memory: Memory, device: torch.device) -> Store | None:
             f"{sys.platform}"
         )
     folder = memory.offload_folder or tempfile.gettempdir()
-    if device.type == "cpu":  # what is on its way lies in the memory that is to be saved: one leaves while one is made
-        return DiskStore(folder, device, tensors=2, ahead=0)
+    if device.type == "cpu":
+        # What is on its way lies in the memory that is to be saved: one leaves while one is made. None comes before it
+        # is asked for: it would lie there beside a whole layer's backward, and a CPU computes a layer's tokens a
+        # hundred times longer than a disk takes to read them.
+        return DiskStore(folder, device, tensors=2, ahead=None, piece=MIB // 2)
     return DiskStore(folder, device)

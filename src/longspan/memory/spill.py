@@ -1,8 +1,8 @@
 """Activations on a disk: written by threads while the next layers compute, read ahead of the backward.
 
 What is in memory does not grow with the number of layers: the tensors being written (`in_flight` bytes, or a single
-one that is larger), those being read ahead (`ahead` bytes and less than one and a half of the largest), and the
-threads' buffers.
+one that is larger), those being read ahead (`ahead` bytes and less than one and a half of the largest, or none), and
+the threads' buffers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DiskStore:
         in_flight: bytes that may wait to be written; a `put` beyond waits.
         tensors: so many tensors of one size may wait, whatever their bytes: on a CPU they lie in the memory that is to
             be saved. None: no such limit.
-        ahead: bytes that are read before they are asked for, at least.
+        ahead: bytes that are read before they are asked for, at least; None: nothing is.
         piece: bytes of a single write or read, a multiple of 4096.
         direct: False goes through the page cache.
         by_way: tensors are read by way of a buffer of the host, as they have to be for a GPU.
@@ -83,7 +83,7 @@ class DiskStore:
         *,
         in_flight: int = IN_FLIGHT,
         tensors: int | None = None,
-        ahead: int = AHEAD,
+        ahead: int | None = AHEAD,
         piece: int = PIECE,
         direct: bool = True,
         by_way: bool = False,
@@ -233,7 +233,7 @@ class DiskStore:
 
     def _read_before(self, entry: _Entry) -> None:
         """Read ahead, and let go of what was read ahead and is not what comes next."""
-        coming = self._shelf.next_after(entry, self._ahead)
+        coming = [] if self._ahead is None else self._shelf.next_after(entry, self._ahead)
         for other in self._shelf:
             if other.reading is not None and other not in coming:
                 self._cancel(other)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from longspan.core.buckets import FEWEST_ROWS, norm_rows
+
 if TYPE_CHECKING:
     from longspan.plan.cost.saved import Scale
     from longspan.plan.job import Job, Mesh
@@ -45,7 +47,7 @@ def mlp_tiles(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
     """Tiles of tokens that the layer's MLP works through."""
     if job.memory.tiled_mlp:
         return min(job.memory.tiled_mlp, max(1, s.tokens))
-    return max(1, min(s.tokens, round(_intermediates(layer, mesh, s) / (TILE * s.d * s.b))))
+    return max(1, min(s.tokens // FEWEST_ROWS, round(_intermediates(layer, mesh, s) / (TILE * s.d * s.b))))
 
 
 def _intermediates(layer: LayerShape, mesh: Mesh, s: Scale) -> int:
@@ -72,6 +74,13 @@ def mlp_under_way(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
         again = mlp_act_bytes(layer, mesh, s) * s.tokens if recomputes_mlp_act(job) else 0
         return 2 * s.b * layer.mlp.width * s.tokens // mesh.tensor + again
     return _intermediates(layer, mesh, s) * -(-s.tokens // mlp_tiles(layer, job, mesh, s))
+
+
+def norm_under_way(s: Scale) -> int:
+    """Bytes that the backward of a norm behind the attention holds, in tiles, beside the gradients that a layer's
+    backward holds anyway: its own result, of all tokens, and of a tile three copies in fp32.
+    """
+    return s.tokens * s.d * s.b // s.hidden_shards + 3 * 4 * s.d * min(s.tokens, norm_rows(s.tokens))
 
 
 def mlp_weight_sums(layer: LayerShape, job: Job, mesh: Mesh) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.plan.cost.cached import held_bytes, staged_bytes
-from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes
+from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes, norm_under_way
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.saved import (
     Buffers,
@@ -28,6 +28,8 @@ from longspan.plan.cost.saved import (
     again_per_token,
     autocasts,
     freed_per_token,
+    kept_per_token,
+    offloads,
     saved_in_a_step,
 )
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
@@ -247,6 +249,10 @@ def _in_a_backward(
     autocast = autocasts(job)
     of_layers = [freed_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
     freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
+    # Nothing is read ahead on a CPU: what all of an attention keeps is on the disk until its own backward.
+    late = s.on_cpu and offloads(job, s) and job.memory.checkpointing == "attention"
+    kept = min(kept_per_token(layer, job, mesh, s, autocast).attention for layer, _ in model.layer_kinds)
+    away = SavedActivations(attention=late * max(0, kept * s.tokens - freed.attention))
     each = [layer.mixer.backward_buffers(job, mesh, s) for layer, _ in model.layer_kinds]
     buffers = max(each, key=lambda held: held.total)
     exchanged = _exchanged_again(model, job, mesh, s)
@@ -254,9 +260,12 @@ def _in_a_backward(
     for saved, rest in backwards:
         if exchanged:  # what the layer will save is not there yet, but its normalised input and the gradient are
             yield {**saved.items(), **rest, "attention_workspace": exchanged - again, "hidden": 2 * hidden}
+        here = saved + away * -1
         yield {
-            **saved.items(), **rest, "gradients": rest["gradients"] + sums, "mlp": widest, "hidden": 2 * hidden,
+            **here.items(), **rest, "gradients": rest["gradients"] + sums, "mlp": widest, "hidden": 2 * hidden,
         }  # fmt: skip
+        if job.memory.tiled_norms:
+            yield {**here.items(), **rest, "hidden": 2 * hidden + norm_under_way(s)}
         yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": 2 * hidden}
 
 

@@ -174,9 +174,10 @@ def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequen
     largest = max(again, key=lambda saved: saved.total)
     most = max((kept for kept, _ in kinds), key=lambda saved: saved.total)
     if offloads(job, s):
-        stays, before = (most * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
+        resident = 1 if s.on_cpu else OFFLOADED_LAYERS  # a CPU reads nothing ahead
+        stays, before = (most * min(layers, resident) for layers in (n, max(1, n - 1)))
         if group > 1:  # those that are made again stay here, and there are fewer that leave
-            fewer = one.hidden * min(min(inputs, OFFLOADED_LAYERS) + group - 1, most_inputs)
+            fewer = one.hidden * min(min(inputs, resident) + group - 1, most_inputs)
             stays = before = replace(stays, hidden=fewer)
         return stays, stays + largest, before + largest, most + first + largest
     together = sum((kept * count for kept, count in kinds), SavedActivations())

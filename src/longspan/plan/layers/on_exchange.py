@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.saved import Buffers
+from longspan.plan.cost.saved import Buffers, offloads
 from longspan.plan.layers import exchange
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ def buffers_backward(layer: Softmax, job: Job, mesh: Mesh, s: Scale) -> Buffers:
         return Buffers(ring.comm, computing + (stays if lean or pieces > 1 else 0))
     computing = brought + gradients + in_heads * heads.out * exchanged + kernel_backward(layer, mesh, s)
     sending = brought + in_heads * heads.out + of_output + (result + of_output if lean else 0)
-    returning = 2 * gradients + (result if pieces == 1 else 0)
+    # The kernel's node is done, and what it saved is gone with it: where nobody else keeps it.
+    kept = job.memory.checkpointing == "attention" and not offloads(job, s)
+    gone = 0 if lean or kept else in_heads * (heads.q + heads.kv + heads.out)
+    returning = 2 * gradients + (result if pieces == 1 else 0) - gone
     moments = [computing, *((sending, returning) if exchanged else ())]
     return Buffers(0, stays + -(-max(moments) // pieces))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from longspan.core.cached import holds_latent, vector_bytes
 from longspan.core.places import tokens_held
 from longspan.plan.cost.local import heads_of, local_batch, local_tokens
-from longspan.plan.cost.saved import Buffers, SavedActivations
+from longspan.plan.cost.saved import Buffers, SavedActivations, offloads
 from longspan.plan.job import layout_of
 from longspan.plan.layers import exchange, on_exchange, on_ring
 from longspan.plan.layers.base import Mixer
@@ -195,8 +195,8 @@ class Softmax(Mixer):
         return 0
 
     def freed(self, behind: SavedActivations, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
-        # What is kept goes with the layer, and a lean backward sends the output of my tokens along.
-        stays = job.memory.lean or job.memory.checkpointing == "attention"
+        # What is kept here goes with the layer, and a lean backward sends the output of my tokens along.
+        stays = job.memory.lean or (job.memory.checkpointing == "attention" and not offloads(job, s))
         return behind + SavedActivations(attention=0 if stays else self._projected(mesh, s))
 
     def _projected(self, mesh: Mesh, s: Scale) -> int:
