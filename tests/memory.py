@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+COLLECTIVES = (
+    "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast",
+    "reduce_scatter_single", "reduce_scatter_tensor",
+)  # fmt: skip
+"""Whose tensors are seen to be freed; each torch has some of them."""
 
 
 def peak_of(run: Callable[[], Any], trace: Path, mapped: int = 0) -> int:
@@ -23,7 +30,7 @@ def peak_of(run: Callable[[], Any], trace: Path, mapped: int = 0) -> int:
         mapped: bytes of a file that is mapped into memory meanwhile, which the profiler takes for an allocation.
     """
     with (
-        _seen_exchanges(),
+        _seen_collectives(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recorded,
     ):
         run()
@@ -33,19 +40,20 @@ def peak_of(run: Callable[[], Any], trace: Path, mapped: int = 0) -> int:
 
 
 @contextlib.contextmanager
-def _seen_exchanges() -> Iterator[None]:
+def _seen_collectives() -> Iterator[None]:
     """gloo's thread holds what was sent and what arrived a moment longer than the call, and the profiler sees nothing
     that another thread frees: here whoever called is the last to hold them.
     """
-    exchange = dist.all_to_all_single
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        done = exchange(*args, **kwargs)
+    def slowly(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        done = collective(*args, **kwargs)
         time.sleep(0.002)
         return done
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_to_all_single", slowly)
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                patch.setattr(dist, name, functools.partial(slowly, getattr(dist, name)))
         yield
 
 

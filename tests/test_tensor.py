@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import longspan
 from longspan import LongspanError
+from longspan.comm.tensor import TensorGroup
 from longspan.core.memory import Memory
 from tests.fakes import fake_world
 from tests.models import Truth, batch, build, compare, truth_of, widened
@@ -238,3 +239,11 @@ def test_a_rank_of_the_tensor_group_that_differs_is_named(pool4: Any) -> None:
         assert "different weights" in said[0] and "rank 3" in said[0]
         assert "logits" in said[1] and "rank 3" in said[1]
         assert "ranks 3 were given another" in said[2]
+
+
+def test_what_every_rank_holds_is_copied_for_a_gradient_alone() -> None:
+    group, x = TensorGroup("of two ranks", 2, 0), torch.randn(3, requires_grad=True)
+    assert group.copy_in(x) is not x
+    assert group.copy_in(x.detach()).data_ptr() == x.data_ptr()
+    with torch.no_grad():
+        assert group.copy_in(x) is x

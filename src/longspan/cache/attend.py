@@ -257,15 +257,15 @@ def _attended(step: Step, prepared: _Prepared, store: Store, q_BShD: Tensor, sco
     """
     q_BhND = _all_blocks(step, q_BShD).transpose(1, 2)
     B, h, N = q_BhND.shape[:3]
+    out: Tensor | int = 0
+    lse: Tensor | float = -torch.inf
+    if prepared.block is not None:
+        k, v = store.read(q_BShD.dtype)
+        if prepared.index is not None:
+            k, v = (x.index_select(1, prepared.index) for x in (k, v))
+        out, lse = prepared.kernel.forward(q_BhND, k, v, prepared.block, scores)
+    # Made behind the kernel, which has sums of its own.
     partial = q_BhND.new_empty(B, h, N, v_dim + 1, dtype=torch.promote_types(q_BhND.dtype, torch.float32))
-    if prepared.block is None:
-        partial[..., :v_dim] = 0
-        partial[..., v_dim] = -torch.inf
-        return partial
-    k, v = store.read(q_BShD.dtype)
-    if prepared.index is not None:
-        k, v = (x.index_select(1, prepared.index) for x in (k, v))
-    out, lse = prepared.kernel.forward(q_BhND, k, v, prepared.block, scores)
     partial[..., :v_dim] = out
     partial[..., v_dim] = lse
     return partial
@@ -298,14 +298,13 @@ def _home(step: Step, prepared: _Prepared, partial: Tensor, scores: Scores, dtyp
     sp, mine = step.sp, prepared.mine
     parts = partial[None]
     if sp.ring_size > 1:
-        blocks = [
-            torch.cat([partial[:, :, a:b] for a, b in sp.layout.block(step.new, rank)], 2)
-            for rank in range(sp.ring_size)
-        ]
-        send = torch.stack(blocks)
+        send = partial.new_empty(sp.ring_size, *partial.shape[:2], partial.shape[2] // sp.ring_size, partial.shape[3])
+        for rank, block in enumerate(send):
+            torch.cat([partial[:, :, a:b] for a, b in sp.layout.block(step.new, rank)], 2, out=block)
         parts = torch.empty_like(send)
         if send.numel():
             dist.all_to_all_single(parts.view(-1), send.view(-1), group=sp.ring_group)
+        del send, block
     out = _merged(parts, scores.of_heads(mine.q_start, mine.q_stop)).to(dtype).transpose(1, 2)
     if sp.ulysses_size == 1:
         return out

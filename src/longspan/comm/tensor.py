@@ -41,6 +41,8 @@ class TensorGroup:
 
     def copy_in(self, x: Tensor) -> Tensor:
         """What every rank holds, used by each in a layer's part: as it is; its gradients are summed."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x  # the operator, which may not return what it is given, is there for the gradient's sake
         out: Tensor = torch.ops.longspan.tensor_copy(x, self.name)
         return out
 

@@ -3,8 +3,8 @@
 A training step has such moments: the loss (all activations are kept, the logits exist); the backward of the last layer
 (activations are still kept, a layer's gradients are under way) and of the first (gradients of all others exist); the
 gradients of embeddings and head; the sum of gradients where weights are not sharded; the optimizer. Each is summed up
-from its items; the largest one is what must fit, and its items are what is reported. A forward alone has two: inside
-attention, and inside the MLP.
+from its items; the largest one is what must fit, and its items are what is reported. A forward alone has these: inside
+attention, the norm behind it, and the MLP; behind the MLP, whose parts a tensor axis sums; inside the last norm.
 
 What a layer saves is in `saved.py`; `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 
@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
+from longspan.plan.cost import hidden_states
 from longspan.plan.cost.cached import held_bytes, staged_bytes
 from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes, norm_under_way
 from longspan.plan.cost.local import local_batch, local_tokens
@@ -62,7 +63,7 @@ ITEMS = {
 """The items of `memory`, and what they are."""
 
 PREFILL_TILES = 16
-"""Tiles of the MLP in prefill and decode where the job does not say: without a backward, tiles cost nothing."""
+"""Tiles of MLP and norms in prefill and decode where the job does not say: without a backward, tiles cost nothing."""
 
 
 def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
@@ -73,7 +74,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: i
         job: what is computed.
         mesh: the mesh.
         hardware: on what.
-        tiles: of the MLP in prefill and decode, where the job does not say.
+        tiles: of MLP and norms in prefill and decode, where the job does not say.
     """
     at_once = job
     if job.mode == "prefill" and job.prefill_chunk is not None:
@@ -361,8 +362,23 @@ def _in_forward(mixer: Mixer, job: Job, mesh: Mesh, s: Scale) -> tuple[int, int,
 
 
 def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale, tiles: int) -> list[dict[str, int]]:
-    t, tokens = mesh.tensor, s.tokens
-    gathered, at_head = _gathered(model, job, mesh, 2), _gathered(model, job, mesh, 0, heads=2)
+    """The moments of a forward alone: attention, the norm behind it, the MLP, the sum of its parts, the last norm."""
+    weights, at_head = {"gathered_weights": _gathered(model, job, mesh, 2)}, _gathered(model, job, mesh, 0, heads=2)
+    mlps = {layer.mlp for layer, _ in model.layer_kinds}
+    head = {"logits": local_batch(job, mesh) * model.vocab // mesh.tensor * (s.b + 4)}
+    in_mlp = max(hidden_states.in_mlp(mlp, job, mesh, s) for mlp in mlps)
+    behind_mlp = max(hidden_states.behind_mlp(mlp, job, mesh, s) for mlp in mlps)
+    return [
+        {**weights, **_in_attention(model, job, mesh, s), "hidden": hidden_states.in_attention(job, mesh, s)},
+        {**weights, "hidden": hidden_states.in_norm(s, tiles)},
+        {**weights, **head, "hidden": in_mlp, "mlp": _in_mlp(model, job, mesh, s, tiles)},
+        {**weights, "hidden": behind_mlp},
+        {**head, "gathered_weights": at_head, "hidden": hidden_states.in_last_norm(s, tiles)},
+    ]
+
+
+def _in_attention(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> dict[str, int]:
+    """What a forward's attention holds beside hidden states, of the layer that needs most."""
     each = [_in_forward(layer.mixer, job, mesh, s) for layer, _ in model.layer_kinds]
     qkv, out, packed = (max(sizes) for sizes in zip(*each, strict=True))
     exchanged = mesh.ulysses > 1 and job.mode != "decode"
@@ -373,26 +389,11 @@ def _forward(model: ModelShape, job: Job, mesh: Mesh, s: Scale, tiles: int) -> l
     pieces = min(layer.mixer.chunks(job, mesh) for layer, _ in model.layer_kinds)
     if pieces > 1:  # a piece's buffers, and the output that has come back so far
         workspace = -(-workspace // pieces) + out
+    return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": ring.comm}
+
+
+def _in_mlp(model: ModelShape, job: Job, mesh: Mesh, s: Scale, tiles: int) -> int:
+    """Bytes of a forward's intermediates of the widest MLP: of a tile, the job's, or one of `tiles`."""
     matrices = max(layer.mlp.matrices for layer, _ in model.layer_kinds)
     own = min(mlp_tiles(layer, job, mesh, s) for layer, _ in model.layer_kinds)
-    tiles = own if own > 1 else tiles
-    return [
-        {
-            "gathered_weights": gathered,
-            "qkv": qkv,
-            "attention_workspace": workspace,
-            "hidden": tokens * s.d * s.b // s.hidden_shards,
-            "comm_buffers": ring.comm,
-        },
-        {
-            "gathered_weights": gathered,
-            "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
-            "mlp": tokens * _widest(model, t, s) * matrices // tiles,
-            "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
-        },
-        {
-            "gathered_weights": at_head,
-            "hidden": 2 * tokens * s.d * s.b // s.hidden_shards,
-            "logits": local_batch(job, mesh) * model.vocab // t * (s.b + 4),
-        },
-    ]
+    return s.tokens * _widest(model, mesh.tensor, s) * matrices // (own if own > 1 else tiles)

@@ -276,13 +276,13 @@ def prompt(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
     return sent
 
 
-def gathered(layer: Softmax, job: Job, mesh: Mesh) -> Buffers:
-    """What a ring holds beside the exchange while it computes a chunk, the job's context: the queries of all blocks,
-    and partial outputs with their log-sum-exps: as computed, as sent, and as they arrive.
+def in_chunk(layer: Softmax, job: Job, mesh: Mesh) -> Buffers:
+    """What a rank holds beside the exchange while it computes a chunk, the job's context: over a ring the queries of
+    all blocks; and three outputs in fp32, log-sum-exps along: the kernel's sum, what it adds, and the two weighed. Over
+    a ring, these are again the partial outputs as computed, as sent, and as they arrive.
     """
     layer = layer.in_cache(job, mesh)
     heads = busiest(layer, mesh)
     tokens = local_tokens(job, mesh) * local_batch(job, mesh) * mesh.sequence
-    return Buffers(
-        comm=tokens * heads.q * job.bytes_per_element, workspace=3 * tokens * heads.q_heads * (layer.v_head_dim + 1) * 4
-    )
+    queries = tokens * heads.q * job.bytes_per_element if mesh.ring > 1 else 0
+    return Buffers(comm=queries, workspace=3 * tokens * heads.q_heads * (layer.v_head_dim + 1) * 4)

@@ -204,10 +204,10 @@ class Softmax(Mixer):
         return s.b * self.q_heads * self.v_head_dim // mesh.tensor if mesh.ulysses > 1 else 0
 
     def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
+        if job.mode == "prefill" and job.prefill_chunk is not None:
+            return exchange.in_chunk(self, job, mesh)
         if mesh.ring == 1 or job.mode == "decode":
             return Buffers()
-        if job.mode == "prefill" and job.prefill_chunk is not None:
-            return exchange.gathered(self, job, mesh)
         whole = (on_ring.buffers_backward if backward else on_ring.buffers_forward)(self, job, mesh, s)
         chunks = self.chunks(job, mesh)
         return Buffers(-(-whole.comm // chunks), -(-whole.workspace // chunks))
