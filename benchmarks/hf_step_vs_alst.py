@@ -40,7 +40,8 @@ LEVERS = {  # by the names that benchmarks give them, after "longspan"
     "head_chunks=0": Memory(head_chunks=0),
     "checkpointing=layers, few": Memory(checkpointing="layers", layers_per_checkpoint=0),
     "few": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
-    "disk": dataclasses.replace(LONGEST, offload="disk", checkpointing="attention"),
+    "disk": dataclasses.replace(LONGEST, offload="disk"),
+    "all on disk": dataclasses.replace(LONGEST, offload="disk", checkpointing="attention"),
 }
 METHODS = ("longspan", "alst", "alst+tiled")
 FLOOR = "floor"

@@ -14,8 +14,8 @@ from typing import Any
 import common
 import hf_step_vs_alst as steps
 
-NAMES = ["longspan", *(f"longspan {name}" for name in steps.LEVERS if name not in ("few", "disk")),
-         "longspan longest", "longspan few", "longspan disk"]  # fmt: skip
+NAMES = ["longspan", *(f"longspan {name}" for name in steps.LEVERS if name not in ("few", "disk", "all on disk")),
+         "longspan longest", "longspan few", "longspan disk", "longspan all on disk"]  # fmt: skip
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
         f"\n\n{args.tokens:,} tokens over {args.ranks} ranks (Ulysses), {args.dtype}; Llama: {args.layers} layers,"
         f" hidden {args.hidden}, {args.q_heads} query and {args.kv_heads} KV heads, FFN {args.ffn}, vocabulary"
         f" {args.vocab:,}; batch 1, AdamW. `longest` is checkpointing=layers, tiled_mlp=0 and tiled_norms; `few` the"
-        " same with layers_per_checkpoint=0, `disk` with offload=disk. Of the peak, gradients and the optimizer's"
-        " temporaries are the same in every row."
+        " same with layers_per_checkpoint=0, `disk` with offload=disk, `all on disk` that with checkpointing=attention."
+        " Of the peak, gradients and the optimizer's temporaries are the same in every row."
     )
     print(text)
     common.write_report(args.name, "Each lever of memory alone", env, text, {"shape": shape, "rows": rows})

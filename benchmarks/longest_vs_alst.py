@@ -1,5 +1,6 @@
-"""The longest settings of both: longspan with memory="longest", and with what it keeps on a disk, beside ALST with its
-tiled loss, tiled MLP and gradient checkpointing, on a Hugging Face Llama that every rank holds whole.
+"""The longest settings of both: longspan with memory="longest", and the same with checkpointing="attention" and all
+that this keeps on a disk (offload="disk"), beside ALST with its tiled loss, tiled MLP and gradient checkpointing, on a
+Hugging Face Llama that every rank holds whole.
 
     python benchmarks/longest_vs_alst.py [--quick]
 
@@ -16,7 +17,7 @@ from typing import Any
 import common
 import hf_step_vs_alst as steps
 
-OURS, THEIRS = ("longspan longest", "longspan disk"), "alst longest"
+OURS, THEIRS = ("longspan longest", "longspan all on disk"), "alst longest"
 
 
 def main() -> None:
@@ -93,7 +94,8 @@ def render(rows: list[dict[str, Any]], shape: dict[str, Any]) -> str:
         f"Llama: {shape['layers']} layers, hidden {shape['hidden']}, {shape['q_heads']} query and"
         f" {shape['kv_heads']} KV heads, FFN {shape['ffn']}, vocabulary {shape['vocab']:,}; {shape['dtype']}, batch 1,"
         f" AdamW, {shape['ranks']} ranks, weights whole on each. ALST: tiled loss (tiles of {shape['tile_mib']} MiB),"
-        " tiled MLP (as many tiles as its documentation says), transformers' gradient checkpointing.",
+        " tiled MLP (as many tiles as its documentation says), transformers' gradient checkpointing. `all on disk`:"
+        ' memory="longest" with checkpointing="attention" and offload="disk".',
     ]
     errors = [row["agreement"]["grad_error"] for row in rows if "agreement" in row]
     if errors:

@@ -8,9 +8,9 @@ Llama. A rank that needs more is killed by the kernel. (Where there are no contr
 by half until one fails, then by bisection.
 
 Methods: longspan with memory="longest", the same with a few layers for each checkpoint
-(`layers_per_checkpoint=0`), the same with what is kept on a disk, and ALST at its longest settings (tiled
-loss, tiled MLP, gradient checkpointing). Shapes: a shallow model and a deep one, since what checkpointing keeps grows
-with the layers, and what one layer needs does not.
+(`layers_per_checkpoint=0`), the first with what is kept on a disk, that with all of attention kept there too, and ALST
+at its longest settings (tiled loss, tiled MLP, gradient checkpointing). Shapes: a shallow model and a deep one, since
+what checkpointing keeps grows with the layers, and what one layer needs does not.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ import common
 import hf_step_vs_alst as steps
 import torch
 
-METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk")
+METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk", "longspan all on disk")
 SHAPES = {  # 80 layers are those of a 70B
     "shallow": {"layers": 4, "hidden": 256, "ffn": 512, "mib": 96},
     "deep": {"layers": 80, "hidden": 64, "ffn": 128, "mib": 48},
 }
-FIRST = {"longspan few": 1.5, "longspan disk": 4.0}  # of ALST's, what is tried first: a long step takes minutes
+# Of ALST's, what is tried first: a long step takes minutes.
+FIRST = {"longspan few": 1.5, "longspan disk": 4.0, "longspan all on disk": 4.0}
 MIB = 2**20
 GROUPS = (  # version 1 and 2: the hierarchy, the file that sets the limit
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),

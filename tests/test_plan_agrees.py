@@ -101,7 +101,7 @@ def cases() -> Iterator[tuple[str, str]]:
             "--gpu b200 --gpus 32", "--gpu mi300x --gpus 1")  # fmt: skip
     for i, name in enumerate(CONFIGS):
         yield name, f"{gpus[i % 5]} --context {('8k', '300k', '512k')[i % 3]} {LEVERS[i % 4]}"
-    for i, name in enumerate(("llama-3.1-8b", "gemma-3-4b", "gpt-oss-20b", "mistral-7b", "qwen3-0.6b")):
+    for i, name in enumerate(("llama-3.1-8b", "gemma-3-4b", "gpt-oss-20b")):
         yield name, f"--gpus {8 >> i % 3} --context 512k --memory auto --compare"
     yield "llama-3.1-8b", "--gpus 8 --context 512k --grad-checkpointing"  # the README's
     yield "llama-3.1-8b", "--gpus 2 --context 512k --memory longest --rope-scaling dynamic --offload host --cpu-offload"

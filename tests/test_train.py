@@ -607,7 +607,9 @@ def _rank_with_a_bad_disk(config: TrainConfig) -> None:
 
 
 @pytest.mark.launcher
-def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
+    config: TrainConfig, pool2: RankPool, tmp_path: Path
+) -> None:
     config = dataclasses.replace(
         config,
         ulysses=2,
@@ -621,9 +623,9 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(config: T
         launch.launch(_rank_with_a_bad_disk, config, nproc=2)
     assert losses_of(config.out).keys() >= {1, 2}
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]
-    launch.launch(job._train_rank, dataclasses.replace(config, resume="auto"), nproc=2)
+    _on(pool2, dataclasses.replace(config, resume="auto"))
     plain = dataclasses.replace(config, offload="none", offload_folder="", out=tmp_path / "plain")
-    launch.launch(job._train_rank, plain, nproc=2)
+    _on(pool2, plain)
     assert losses_of(config.out) == losses_of(plain.out)
 
 
