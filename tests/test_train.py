@@ -25,7 +25,7 @@ from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
-from longspan.train import TrainConfig, job, run
+from longspan.train import TrainConfig, run
 from longspan.train.levers import settled
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
