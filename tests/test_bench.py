@@ -504,6 +504,33 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
     assert not read_hardware(str(path)).overlaps and read_hardware(str(path)).on_cpu
 
 
+@pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
+def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
+    """What is exposed of its chunks, or its ring, goes beside its computing, by the share that the link hides."""
+    from longspan.bench.methods import chosen
+    from longspan.bench.predict import predict
+    from longspan.bench.shapes import job_of, read_config, shape_of
+    from longspan.plan.cost.compute import layer_seconds
+    from longspan.plan.cost.times import layer_exposed
+    from longspan.plan.hardware import CATALOGUE, MeasuredLink
+
+    config = dataclasses.replace(BenchConfig("attention"), heads=16, kv_heads=4, dtype="fp32")
+    (row,) = chosen([method], "attention", 4)
+    shape, job = shape_of("attention", read_config(config)), job_of(config, row, 4096)
+    totals = []
+    for hidden in (0.0, 0.5, 1.0):
+        links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
+        hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
+        found = predict("attention", shape, job, row, hardware)
+        computing = layer_seconds(shape, shape.layers[0], job, row.mesh, hardware)
+        attention = computing.attention_forward + computing.attention_backward
+        exposed = layer_exposed(shape, shape.layers[0], computing, job, row.mesh, hardware)
+        assert found.total == pytest.approx(exposed + attention)
+        totals.append(found.total)
+        assert (found.total == pytest.approx(found.communication + attention)) == (hidden == 0 or method == "ulysses")
+    assert (totals[0] > totals[1] > totals[2]) == (method != "ulysses")
+
+
 def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> None:
     from longspan.cli import parse
 
