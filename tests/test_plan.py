@@ -33,6 +33,7 @@ from longspan.plan import (
 )
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
+from longspan.plan.cost.communication import layer_method
 from longspan.plan.cost.compute import LayerSeconds, layer_work
 from longspan.plan.cost.times import layer_exposed, step_times, waiting
 from longspan.plan.hardware import OPS, MeasuredLink
@@ -373,6 +374,14 @@ def test_what_can_be_hidden_is_where_there_is_attention_for_it(hidden: float, at
     exchanged = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=4), shares(hidden))
     each_way = 4 * 2 * 1.0  # of four chunks there and back
     assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
+
+    # On 8 ranks all four chunks of a rank share one KV head of 3 units with its query head: the first one's way there
+    # is 3 of 6 units, and its gradient's home with the last; O and dO are 4 units, a chunk 1.
+    slowly = {("ulysses", "all_to_all"): MeasuredLink(0.0, 1e6, (), hidden)}
+    hardware, sent = replace(A100, measured=slowly), [s.bytes for s in layer_method(LLAMA, layer, job, Mesh(ulysses=8))]
+    way = sum(sent) / 1e6 / 2
+    shared = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=8), hardware)
+    assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
     ring, mesh = replace(job, exchange_chunks=1), Mesh(ring=2)
     schedule = layer.mixer.ring_schedule(ring, mesh)

@@ -98,20 +98,23 @@ def _ring_and_rest(sents: list[Sent]) -> tuple[list[Sent], list[Sent]]:
 def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware) -> float:
     """Seconds of one layer's exchanges that the attention of other chunks of heads hides, forwards and backwards.
 
-    Of n equal chunks the first one's way there and the last one's way home are beside nothing: at the best n - 1 of n
-    parts of an exchange run beside as many parts of the attention.
+    Of n chunks the first one's way there and the last one's way home are beside nothing; the others' run beside at the
+    best n - 1 of n parts of the attention. Where chunks share a KV head, it goes there with the first of them and its
+    gradient home with the last, so that these messages are larger than an n-th.
     """
-    ways = {name: [sent for sent in sents if sent.op == "all_to_all" and sent.what.endswith(name)] for name in _WAYS}
+    exchanges = [sent for sent in sents if sent.op == "all_to_all"]
+    ways = {
+        name: [_hideable([sent], mesh, hardware) for sent in exchanges if sent.what.endswith(name)] for name in _WAYS
+    }
     n = len(ways["O to tokens"])
     if n < 2 or job.exchange_chunks == 1:
         return 0.0
     forwards, backwards = mixing_passes(job)
-    seconds = {name: _hideable(way, mesh, hardware) for name, way in ways.items()}
-    forward = seconds["Q, K, V to heads"] + seconds["O to tokens"]
-    backward = seconds["dO to heads"] + seconds["dQ, dK, dV to tokens"]
+    forward = sum(ways["Q, K, V to heads"][1:]) + sum(ways["O to tokens"][:-1])
+    backward = sum(ways["dO to heads"][1:]) + sum(ways["dQ, dK, dV to tokens"][:-1])
     part = (n - 1) / n
-    hidden = min(forward * part, forwards * computing.attention_forward * part)
-    return hidden + min(backward * part, backwards * computing.attention_backward * part)
+    hidden = min(forward, forwards * computing.attention_forward * part)
+    return hidden + min(backward, backwards * computing.attention_backward * part)
 
 
 _WAYS = ("Q, K, V to heads", "O to tokens", "dO to heads", "dQ, dK, dV to tokens")
