@@ -187,6 +187,11 @@ def test_every_axis_above_1_is_measured(pool4: RankPool, degrees: dict[str, int]
     for axis, fits in links.items():
         assert set(fits) == (FOUR | {"p2p"} if axis == "ring" else FOUR)
         assert all(fit.latency >= 0 and fit.bandwidth > 0 and fit.residual >= 0 for fit in fits.values())
+        shares = {op: fit.hidden for op, fit in fits.items() if fit.hidden is not None}
+        assert all(0 <= share <= 1 for share in shares.values())
+        # What longspan has under way while it computes. The fsdp axis may be just the ulysses one.
+        expected = {"ulysses": {"all_to_all"}, "ring": {"p2p"}}.get(axis, set())
+        assert set(shares) == expected
     if axes == ["ring", "fsdp"]:  # the same ranks are not measured twice
         assert links["fsdp"] == {name: links["ring"][name] for name in FOUR}
 
@@ -230,9 +235,14 @@ def _what_is_computed() -> dict[str, list[float]]:
     found = {}
     for name, collective in COLLECTIVES.items():
         x = torch.arange(4.0) + 10 * dist.get_rank()
-        y = x.clone() if name == "all_reduce" else torch.full((4,), -1.0)
-        collective(x, y, 4, dist.group.WORLD)
-        found[name] = y.tolist()
+        ways = [x.clone() if name == "all_reduce" else torch.full((4,), -1.0) for _ in range(2)]
+        collective(x, ways[0], 4, dist.group.WORLD)
+        works = collective(x, ways[1], 4, dist.group.WORLD, beside=True)
+        assert works  # there is something to wait for, so it was not waited for
+        for work in works:
+            work.wait()
+        assert torch.equal(*ways)
+        found[name] = ways[0].tolist()
     return found
 
 
@@ -246,6 +256,29 @@ def test_the_collectives_are_what_they_are_called(pool2: RankPool) -> None:
         "p2p": [10, 11, 12, 13],
     }
     assert second["reduce_scatter"] == [14, 16, -1, -1] and second["p2p"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("sent", "computed", "both", "share"),
+    [
+        ([1.0] * 5, [1.0] * 5, [1.25] * 5, 0.75),
+        ([2.0] * 5, [1.0] * 5, [2.5] * 5, 0.5),  # no more than the shorter one can be hidden
+        ([1.0] * 5, [1.0] * 5, [2.5] * 5, 0.0),
+        ([1.0] * 5, [1.0] * 5, [0.9] * 5, 1.0),
+        ([1.0, 1.0, 9.0, 1.0, 9.0], [1.0] * 5, [1.5, 1.5, 9.5, 1.5, 1.5], 0.5),  # two rounds were disturbed
+    ],
+)
+def test_a_share_is_what_both_together_save(
+    sent: list[float], computed: list[float], both: list[float], share: float
+) -> None:
+    import torch
+
+    from longspan.bench import links
+
+    begun = []
+    with mock.patch.object(links, "every_seconds", lambda works, rounds, device: [sent, computed, both]):
+        found = links.hidden_share(lambda: begun.append(1) or [], 1e-4, torch.device("cpu"))
+    assert found == pytest.approx(share) and not begun  # the works were handed over, not run
 
 
 def _medians() -> list[float]:
@@ -275,7 +308,7 @@ def test_the_slowest_rank_counts(pool2: RankPool) -> None:
 def test_the_file_says_what_was_measured() -> None:
     links = {
         "ulysses": {"all_to_all": Fit(1.5e-5, 3e11, 0.04), "all_gather": Fit(0.0, 1e11, 0.0)},
-        "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25, ((1024.0, 1e-5), (4096.0, 2e-5)))},
+        "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25, ((1024.0, 1e-5), (4096.0, 2e-5)), 0.25)},
     }
     assert tomllib.loads(as_toml(_made_up(links))) == {
         "name": "mine",
@@ -304,6 +337,7 @@ def test_the_file_says_what_was_measured() -> None:
                     "bandwidth": 2.5e10,
                     "residual": 1.25,
                     "points": [[1024, 1e-5], [4096, 2e-5]],
+                    "hidden": 0.25,
                 }
             },
         },
@@ -319,9 +353,9 @@ def test_any_name_survives_the_file(name: str) -> None:
 
 def test_the_table_shows_the_same() -> None:
     out = io.StringIO()
-    print_table(_made_up({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04)}}), out)
+    print_table(_made_up({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04, hidden=0.73)}}), out)
     assert "310 TFLOP/s" in out.getvalue() and "2000 GB/s" in out.getvalue()
-    for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%"):
+    for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%", "73%"):
         assert cell in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
@@ -468,6 +502,33 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
     assert found.seconds("all_to_all", "ulysses", 8.0, 1, 8) == 2.25
     path.write_text(as_toml(_made_up(links)))
     assert not read_hardware(str(path)).overlaps and read_hardware(str(path)).on_cpu
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
+def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
+    """What is exposed of its chunks, or its ring, goes beside its computing, by the share that the link hides."""
+    from longspan.bench.methods import chosen
+    from longspan.bench.predict import predict
+    from longspan.bench.shapes import job_of, read_config, shape_of
+    from longspan.plan.cost.compute import layer_seconds
+    from longspan.plan.cost.times import layer_exposed
+    from longspan.plan.hardware import CATALOGUE, MeasuredLink
+
+    config = dataclasses.replace(BenchConfig("attention"), heads=16, kv_heads=4, dtype="fp32")
+    (row,) = chosen([method], "attention", 4)
+    shape, job = shape_of("attention", read_config(config)), job_of(config, row, 4096)
+    totals = []
+    for hidden in (0.0, 0.5, 1.0):
+        links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
+        hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
+        found = predict("attention", shape, job, row, hardware)
+        computing = layer_seconds(shape, shape.layers[0], job, row.mesh, hardware)
+        attention = computing.attention_forward + computing.attention_backward
+        exposed = layer_exposed(shape, shape.layers[0], computing, job, row.mesh, hardware)
+        assert found.total == pytest.approx(exposed + attention)
+        totals.append(found.total)
+        assert (found.total == pytest.approx(found.communication + attention)) == (hidden == 0 or method == "ulysses")
+    assert (totals[0] > totals[1] > totals[2]) == (method != "ulysses")
 
 
 def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -32,8 +33,9 @@ from longspan.plan import (
 )
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
-from longspan.plan.cost.compute import layer_work
-from longspan.plan.cost.times import waiting
+from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.compute import LayerSeconds, layer_work
+from longspan.plan.cost.times import layer_exposed, step_times, waiting
 from longspan.plan.hardware import OPS, MeasuredLink
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
@@ -340,6 +342,65 @@ def test_a_ring_hides_behind_a_long_attention_and_an_all_gather_never_does() -> 
         assert (exposed["p2p"] < 0.01 * seconds["p2p"]) == hidden
 
 
+def shares(hidden: float | None, axes: tuple[str, ...] = ("ring", "ulysses", "fsdp"), **changes: Any) -> Hardware:
+    """A100s of which this share of what a measured collective takes, a second, runs beside computing."""
+    link = MeasuredLink(1.0, 1e30, (), hidden)
+    return replace(A100, measured={(axis, op): link for axis in axes for op in OPS}, **changes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SHAPES, JOBS, MESHES, st.integers(1, 4), st.tuples(*[st.floats(0, 1)] * 2))
+def test_less_is_exposed_the_more_of_it_can_be_hidden(
+    model: ModelShape, job: Job, mesh: Mesh, chunks: int, between: tuple[float, float]
+) -> None:
+    job = replace(job, exchange_chunks=chunks)
+    assume(refusal(model, job, mesh) is None)
+    plans = [cost(model, job, mesh, shares(hidden)) for hidden in (0.0, *sorted(between), 1.0)]
+    exposed = [plan.exposed_seconds for plan in plans]
+    assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(exposed))
+    assert exposed[0] == pytest.approx(plans[0].comm_seconds)  # nothing hides
+    for hidden, overlaps in ((0.0, False), (1.0, True)):
+        assert step_times(model, job, mesh, shares(hidden)) == step_times(
+            model, job, mesh, shares(None, overlaps=overlaps)
+        )
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("attention", [0.0, 1.0, 1e6])
+def test_what_can_be_hidden_is_where_there_is_attention_for_it(hidden: float, attention: float) -> None:
+    """Of four chunks three parts of each way, of a ring every message; a collective takes a second."""
+    layer, computing = LLAMA.layers[0], LayerSeconds(0.0, 0.0, attention, attention)
+    job = Job(context=4096, exchange_chunks=4, memory=FASTEST)
+    exchanged = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=4), shares(hidden))
+    each_way = 4 * 2 * 1.0  # of four chunks there and back
+    assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
+
+    # On 8 ranks all four chunks of a rank share one KV head of 3 units with its query head: the first one's way there
+    # is 3 of 6 units, and its gradient's home with the last; O and dO are 4 units, a chunk 1.
+    slowly = {("ulysses", "all_to_all"): MeasuredLink(0.0, 1e6, (), hidden)}
+    hardware, sent = replace(A100, measured=slowly), [s.bytes for s in layer_method(LLAMA, layer, job, Mesh(ulysses=8))]
+    way = sum(sent) / 1e6 / 2
+    shared = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=8), hardware)
+    assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
+
+    ring, mesh = replace(job, exchange_chunks=1), Mesh(ring=2)
+    schedule = layer.mixer.ring_schedule(ring, mesh)
+    assert schedule is not None and schedule.routes.rounds == 1
+    # Forward a block while the own one is computed; backward that, and a gradient home during the own one's rest.
+    messages = [attention * schedule.own] + [attention * schedule.own * 0.5] * 2
+    waits = sum(1 - hidden + max(0.0, hidden - beside) for beside in messages)
+    assert layer_exposed(LLAMA, layer, computing, ring, mesh, shares(hidden)) == pytest.approx(waits)
+
+
+def test_weights_run_beside_nothing_on_cpus() -> None:
+    """FSDP waits for them at once, however well the link runs beside computing."""
+    job, mesh = Job(context=4096, batch=2), Mesh(data=2)
+    plan = cost(LLAMA, job, mesh, shares(1.0, on_cpu=True, overlaps=True))
+    assert plan.exposed_seconds == pytest.approx(plan.comm_seconds) and {c.beside for c in plan.comm} == {""}
+    on_gpus = cost(LLAMA, job, mesh, shares(1.0))
+    assert on_gpus.exposed_seconds < plan.exposed_seconds and "computing" in {c.beside for c in on_gpus.comm}
+
+
 def slow(*ops: str) -> Hardware:
     """A100s whose ring has one second of latency in these collectives, and hardly any in others."""
     return replace(A100, measured={("ring", op): MeasuredLink(1.0 if op in ops else 1e-9, 1e12) for op in OPS})
@@ -456,6 +517,14 @@ def test_measured_links_go_first(tmp_path: Path) -> None:
     assert found.measured_dtype == "fp32"
 
 
+def test_a_measured_share_goes_before_what_overlaps_says(tmp_path: Path) -> None:
+    for overlaps, otherwise in (("true", 1.0), ("false", 0.0)):
+        (tmp_path / "m.toml").write_text(f'like = "h100"\noverlaps = {overlaps}\n{LINK}hidden = 0.25\n')
+        found = read_hardware(str(tmp_path / "m.toml"))
+        assert found.hideable("p2p", "ring") == 0.25
+        assert found.hideable("all_to_all", "ulysses") == found.hideable("all_gather", "ring") == otherwise
+
+
 def test_measured_points_count_where_there_are_some(tmp_path: Path) -> None:
     """A link that takes 1,000 bytes at once and 10 bytes a second beyond: no line says both."""
     points = "points = [[100, 1.0], [1000, 2.0], [2000, 102.0]]"
@@ -498,6 +567,9 @@ def test_measured_points_count_where_there_are_some(tmp_path: Path) -> None:
         (TOML + "[links.ulises.p2p]\nlatency = 1\nbandwidth = 1\n", "did you mean 'ulysses'?"),
         (TOML + "[links.ring.p2p]\nlatency = -1\nbandwidth = 1\n", "links.ring.p2p.latency = -1 must be at least 0"),
         (TOML + "[links.ring]\np2p = 3\n", "links.ring.p2p = 3 must be a table"),
+        (TOML + LINK + "hidden = 1.5\n", "line 15: links.ring.p2p.hidden = 1.5 must be at most 1"),
+        (TOML + LINK + "hidden = -0.1\n", "links.ring.p2p.hidden = -0.1 must be at least 0"),
+        (TOML + LINK + "hidden = true\n", "links.ring.p2p.hidden = True must be a number"),
         (TOML + LINK + "points = 3\n", "points = 3 must be pairs of bytes and seconds"),
         (TOML + LINK + "points = [[1, 2], [3]]\n", "must be pairs of bytes and seconds"),
         (TOML + LINK + "points = [[2, 1.0], [1, 1.0]]\n", "must have ascending sizes, got [2.0, 1.0]"),

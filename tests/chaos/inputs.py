@@ -394,6 +394,8 @@ _HARDWARE_LINES = (
     "[links.ulysses.all_to_all]\nlatency = -1\nbandwidth = 1", "[links.ulysses.all_to_all]\nlatency = 1\nbandwidth = 0",
     "[links.ulysses.all_to_all]\nlatency = nan\nbandwidth = 1",
     "[links.ulysses.all_to_all]\nlatency = 1\nbandwidth = 1\nnope = 1",
+    "[links.ulysses.all_to_all]\nlatency = 1\nbandwidth = 1\nhidden = 2",
+    "[links.ulysses.all_to_all]\nlatency = 1\nbandwidth = 1\nhidden = nan",
     "attention_flops = 0", "attention_flops = nan", "reserve_bytes = nan", "reserve_bytes = inf",
     "attention_block = inf",
     "memory_bytes = 1\nmemory_bytes = 2", "memory_bytes =", "a = " + "[" * 20_000, "\0", "flops = " + "1" * 5000,

@@ -23,12 +23,14 @@ class Fit:
         bandwidth: bytes per second that each rank sends; positive and finite.
         residual: median over the sizes of |fitted - measured| / measured.
         points: what was fitted, (sent, seconds) by ascending sizes.
+        hidden: the share of the seconds that runs beside computing; None where that was not measured.
     """
 
     latency: float
     bandwidth: float
     residual: float
     points: tuple[tuple[float, float], ...] = ()
+    hidden: float | None = None
 
     def seconds(self, sent: float) -> float:
         """What the fit says of a message of which every rank sends `sent` bytes."""

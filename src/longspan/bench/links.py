@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit, size_that_sends
-from longspan.bench.timing import median_seconds
+from longspan.bench.timing import every_seconds, median_seconds
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
 
@@ -20,32 +22,44 @@ FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these together: the "axis" fsdp."""
 
 
-def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
-    dist.all_to_all_single(y[:n], x[:n], group=group)
+Works = list[dist.Work]
+"""What has been begun and must be waited for."""
 
 
-def _all_gather(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
-    gather_into(y[:n], x[: n // group.size()], group=group)
+def _begun(work: dist.Work | None) -> Works:
+    return [] if work is None else [work]
 
 
-def _reduce_scatter(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
-    scatter_into(y[: n // group.size()], x[:n], group=group)
+def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
+    return _begun(dist.all_to_all_single(y[:n], x[:n], group=group, async_op=beside))
 
 
-def _all_reduce(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
-    dist.all_reduce(y[:n], group=group)
+def _all_gather(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
+    return _begun(gather_into(y[:n], x[: n // group.size()], group=group, async_op=beside))
 
 
-def _p2p(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup) -> None:
+def _reduce_scatter(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
+    return _begun(scatter_into(y[: n // group.size()], x[:n], group=group, async_op=beside))
+
+
+def _all_reduce(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
+    return _begun(dist.all_reduce(y[:n], group=group, async_op=beside))
+
+
+def _p2p(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     send = dist.P2POp(dist.isend, x[:n], group=group, group_peer=after)
     receive = dist.P2POp(dist.irecv, y[:n], group=group, group_peer=before)
-    for request in dist.batch_isend_irecv([send, receive]):
-        request.wait()
+    requests: Works = dist.batch_isend_irecv([send, receive])
+    if not beside:
+        for request in requests:
+            request.wait()
+    return requests
 
 
-Collective = Callable[[Tensor, Tensor, int, dist.ProcessGroup], None]
-"""Of the first n elements of the send buffer and of the receive buffer, as the whole tensor, in the group."""
+Collective = Callable[..., Works]
+"""Of the first n elements of the send buffer and of the receive buffer, as the whole tensor, in the group; with
+`beside=True` it is only begun."""
 
 COLLECTIVES: dict[str, Collective] = {
     "all_to_all": _all_to_all,
@@ -84,14 +98,18 @@ def measure_links(
     sharding = [axis for axis in split if axis in FSDP_AXES]
     sized = {axis: _sizes(config, axis, config.degrees[axis], messages) for axis in split}
     if len(sharding) == 1:  # the very same ranks
-        for name, sizes in _sizes(config, "fsdp", config.degrees[sharding[0]], messages).items():
-            sized[sharding[0]][name] = sorted({*sized[sharding[0]].get(name, ()), *sizes})
-    links = {axis: _measure_axis(config, sizes, mesh.get_group(axis), device) for axis, sizes in sized.items()}
+        for name, of_op in _sizes(config, "fsdp", config.degrees[sharding[0]], messages).items():
+            sized[sharding[0]][name] = sorted({*sized[sharding[0]].get(name, ()), *of_op})
+    links = {}
+    for axis, sizes in sized.items():
+        axes = (axis, "fsdp") if sharding == [axis] else (axis,)
+        links[axis] = _measure_axis(config, sizes, mesh.get_group(axis), device, axes)
     if len(sharding) == 1:
         links["fsdp"] = {name: found for name, found in links[sharding[0]].items() if name in collectives_of("fsdp")}
     elif sharding:
         group = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
-        links["fsdp"] = _measure_axis(config, _sizes(config, "fsdp", group.size(), messages), group, device)
+        sizes = _sizes(config, "fsdp", group.size(), messages)
+        links["fsdp"] = _measure_axis(config, sizes, group, device, ("fsdp",))
     return {axis: fits for axis, fits in links.items() if fits}
 
 
@@ -108,8 +126,13 @@ def _sizes(config: BenchConfig, axis: str, ranks: int, messages: Messages | None
 
 
 def _measure_axis(
-    config: BenchConfig, sizes: Mapping[str, Sequence[int]], group: dist.ProcessGroup, device: torch.device
+    config: BenchConfig,
+    sizes: Mapping[str, Sequence[int]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    axes: tuple[str, ...],
 ) -> dict[str, Fit]:
+    """Collective -> its fit, on a group that is these `axes`."""
     if not sizes:
         return {}
     ranks = group.size()
@@ -121,8 +144,64 @@ def _measure_axis(
     for name, of_op in counts.items():
         works = [partial(COLLECTIVES[name], x, y, n, group) for n in of_op]
         seconds = median_seconds(works, config.rounds, device)
-        fits[name] = fit([bytes_sent(name, ELEMENT_BYTES * n, ranks) for n in of_op], seconds)
+        found = fit([bytes_sent(name, ELEMENT_BYTES * n, ranks) for n in of_op], seconds)
+        if any(name in _begun_early(axis, device) for axis in axes):
+            timed = list(zip(of_op, seconds, strict=True))
+            n, alone = ([each for each in timed if each[1] < LONGEST] or timed[:1])[-1]
+            begin = partial(COLLECTIVES[name], x, y, n, group, beside=True)
+            found = replace(found, hidden=hidden_share(begin, alone, device))
+        fits[name] = found
     return fits
+
+
+LONGEST = 0.3
+"""Seconds of the message that is measured beside computing: the largest that takes no longer."""
+
+
+def _begun_early(axis: str, device: torch.device) -> tuple[str, ...]:
+    """What longspan has under way while it computes: chunks of heads, a ring's blocks, and on GPUs, where FSDP does not
+    wait for them at once, weights and gradients.
+    """
+    weights = ("all_gather", "reduce_scatter") if device.type == "cuda" else ()
+    return {"ulysses": ("all_to_all",), "ring": ("p2p",), "fsdp": weights}.get(axis, ())
+
+
+_FEWEST, _MOST = 5, 25
+"""Rounds of a long collective, and of one so short that its time is mostly noise."""
+
+_WIDTHS = {"cpu": 128, "cuda": 1024}
+
+
+def hidden_share(begin: Callable[[], Works], alone: float, device: torch.device) -> float:
+    """The share of a collective's seconds, 0 to 1, that matrix products as long run beside; the same on every rank.
+    Collective over all ranks of the job.
+
+    Args:
+        begin: begins the collective.
+        alone: about how many seconds it takes.
+        device: this rank's.
+    """
+    d = _WIDTHS[device.type]
+    a_dd, b_dd, c_dd = (torch.ones(d, d, device=device) for _ in range(3))
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.mm(a_dd, b_dd, out=c_dd)
+
+    def both(times: int) -> None:
+        works = begin()
+        compute(times)
+        for work in works:
+            work.wait()
+
+    (each,) = median_seconds([partial(compute, 16)], 3, device)
+    times = max(1, round(16 * alone / each))
+    in_turn = [partial(both, 0), partial(compute, times), partial(both, times)]
+    count = min(_MOST, max(_FEWEST, round(LONGEST / alone)))
+    rounds = zip(*every_seconds(in_turn, count, device), strict=True)
+    shares = [(sent + computed - took) / min(sent, computed) for sent, computed, took in rounds]
+    share: float = min(1.0, max(0.0, statistics.median(shares)))
+    return share
 
 
 def _counts(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -18,6 +18,7 @@ from longspan.comm.mesh import init_mesh
 from longspan.plan.cost.communication import communication, layer_method
 from longspan.plan.cost.compute import layer_seconds
 from longspan.plan.cost.sent import Sent
+from longspan.plan.cost.times import layer_exposed, seconds_of
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.shape import ModelShape
@@ -115,14 +116,9 @@ def predict(what: str, shape: ModelShape, job: Job, row: Row, hardware: Hardware
         plan = cost(shape, job, mesh, hardware)
         return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)
     layer = shape.layers[0]
-    sent = 0.0
-    hidden = 0.0
-    for each in layer_method(shape, layer, job, mesh):
-        seconds = each.calls * hardware.seconds(
-            each.op, each.axis, each.bytes, mesh.stride(each.axis), mesh.size(each.axis)
-        )
-        sent += seconds
-        hidden += seconds if hardware.overlaps and each.op == "p2p" else 0.0
     computing = layer_seconds(shape, layer, job, mesh, hardware)
     attention = computing.attention_forward + computing.attention_backward
-    return Prediction(sent, sent - min(hidden, attention) + attention)
+    return Prediction(
+        seconds_of(layer_method(shape, layer, job, mesh), mesh, hardware),
+        layer_exposed(shape, layer, computing, job, mesh, hardware) + attention,
+    )

@@ -56,7 +56,8 @@ def as_toml(measurement: Measurement) -> str:
         f"attention_forward_flops = {_float(compute.attention_forward_flops)}",
         f"attention_block = {_float(compute.attention_block)}",
         f"attention_width = {_float(compute.attention_width)}",
-        # A GPU sends while it computes, a CPU's ranks need the cores for both; a GPU's libraries keep some memory.
+        # Where no `hidden` says it: a GPU sends while it computes, a CPU's ranks need the cores for both. A GPU's
+        # libraries keep some memory.
         f"overlaps = {'true' if measurement.on_gpu else 'false'}",
         f"on_cpu = {'false' if measurement.on_gpu else 'true'}",
         f"reserve_bytes = {_float(2e9 if measurement.on_gpu else 0.0)}",
@@ -74,6 +75,8 @@ def as_toml(measurement: Measurement) -> str:
             ]
             if fit.points:
                 lines.append(f"points = [{', '.join(f'[{sent:.0f}, {_float(took)}]' for sent, took in fit.points)}]")
+            if fit.hidden is not None:
+                lines.append(f"hidden = {fit.hidden:.2f}")
     return "\n".join(lines) + "\n"
 
 
@@ -107,7 +110,8 @@ def print_table(measurement: Measurement, file: IO[str] | None = None) -> None:
     if measurement.links:
         console.print(_link_table(measurement))
         console.print()
-        console.print("time = latency + bytes sent per rank / bandwidth; residual = the fit's median relative error")
+        console.print("time = latency + bytes sent per rank / bandwidth; residual = the fit's median relative error;")
+        console.print("hidden = the share of the time that computing of the same length runs beside")
     else:
         console.print("No axis of the mesh is above 1, so there is no link to measure: compute and memory alone.")
 
@@ -117,7 +121,7 @@ def _link_table(measurement: Measurement) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
-    for name in ("axis", "ranks", "collective", "latency", "bandwidth", "residual"):
+    for name in ("axis", "ranks", "collective", "latency", "bandwidth", "residual", "hidden"):
         table.add_column(name, justify="left" if name in ("axis", "collective") else "right")
     for axis, fits in measurement.links.items():
         for number, (op, fit) in enumerate(fits.items()):
@@ -129,5 +133,6 @@ def _link_table(measurement: Measurement) -> Table:
                 f"{fit.latency * 1e6:.1f} us",
                 f"{fit.bandwidth / 1e9:.4g} GB/s",
                 f"{fit.residual:.0%}",
+                "-" if fit.hidden is None else f"{fit.hidden:.0%}",
             )
     return table

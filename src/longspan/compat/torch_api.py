@@ -89,20 +89,24 @@ _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_ga
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
-def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """The backend's all-gather: every rank's `x` `[n, ...]` one after the other in `out` `[ranks * n, ...]`.
+def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """The backend's all-gather: every rank's `x` `[n, ...]` one after the other in `out` `[ranks * n, ...]`. What to
+    wait for, where it is to be under way (`async_op`).
 
     Versions: torch 2.13 by the new name, 2.11 and 2.12 by the old. Public way: this one. When gone: an AttributeError.
     """
-    getattr(dist, _GATHER)(out, x, group=group)
+    work: dist.Work | None = getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
+    return work
 
 
-def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
-    """The backend's reduce-scatter: my part `[n, ...]` of the sum of every rank's `x` `[ranks * n, ...]` in `out`.
+def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """The backend's reduce-scatter: my part `[n, ...]` of the sum of every rank's `x` `[ranks * n, ...]` in `out`. What
+    to wait for, where it is to be under way (`async_op`).
 
     Versions: torch 2.13 by the new name, 2.11 and 2.12 by the old. Public way: this one. When gone: an AttributeError.
     """
-    getattr(dist, _SCATTER)(out, x, group=group)
+    work: dist.Work | None = getattr(dist, _SCATTER)(out, x, group=group, async_op=async_op)
+    return work
 
 
 def find_group(name: str) -> dist.ProcessGroup:

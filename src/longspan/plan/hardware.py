@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -58,11 +59,14 @@ class MeasuredLink:
         points: (bytes that a rank sends, seconds) as measured, by ascending bytes. Where there are some, they count,
             not the line: a link's buffers take small messages at once and large ones at its rate, which no one line
             says.
+        hidden: the share of its seconds, 0 to 1, that computing of the same length runs beside; None where that was not
+            measured.
     """
 
     latency: float
     bandwidth: float
     points: tuple[tuple[float, float], ...] = ()
+    hidden: float | None = None
 
     def check(self, what: str) -> None:
         """Refuse what no link can be.
@@ -72,6 +76,8 @@ class MeasuredLink:
         """
         check_number(f"the latency of {what}", self.latency, 0)
         check_number(f"the bandwidth of {what}", self.bandwidth, 0, above=True)
+        if self.hidden is not None:
+            check_number(f"the hidden share of {what}", self.hidden, 0, 1)
         for sent, seconds in self.points:
             check_number(f"a size among the points of {what}", sent, 0, above=True)
             check_number(f"a time among the points of {what}", seconds, 0, above=True)
@@ -121,7 +127,8 @@ class Hardware:
         attention_efficiency: the part of `flops` that the attention kernel reaches, backward included.
         fp32_ratio: fp32 (TF32 where there is such) peak over bf16 peak.
         reserve_bytes: what torch, CUDA and NCCL keep for themselves on each GPU.
-        overlaps: whether communication runs beside computation (a GPU's does, a CPU's takes the same cores).
+        overlaps: whether communication runs beside computation where `measured` does not say how much of it does (a
+            GPU's does, a CPU's takes the same cores).
         on_cpu: whether ranks are processes on CPUs: what attention, loss and gloo hold there differs from a GPU.
         measured: link of (axis, op) as measured; it goes before `intra` and `inter`.
         attention_forward_flops: measured speed of the attention's forward, None to take the efficiency.
@@ -198,6 +205,19 @@ class Hardware:
     def link_of(self, stride: int, size: int) -> str:
         """ "intra" where the whole group lies in one node, else "inter"."""
         return "intra" if self.members_per_node(stride, size) == size else "inter"
+
+    def hideable(self, op: str, axis: str) -> float:
+        """The share of a collective's seconds, 0 to 1, that can run beside what a method computes meanwhile; the rest
+        takes the same cores, and lengthens the computing.
+        """
+        # Without a GPU's streams FSDP2 waits for each of its collectives where it calls it, prefetched or not, so
+        # whatever the link could do, its weights and gradients run beside nothing.
+        if axis == "fsdp" and self.on_cpu:
+            return 0.0
+        link = self.measured.get((axis, op))
+        if link is None or link.hidden is None:
+            return 1.0 if self.overlaps else 0.0
+        return link.hidden
 
     def seconds(self, op: str, axis: str, sent: float, stride: int, size: int) -> float:
         """Seconds of one collective: latency + bytes / bandwidth.
@@ -307,8 +327,8 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
     A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes what is left out from
     the catalogue, or from another file. `[intra]` and `[inter]` hold `bandwidth` and, as wanted, `latency` (seconds,
-    one number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, and `points`, as `longspan
-    bench link` writes them.
+    one number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, and `points` and `hidden`,
+    as `longspan bench link` writes them.
 
     Raises:
         LongspanError: for an unknown name (the nearest are named), a file that cannot be read, unknown or missing
@@ -418,9 +438,10 @@ def _links(file: Toml) -> dict[tuple[str, str], MeasuredLink]:
         for op in file.values["links"][axis]:
             where = ("links", axis, op)
             _table(file, *where)
-            _check_keys(file, ("latency", "bandwidth", "residual", "points"), *where)
+            _check_keys(file, ("latency", "bandwidth", "residual", "points", "hidden"), *where)
             latency, bandwidth = _number(file, *where, "latency"), _number(file, *where, "bandwidth", above=True)
-            found[axis, op] = MeasuredLink(latency, bandwidth, _points(file, *where))
+            hidden = _number(file, *where, "hidden", most=1) if "hidden" in file.values["links"][axis][op] else None
+            found[axis, op] = MeasuredLink(latency, bandwidth, _points(file, *where), hidden)
     return found
 
 
@@ -453,13 +474,13 @@ def _link(file: Toml, where: str, base: Link) -> Link:
     return Link(_number(file, where, "bandwidth", above=True), {**base.latency, **given})
 
 
-def _number(file: Toml, *keys: str, above: bool = False, whole: bool = False) -> float:
-    """The number that `keys` lead to: finite, and not below 0."""
+def _number(file: Toml, *keys: str, above: bool = False, whole: bool = False, most: float = math.inf) -> float:
+    """The number that `keys` lead to: finite, not below 0, and not above `most`."""
     value: Any = file.values
     for key in keys:
         value = value.get(key)
     try:
-        check_number(f"{'.'.join(keys)} = {spell(value)}", value, 1 if whole else 0, above=above, whole=whole)
+        check_number(f"{'.'.join(keys)} = {spell(value)}", value, 1 if whole else 0, most, above=above, whole=whole)
     except LongspanError as error:
         raise file.error(str(error), *keys) from error
     return value if whole else float(value)

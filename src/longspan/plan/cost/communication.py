@@ -74,7 +74,7 @@ def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -
             count=count,
             seconds=count * hardware.seconds(op, axis, size, mesh.stride(axis), mesh.size(axis)),
             link=hardware.link_of(mesh.stride(axis), mesh.size(axis)),
-            beside=_beside(op, what) if hardware.overlaps else "",
+            beside=_beside(op, what) if hardware.hideable(op, axis) else "",
             method=method,
         )
         for (op, axis, what, size, method), count in together.items()
