@@ -47,7 +47,7 @@ def _seen_collectives() -> Iterator[None]:
 
     def slowly(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = collective(*args, **kwargs)
-        time.sleep(0.002)
+        time.sleep(0.01)  # a busy machine gives that thread the processor late
         return done
 
     with pytest.MonkeyPatch.context() as patch:
