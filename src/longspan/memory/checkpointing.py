@@ -360,20 +360,28 @@ def kept_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores:
         scores: scale, sinks, ... of the layer.
         call: of the layer.
     """
-    out: Tensor = _KeptAttention.apply(plan, scores, call, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
-    return out
+    passed: list[Tensor] = []
+    out: Tensor = _KeptAttention.apply(plan, scores, call, passed, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
+    caught: Tensor = _Catching.apply(out, passed)  # type: ignore[no-untyped-call]
+    return caught
 
 
 class _KeptAttention(torch.autograd.Function):
-    """A graph of its own inside: the layer's second run takes its output and leaves it alone."""
+    """A graph of its own inside: the layer's second run takes its output and leaves it alone.
+
+    The output's gradient goes there by `passed`: a backward's arguments are held as long as it runs, which here is all
+    of the attention's backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, plan: AttentionPlan, scores: Scores, call: LayerCall, *inputs: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, plan: AttentionPlan, scores: Scores, call: LayerCall, passed: list[Tensor], *inputs: Tensor | None
+    ) -> Tensor:
         if call.replaying:
             (out,) = call.take().tensors()
             return out.detach()
         ctx.found, ctx.anchor = {}, torch.empty(0, device=inputs[0].device, requires_grad=True)  # type: ignore[union-attr]
-        asked = ctx.needs_input_grad[3:]
+        asked = ctx.needs_input_grad[4:]
 
         def entering(i: int, x: Tensor | None) -> Tensor | None:
             if x is None or not asked[i]:
@@ -392,7 +400,8 @@ class _KeptAttention(torch.autograd.Function):
             q, k, v, sinks = (entering(i, x) for i, x in enumerate(inputs))
             assert q is not None and k is not None and v is not None
             made = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
-        ctx.edge = get_gradient_edge(made)
+            leaving: Tensor = _Leaving.apply(made, passed)  # type: ignore[no-untyped-call]
+        ctx.edge = get_gradient_edge(leaving)
         ctx.kept = call.keep([made])
         return made.detach()
 
@@ -403,7 +412,34 @@ class _KeptAttention(torch.autograd.Function):
         torch.autograd.grad([ctx.edge], [ctx.anchor], [grads[0]], retain_graph=kept, allow_unused=True)
         found = dict(ctx.found)
         ctx.found.clear()
-        return None, None, None, *(found.get(i) for i in range(4))
+        return None, None, None, None, *(found.get(i) for i in range(4))
+
+
+class _Catching(torch.autograd.Function):
+    """Behind the attention: catches its output's gradient, and hands on one that takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
+        ctx.passed = passed
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.passed.append(grads[0])
+        return grads[0].new_empty(()).expand(grads[0].shape), None
+
+
+class _Leaving(torch.autograd.Function):
+    """The end of the graph inside: what was caught goes on, and is held by nobody else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
+        ctx.passed = passed
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.passed.pop(), None
 
 
 class _Entering(torch.autograd.Function):

@@ -66,9 +66,18 @@ class Tiled:
         return out if isinstance(out, tuple) else (out,)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.on or kwargs or len(args) != 1 or not torch.is_grad_enabled():
+        if not self.on or kwargs or len(args) != 1:
             return self.compute(*args, **kwargs)
-        return self._tiled(args[0])
+        return self._tiled(args[0]) if torch.is_grad_enabled() else self._forward_alone(args[0])
+
+    def _forward_alone(self, hidden: Tensor) -> Any:
+        """Without gradients nothing is kept, but intermediates of all tokens would exist at once."""
+        if torch.compiler.is_compiling() or _count(hidden) <= self.rows(_count(hidden)):
+            return self.compute(hidden)
+        if not self.probed:
+            self._probe(hidden)
+        outs = _by_tiles(self, hidden)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _by_tiles(self, hidden: Tensor) -> Any:
         if not self.probed:

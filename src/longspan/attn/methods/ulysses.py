@@ -72,6 +72,7 @@ class Ulysses:
             q_BShD, k_BSkD, v_BSkD = self.inner.laid(q_BShD, k_BSkD, v_BSkD)
         packed_SBW = q = k = v = q_BLHD[:0]  # where they have been copied, what arrived is not kept beside the copies
         out_BShD = self.inner(q_BShD, k_BSkD, v_BSkD, scores.of_heads(mine.q_start, mine.q_stop))
+        del q_BShD, k_BSkD, v_BSkD  # autograd has them, or a checkpoint does not want them: not here on the way home
         padding = q_BLHD.shape[1] * group.size() - out_BShD.shape[1]
         if padding:
             out_BShD = F.pad(out_BShD, (0, 0, 0, 0, 0, padding))

@@ -166,7 +166,9 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
     t, shard, tokens = mesh.tensor, elements_at_rest(model, job, mesh), s.tokens
     sharded, autocast, to_host = gathers(job, mesh), autocasts(job), on_host(job, s)
     at_rest = 0 if to_host else shard * 4
-    at_loss, last_layer, before_it, first_layer = saved_in_a_step(model, job, mesh, s)
+    turns = _cosines(model, job, s)
+    at_loss, last_layer, before_it, first_layer = (x + turns for x in saved_in_a_step(model, job, mesh, s))
+    at_loss = at_loss + _on_disk(model, job, mesh, s) * -1
     # The last norm, and the head's input.
     at_head = at_loss + SavedActivations(
         hidden=tokens * (norm_bytes(s, s.d, autocast, again=job.memory.tiled_norms) + s.d * s.b)
@@ -175,6 +177,17 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
     head = model.vocab * s.d // t
     # Gradients of earlier micro-batches: whole ones until they are summed.
     earlier = (model.params // t * 4 if once else at_rest) if job.batch > mesh.data else 0
+    # An embedding of its own has no gradient before all layers' backwards are over.
+    to_come = (
+        0
+        if earlier or to_host
+        else 4
+        * sum(
+            shard_elements(parameters, _ranks(job, mesh), t)
+            for what, parameters in outer_groups(model)
+            if what in ("the embedding", "positions")
+        )
+    )
     casts = _cast_weights(model, mesh) if autocast else 0
     if to_host:  # a layer's shard as it came, in fp32, before it is cast and gathered
         casts += largest * 4 // _ranks(job, mesh)
@@ -199,7 +212,7 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
         (
             first_layer,
             {
-                "gradients": at_rest + under_way * sharded + largest * flat,
+                "gradients": at_rest - to_come + under_way * sharded + largest * flat,
                 "gathered_weights": casts * to_host + _gathered(model, job, mesh, 1),
             },
         ),
@@ -250,10 +263,7 @@ def _in_a_backward(
     autocast = autocasts(job)
     of_layers = [freed_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
     freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
-    # Nothing is read ahead on a CPU: what all of an attention keeps is on the disk until its own backward.
-    late = s.on_cpu and offloads(job, s) and job.memory.checkpointing == "attention"
-    kept = min(kept_per_token(layer, job, mesh, s, autocast).attention for layer, _ in model.layer_kinds)
-    away = SavedActivations(attention=late * max(0, kept * s.tokens - freed.attention))
+    away = _on_disk(model, job, mesh, s)
     each = [layer.mixer.backward_buffers(job, mesh, s) for layer, _ in model.layer_kinds]
     buffers = max(each, key=lambda held: held.total)
     exchanged = _exchanged_again(model, job, mesh, s)
@@ -267,18 +277,40 @@ def _in_a_backward(
         }  # fmt: skip
         if job.memory.tiled_norms:
             yield {**here.items(), **rest, "hidden": 2 * hidden + norm_under_way(s)}
-        yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": 2 * hidden}
+        yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": hidden}
+
+
+def _cosines(model: ModelShape, job: Job, s: Scale) -> SavedActivations:
+    """Cosines and sines of my tokens' positions, which all layers share."""
+    dims = (model.positions.dims or 0) if model.positions.rotary else 0
+    return SavedActivations(hidden=2 * dims * s.tokens * (4 if autocasts(job) else s.b))
+
+
+def _on_disk(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
+    """Of what counts as kept of a layer, what a CPU has on its disk until the attention's own backward, as it reads
+    nothing ahead: all that the attention keeps but its output.
+    """
+    if not (s.on_cpu and offloads(job, s) and job.memory.checkpointing == "attention"):
+        return SavedActivations()
+    autocast, kinds = autocasts(job), [layer for layer, _ in model.layer_kinds]
+    kept = min(kept_per_token(layer, job, mesh, s, autocast).attention for layer in kinds)
+    freed = min((freed_per_token(layer, job, mesh, s, autocast) for layer in kinds), key=lambda saved: saved.total)
+    return SavedActivations(attention=max(0, kept - freed.attention) * s.tokens)
 
 
 def _exchanged_again(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
-    """Bytes of q, k and v of my tokens, of what is sent, and of what arrives, where a checkpointed layer is computed
-    again with its exchange; 0 where it is not.
+    """Bytes of the attention of a checkpointed layer that is computed again with its exchange, q, k and v of my tokens
+    among them: when they are sent, as what is sent and what arrives; when the output has come home, as what arrived,
+    the output there, as it came, and in its place. 0 where it is not computed again.
     """
     if mesh.ulysses == 1 or job.memory.checkpointing not in ("layers", "output"):
         return 0
-    each = [layer.mixer.forward_buffers(mesh, s) for layer, _ in model.layer_kinds]
-    pieces = [layer.mixer.chunks(job, mesh) for layer, _ in model.layer_kinds]
-    return max(qkv + -(-2 * packed // n) for (qkv, _, packed), n in zip(each, pieces, strict=True))
+    most = 0
+    for layer, _ in model.layer_kinds:
+        (qkv, out, packed), n = layer.mixer.forward_buffers(mesh, s), layer.mixer.chunks(job, mesh)
+        home = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
+        most = max(most, qkv + -(-2 * packed // n), qkv + home * (job.memory.checkpointing == "layers"))
+    return most
 
 
 def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:

@@ -54,5 +54,7 @@ def buffers_backward(layer: Softmax, job: Job, mesh: Mesh, s: Scale) -> Buffers:
     kept = job.memory.checkpointing == "attention" and not offloads(job, s)
     gone = 0 if lean or kept else in_heads * (heads.q + heads.kv + heads.out)
     returning = 2 * gradients + (result if pieces == 1 else 0) - gone
+    if pieces == 1 and not lean:  # the gradient that came in goes when it has been sent
+        return Buffers(0, max(computing, of_output + sending, returning) if exchanged else computing + of_output)
     moments = [computing, *((sending, returning) if exchanged else ())]
     return Buffers(0, stays + -(-max(moments) // pieces))
