@@ -18,7 +18,7 @@ from longspan.core import buckets
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.auto import hardware_of
-from longspan.memory.tiles import Tiled
+from longspan.memory.tiles import NormedLinear, Tiled
 from longspan.plan import Hardware
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -42,7 +42,7 @@ LEVERS: dict[str, Memory] = {
 
 
 def _small_tiles() -> None:
-    buckets.FEWEST_ROWS = 2
+    buckets.FEWEST_ROWS = 2, 2
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def test_levers_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
 
 @pytest.mark.parametrize("family", ["GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert"])
 def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr(buckets, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(buckets, "FEWEST_ROWS", (2, 2))
     truth = truth_of(build(family), batch())
     model = longspan.parallelize(build(family), ONE_DEVICE, memory=LEVERS["all"]).train()
     loss = model(**batch()).loss
@@ -254,7 +254,7 @@ def test_dropout_in_a_tiled_mlp_is_drawn_once() -> None:
 
     torch.manual_seed(0)
     mlp = Mlp()
-    Tiled(mlp, "mlp", lambda tokens: 3, draws=True)
+    Tiled(mlp, "mlp", lambda *_: 3, draws=True)
     x = torch.randn(2, 5, 4, requires_grad=True)
     out = mlp(x)
     torch.rand(100)  # other numbers are drawn meanwhile
@@ -265,6 +265,73 @@ def test_dropout_in_a_tiled_mlp_is_drawn_once() -> None:
     rest = out - offset
     bias = mlp.down.weight  # of the dropped hidden units nothing arrives in either
     assert bool(((grad == 0).all(-1) == (rest == 0).all(-1)).all()) and bias is not None
+
+
+class Behind(nn.Module):
+    """A norm, and what takes in what it gives: an MLP, and beside it a linear layer where there are two branches."""
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(8), nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8))
+        self.linear = nn.Linear(8, 8) if branches == 2 else None
+        self.waits = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        if self.waits:
+            normed.retain_grad()
+            self.normed = normed
+        out: Tensor = x + self.mlp(normed)
+        return out if self.linear is None else out + self.linear(normed)
+
+
+def gradients_behind(branches: int, *, tiled: bool, frozen: bool = False, waits: bool = False) -> list[Tensor]:
+    """Gradients of input, weights, and of what the norm gives if someone waits for it; twice by a retained graph."""
+    torch.manual_seed(0)
+    behind = Behind(branches).double()
+    behind.norm.weight.requires_grad_(not frozen)
+    behind.waits = waits
+    if tiled:
+        norm = Tiled(behind.norm, "norm", lambda *_: 4, light=True)
+        Tiled(behind.mlp, "mlp", lambda *_: 3)
+        if behind.linear is not None:
+            NormedLinear(behind.linear)
+        made, compute = [], norm.compute_with
+        norm.compute_with = lambda tile, parameters: made.append(tile.shape[1]) or compute(tile, parameters)  # type: ignore[method-assign, func-returns-value, assignment]
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    loss = behind(x).square().sum()
+    if tiled:
+        made.clear()
+    loss.backward(retain_graph=True)
+    if tiled and branches == 1 and not waits:
+        assert made == [3, 3, 3, 1]  # by the MLP's tiles alone: its own backward makes nothing
+    loss.backward()
+    found = [x, *behind.parameters(), *([behind.normed] if waits else [])]
+    return [p.grad for p in found if p.grad is not None]
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tiled_mlps_backward_goes_on_through_its_norm(branches: int, waits: bool, frozen: bool) -> None:
+    plain, tiles = (gradients_behind(branches, tiled=t, frozen=frozen, waits=waits) for t in (False, True))
+    assert len(plain) == len(tiles)
+    for a, b in zip(plain, tiles, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients_an_mlp_goes_tile_by_tile_too() -> None:
+    """Else the layers that `layers_per_checkpoint` computes again, and scoring, would hold intermediates of all."""
+    behind, seen = Behind(1), list[int]()
+    behind.mlp[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        whole = behind(x)
+        Tiled(behind.norm, "norm", lambda *_: 4, light=True)
+        Tiled(behind.mlp, "mlp", lambda *_: 3)
+        seen.clear()
+        torch.testing.assert_close(behind(x), whole)
+    assert seen == [4, 2, 3, 3, 3, 1]  # the probe's two, then the tiles
 
 
 def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
@@ -278,7 +345,7 @@ def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
             return y
 
     module = Mean()
-    Tiled(module, "layers.0.mlp", lambda tokens: 3)
+    Tiled(module, "layers.0.mlp", lambda *_: 3)
     with pytest.raises(LongspanError, match=r"layers\.0\.mlp \(Mean\).*cannot run tile by tile; use tiled_mlp=1"):
         module(torch.randn(1, 8, 4))
 

@@ -18,7 +18,7 @@ from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
 from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context, read_hardware, read_model
 from longspan.plan.advice import choose
 from longspan.plan.config import PlanConfig
-from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums
+from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_of_mlp_under_way
 from longspan.plan.cost.memory import memory, scale_of
 from longspan.plan.cost.saved import SavedActivations, again_per_token, autocasts, kept_per_token, saved_per_token
 from longspan.plan.layers.exchange import chunks
@@ -89,8 +89,8 @@ def test_a_tile_of_the_mlp() -> None:
     each = 4 * 2 * 96 + 2 * 2 * 96  # what a forward saves, and two gradients under way
     for tokens, levers, tiles in (
         (512, Memory(tiled_mlp=4), 4),
-        (8192, Memory(tiled_mlp=0), each // HIDDEN),
-        (1024, Memory(tiled_mlp=0), 2),  # of 512 tokens at least
+        (81920, Memory(tiled_mlp=0), 4 * each // HIDDEN),
+        (8192, Memory(tiled_mlp=0), 4),  # of 2,048 tokens at least
         (100, Memory(tiled_mlp=0), 1),
         (512, Memory(tiled_mlp=600), 512),
     ):
@@ -276,7 +276,7 @@ def test_a_lever_adds_no_more_than_its_workspace(
     if "checkpointing" in lever:
         extra += kept_per_token(layer, with_it, mesh, scale, False).total * scale.tokens
     if "tiled_mlp" in lever:
-        extra += mlp_weight_sums(layer, with_it, mesh)
+        extra += mlp_weight_sums(layer, with_it, mesh) + norm_of_mlp_under_way(layer, with_it, mesh, scale)
     if "cpu_offload" in lever:
         extra += (3 * layer.params + 2 * model.root_params) * 4
     if (with_it.memory.lean and not levers.lean) or lever == {"checkpointing": "attention"}:

@@ -64,7 +64,6 @@ CASES = [
     # The same where hardly anything is of the MLP: what a layer's attention holds, forward and backward.
     (NARROW, 8192, Mesh(ulysses=2), {**FP32, "weight_sharding": False, "memory": LONGEST}),
     (NARROW, 8192, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, layers_per_checkpoint=2)}),
-    (NARROW, 8192, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, checkpointing="attention", offload="disk")}),
     # Embedding and head are most of it, and groups of their own.
     ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
     ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),

@@ -41,6 +41,14 @@ def not_compiled(function: Function) -> Function:
     return disabled
 
 
+def waits_for_gradient(x: Tensor) -> bool:
+    """Whether somebody asked for the gradient of a tensor that is no leaf: by a hook, or `retain_grad`.
+
+    Versions: torch 2.11 to 2.13 (`_backward_hooks`). Public way: none for hooks. When gone: an AttributeError.
+    """
+    return bool(x._backward_hooks) or x.retains_grad
+
+
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """A range of this name in a profiler's trace; nothing where none records, or where a compiler looks on.
 

@@ -52,24 +52,25 @@ def head_tile(vocabulary: int, on_cpu: bool) -> int:
     return max(fewest, 1 << max(1, elements // vocabulary).bit_length() - 1)
 
 
-def mlp_rows(tokens: int, hidden: int, width: int, tiles: int) -> int:
+def mlp_rows(tokens: int, hidden: int, width: int, tiles: int, on_cpu: bool) -> int:
     """Tokens of a tile of an MLP.
 
     Args:
         tokens: of a rank.
         hidden: features that go in.
         width: of its widest intermediate.
-        tiles: that are asked for; 0 for as many as make what a tile needs, forward and backward, about as large as the
-            hidden states of all tokens (some six intermediates).
+        tiles: that are asked for; 0 for as many as make what a tile needs, forward and backward (some six
+            intermediates), about a quarter of the hidden states of all tokens.
+        on_cpu: where it runs.
     """
     if tiles:
         return max(1, -(-tokens // tiles))
-    return max(FEWEST_ROWS, -(-tokens * hidden // (6 * width)))
+    return max(FEWEST_ROWS[on_cpu], -(-tokens * hidden // (4 * 6 * width)))
 
 
-def norm_rows(tokens: int) -> int:
+def norm_rows(tokens: int, on_cpu: bool) -> int:
     """Tokens of a tile of a norm, which makes some three copies of it in fp32."""
-    return max(FEWEST_ROWS, -(-tokens // 8))
+    return max(FEWEST_ROWS[on_cpu], -(-tokens // 32))
 
 
 def layers_held(layers: int, per_checkpoint: int) -> tuple[int, int]:
@@ -92,5 +93,7 @@ def layers_per_checkpoint(layers: int, asked: int) -> int:
     return asked or min(range(1, layers + 1), key=lambda n: layers_held(layers, n)[1])
 
 
-FEWEST_ROWS = 512
-"""Tokens of a tile of an MLP or a norm, at least: products of fewer rows are slow."""
+FEWEST_ROWS = 2048, 512
+"""Tokens of a tile of an MLP or a norm, at least, on a GPU and on a CPU: products of fewer rows are slow, and each tile
+reads and writes fp32 sums of the gradients of the MLP's weights, which takes an H100, by its maker's figures, about as
+long as 200 rows."""

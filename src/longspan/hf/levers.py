@@ -106,8 +106,8 @@ class Levers:
         rows = functools.partial(self._mlp_rows, self.hidden, max(widths))
         return Tiled(mlp, self.found.names[mlp], rows, draws=any(draws(module) for module in mlp.modules()))
 
-    def _mlp_rows(self, hidden: int, width: int, tokens: int) -> int:
-        return mlp_rows(tokens, hidden, width, self.memory.tiled_mlp)
+    def _mlp_rows(self, hidden: int, width: int, tokens: int, on_cpu: bool) -> int:
+        return mlp_rows(tokens, hidden, width, self.memory.tiled_mlp, on_cpu)
 
     def check(self, router_loss: bool) -> None:
         """Refuse a forward that does not go together with a lever.

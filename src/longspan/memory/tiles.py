@@ -8,7 +8,8 @@ FSDP, with their layer), and each has one gradient, whatever the number of tiles
 The input is saved by a node of its own before the module runs: where a checkpointed layer is computed again, torch
 stops as soon as what the backward needs is there, and that is before a layer's last MLP, which then runs once less.
 What a norm gives is not saved either where a tiled MLP or a linear layer takes it in: they make it again from the
-norm's input (`NormedLinear`), which is saved for the norm anyway.
+norm's input (`NormedLinear`), which is saved for the norm anyway. A tiled MLP's backward goes on through its norm tile
+by tile (`_Through`).
 
 Shape suffixes: T tokens, D hidden size.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.torch_api import not_compiled
+from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
 from longspan.memory.activations import Kept
 from longspan.memory.logits import Bare
@@ -38,7 +39,7 @@ class Tiled:
         module: called with hidden states `[B, L, ...]` alone, and gives a tensor, or several, each with the tokens in
             the same dimensions, or in one.
         name: of the module, for errors.
-        rows: from the number of tokens: tokens of a tile.
+        rows: from the number of tokens and whether they are on a CPU: tokens of a tile.
         draws: whether it draws random numbers.
         light: whether its output is sooner computed again than saved, as a norm's.
 
@@ -47,7 +48,13 @@ class Tiled:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, rows: Callable[[int], int], *, draws: bool = False, light: bool = False
+        self,
+        module: nn.Module,
+        name: str,
+        rows: Callable[[int, bool], int],
+        *,
+        draws: bool = False,
+        light: bool = False,
     ) -> None:
         self.module, self.name, self.rows, self.draws, self.light = module, name, rows, draws, light
         self.compute: Callable[..., Any] = seeing_local(module, module.forward)
@@ -72,7 +79,7 @@ class Tiled:
 
     def _forward_alone(self, hidden: Tensor) -> Any:
         """Without gradients nothing is kept, but intermediates of all tokens would exist at once."""
-        if torch.compiler.is_compiling() or _count(hidden) <= self.rows(_count(hidden)):
+        if torch.compiler.is_compiling() or _count(hidden) <= self.rows(_count(hidden), hidden.is_cpu):
             return self.compute(hidden)
         if not self.probed:
             self._probe(hidden)
@@ -86,10 +93,19 @@ class Tiled:
         if not hidden.requires_grad and not parameters:
             return self.compute(hidden)
         source, held = Source.of(hidden), hidden
+        before = None if source is None or self.light else _input_of_norm(hidden)
+        if before is not None:
+            assert source is not None and source.norm is not None
+            both = _Through(source.norm, self)
+            saved = Source(source.held, None, before.dtype)
+            outs = _TiledCall.apply(both, saved, before, hidden, *both.trained().values())  # type: ignore[no-untyped-call]
+            return outs[0] if len(outs) == 1 else outs
         if source is None and hidden.requires_grad:
             held = _Input.apply(hidden)  # type: ignore[no-untyped-call]
             source = Source(_Held(held.grad_fn), None, hidden.dtype)
-        outs = _TiledCall.apply(self, source, held, *parameters.values())  # type: ignore[no-untyped-call]
+        outs = _TiledCall.apply(self, source, held, None, *parameters.values())  # type: ignore[no-untyped-call]
+        if self.light and source is not None:
+            setattr(outs[0], _INPUT, held)
         return outs[0] if len(outs) == 1 else outs
 
     def _probe(self, hidden: Tensor) -> None:
@@ -109,6 +125,42 @@ class Tiled:
                     f"{self.name} ({type(self.module).__name__}) computes something else of a token when fewer "
                     f"tokens are beside it, so it cannot run tile by tile; use tiled_mlp=1"
                 )
+
+
+class _Through:
+    """A norm and the tiled module that takes in what it gives, as one, for a backward that goes through both tile by
+    tile: the gradient between them never exists of all tokens.
+
+    Args:
+        norm: the norm.
+        tiled: the module.
+    """
+
+    def __init__(self, norm: Tiled, tiled: Tiled) -> None:
+        self.norm, self.tiled = norm, tiled
+        self.rows, self.draws = tiled.rows, tiled.draws
+
+    def trained(self) -> dict[str, Tensor]:
+        """As `Tiled.trained`, of both."""
+        of_norm, of_module = self.norm.trained(), self.tiled.trained()
+        return {f"0.{name}": p for name, p in of_norm.items()} | {f"1.{name}": p for name, p in of_module.items()}
+
+    def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """As `Tiled.compute_with`, of a tile of the norm's input."""
+        of_norm, of_module = (
+            {name[2:]: p for name, p in parameters.items() if name.startswith(which)} for which in ("0.", "1.")
+        )
+        return self.tiled.compute_with(self.norm.compute_with(hidden, of_norm)[0], of_module)
+
+
+_INPUT = "longspan_norm_input"
+"""Name under which a norm's output, while it is there, has the input that the norm took in, with its gradient."""
+
+
+def _input_of_norm(normed: Tensor) -> Tensor | None:
+    """What the norm that made `normed` took in; None where that is not known, or its gradient is waited for."""
+    before: Tensor | None = getattr(normed, _INPUT, None)
+    return None if before is None or not before.requires_grad or waits_for_gradient(normed) else before
 
 
 class _Held:
@@ -218,27 +270,47 @@ class _Input(torch.autograd.Function):
 
 
 class _TiledCall(torch.autograd.Function):
-    """All tiles, forward; and backward, each computed again."""
+    """All tiles, forward; and backward, each computed again.
+
+    Of a norm and what takes it in (`_Through`), `hidden` is the norm's input and `normed` what it has given. That has
+    no gradient from here, but its edge stays: the norm's node, behind all who took it in, lets the input go.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, tiled: Tiled, source: Source | None, hidden: Tensor, *parameters: Tensor
+        ctx: Any,
+        tiled: Tiled | _Through,
+        source: Source | None,
+        hidden: Tensor,
+        normed: Tensor | None,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.tiled, ctx.source = tiled, source
+        ctx.tiled, ctx.source, ctx.through = tiled, source, normed is not None
+        ctx.set_materialize_grads(False)
         if source is None:
             ctx.save_for_backward(hidden)
-        ctx.asked = ctx.needs_input_grad[2:]
+        of_hidden, _, *of_parameters = ctx.needs_input_grad[2:]
+        ctx.asked = of_hidden, *of_parameters
         ctx.random = _random_state(hidden.device) if tiled.draws else None
         ctx.autocast = _autocast_of(hidden.device)
-        outs = _by_tiles(tiled, hidden)
+        outs = (
+            _by_tiles(tiled.tiled, normed)
+            if isinstance(tiled, _Through) and normed is not None
+            else _by_tiles(tiled, hidden)
+        )
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return tuple(outs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tiled: Tiled = ctx.tiled
+        tiled: Tiled | _Through = ctx.tiled
         source: Source | None = ctx.source
+        last = source is not None and source.norm is None and not ctx.through
+        if all(g is None for g in grads):
+            if source is not None and last:
+                source.held.drop()
+            return None, None, None, None, *(None for _ in ctx.asked[1:])
         (hidden,) = ctx.saved_tensors if source is None else (source.held.get(),)
         of_hidden, *of_parameters = ctx.asked
         trained = tiled.trained()
@@ -276,16 +348,16 @@ class _TiledCall(torch.autograd.Function):
                     _ = into.zero_() if mine is None else into.copy_(mine.reshape(into.shape))
                 for name, more in zip(wanted, found, strict=True):
                     _add(sums, name, more, several=tile.shape[1] < _count(hidden))
-        if source is not None and source.norm is None:  # those that took in what this module gave were before it
+        if source is not None and last:  # those that took in what this module gave were before it
             source.held.drop()
         given = (
             sums[name].to(p.dtype) if name in sums else torch.zeros_like(p) if name in wanted else None
             for name, p in trained.items()
         )
-        return None, None, grad_hidden, *given
+        return None, None, grad_hidden, None, *given
 
 
-def _by_tiles(tiled: Tiled, hidden: Tensor) -> list[Tensor]:
+def _by_tiles(tiled: Tiled | _Through, hidden: Tensor) -> list[Tensor]:
     """All outputs of a module, of all tokens."""
     outs: list[Tensor] = []
     for part, tile in _tiles(tiled, hidden):
@@ -314,10 +386,10 @@ def _count(hidden: Tensor) -> int:
     return hidden.shape[:2].numel()
 
 
-def _tiles(tiled: Tiled, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(tiled: Tiled | _Through, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Tiles `[1, rows, ...]` of all tokens of the batch, and where they are."""
     flat = hidden.reshape(1, _count(hidden), *hidden.shape[2:])
-    rows = max(1, tiled.rows(_count(hidden)))
+    rows = max(1, tiled.rows(_count(hidden), hidden.is_cpu))
     for start in range(0, max(1, _count(hidden)), rows):
         part = slice(start, start + rows)
         yield part, flat[:, part]

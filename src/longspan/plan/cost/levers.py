@@ -23,7 +23,7 @@ the next one is made, or used.
 DISK_BUFFERS = 4
 """Layers' worth of it that lie in the host's memory under `offload="disk"`, on their way to or from the file."""
 
-TILE = 1.0
+TILE = 0.25
 """Intermediates of a tile over the hidden states, in bytes, where `tiled_mlp` is 0."""
 
 WEIGHT_SUM = 4
@@ -47,7 +47,7 @@ def mlp_tiles(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
     """Tiles of tokens that the layer's MLP works through."""
     if job.memory.tiled_mlp:
         return min(job.memory.tiled_mlp, max(1, s.tokens))
-    return max(1, min(s.tokens // FEWEST_ROWS, round(_intermediates(layer, mesh, s) / (TILE * s.d * s.b))))
+    return max(1, min(s.tokens // FEWEST_ROWS[s.on_cpu], round(_intermediates(layer, mesh, s) / (TILE * s.d * s.b))))
 
 
 def _intermediates(layer: LayerShape, mesh: Mesh, s: Scale) -> int:
@@ -76,11 +76,24 @@ def mlp_under_way(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
     return _intermediates(layer, mesh, s) * -(-s.tokens // mlp_tiles(layer, job, mesh, s))
 
 
-def norm_under_way(s: Scale) -> int:
+def norm_under_way(job: Job, s: Scale) -> int:
     """Bytes that the backward of a norm behind the attention holds, in tiles, beside the gradients that a layer's
-    backward holds anyway: its own result, of all tokens, and of a tile three copies in fp32.
+    backward holds anyway: of a tile three copies in fp32, and its own result of all tokens; but not where a tiled MLP,
+    whose backward goes on through its norm, has made that.
     """
-    return s.tokens * s.d * s.b // s.hidden_shards + 3 * 4 * s.d * min(s.tokens, norm_rows(s.tokens))
+    result = s.tokens * s.d * s.b // s.hidden_shards if job.memory.tiled_mlp == 1 else 0
+    return result + _norm_tile(min(s.tokens, norm_rows(s.tokens, s.on_cpu)), s)
+
+
+def norm_of_mlp_under_way(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
+    """Bytes of the norm in a tile of an MLP whose backward goes on through it."""
+    if job.memory.tiled_mlp == 1 or not job.memory.tiled_norms:
+        return 0
+    return _norm_tile(-(-s.tokens // mlp_tiles(layer, job, mesh, s)), s)
+
+
+def _norm_tile(rows: int, s: Scale) -> int:
+    return 3 * 4 * s.d * rows
 
 
 def mlp_weight_sums(layer: LayerShape, job: Job, mesh: Mesh) -> int:

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING
 from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.plan.cost import hidden_states
 from longspan.plan.cost.cached import held_bytes, staged_bytes
-from longspan.plan.cost.levers import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_bytes, norm_under_way
+from longspan.plan.cost.levers import (
+    mlp_tiles,
+    mlp_under_way,
+    mlp_weight_sums,
+    norm_bytes,
+    norm_of_mlp_under_way,
+    norm_under_way,
+)
 from longspan.plan.cost.local import local_batch, local_tokens
 from longspan.plan.cost.saved import (
     Buffers,
@@ -32,6 +39,7 @@ from longspan.plan.cost.saved import (
     kept_per_token,
     offloads,
     saved_in_a_step,
+    saved_per_token,
 )
 from longspan.plan.cost.weights import outer_groups, shard_elements, sums_gradients_once
 
@@ -257,13 +265,18 @@ def _in_a_backward(
     the attention, when what comes behind it is gone.
     """
     of_mlps = [
-        (mlp_under_way(layer, job, mesh, s), mlp_weight_sums(layer, job, mesh)) for layer, _ in model.layer_kinds
+        (
+            mlp_under_way(layer, job, mesh, s) + norm_of_mlp_under_way(layer, job, mesh, s),
+            mlp_weight_sums(layer, job, mesh),
+        )
+        for layer, _ in model.layer_kinds
     ]
     widest, sums = max(of_mlps, key=sum)
     autocast = autocasts(job)
     of_layers = [freed_per_token(layer, job, mesh, s, autocast) for layer, _ in model.layer_kinds]
     freed = min(of_layers, key=lambda saved: saved.total) * s.tokens
     away = _on_disk(model, job, mesh, s)
+    of_mlp = min(saved_per_token(layer, job, mesh, s, autocast).mlp for layer, _ in model.layer_kinds) * s.tokens
     each = [layer.mixer.backward_buffers(job, mesh, s) for layer, _ in model.layer_kinds]
     buffers = max(each, key=lambda held: held.total)
     exchanged = _exchanged_again(model, job, mesh, s)
@@ -275,8 +288,9 @@ def _in_a_backward(
         yield {
             **here.items(), **rest, "gradients": rest["gradients"] + sums, "mlp": widest, "hidden": 2 * hidden,
         }  # fmt: skip
-        if job.memory.tiled_norms:
-            yield {**here.items(), **rest, "hidden": 2 * hidden + norm_under_way(s)}
+        if job.memory.tiled_norms:  # the MLP's backward is over
+            behind = here + SavedActivations(mlp=-of_mlp)
+            yield {**behind.items(), **rest, "hidden": 2 * hidden + norm_under_way(job, s)}
         yield {**(saved + freed * -1).items(), **rest, **buffers.items(), "hidden": hidden}
 
 
