@@ -6,6 +6,7 @@ Nothing here is timed by a test, and nothing here is needed to use the library.
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import platform
@@ -62,6 +63,7 @@ def _rank_main(rank: int, world: int, port: int, answer: str, body: Callable[...
     if rank == 0:
         Path(answer).write_text(json.dumps(value))
     dist.barrier()
+    gc.collect()  # a model in a cycle would hold gloo's threads until the interpreter's end, which may abort them
     dist.destroy_process_group()
 
 
