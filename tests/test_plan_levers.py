@@ -98,8 +98,8 @@ def test_a_tile_of_the_mlp() -> None:
         scale = scale_of(SMALL, job, TWO, H100)
         assert mlp_tiles(LAYER, job, TWO, scale) == tiles
         assert mlp_under_way(LAYER, job, TWO, scale) == each * -(-tokens // tiles)
-        assert mlp_weight_sums(LAYER, job, TWO) == 4 * 3 * 64 * 96
-        assert mlp_weight_sums(LAYER, replace(job, dtype="fp32"), TWO) == 0
+        assert mlp_weight_sums(LAYER, job, TWO, scale) == (4 * 3 * 64 * 96 if tiles > 1 else 0)
+        assert mlp_weight_sums(LAYER, replace(job, dtype="fp32"), TWO, scale) == 0
 
 
 def test_what_is_offloaded_lies_elsewhere() -> None:
@@ -276,7 +276,7 @@ def test_a_lever_adds_no_more_than_its_workspace(
     if "checkpointing" in lever:
         extra += kept_per_token(layer, with_it, mesh, scale, False).total * scale.tokens
     if "tiled_mlp" in lever:
-        extra += mlp_weight_sums(layer, with_it, mesh) + norm_of_mlp_under_way(layer, with_it, mesh, scale)
+        extra += mlp_weight_sums(layer, with_it, mesh, scale) + norm_of_mlp_under_way(layer, with_it, mesh, scale)
     if "cpu_offload" in lever:
         extra += (3 * layer.params + 2 * model.root_params) * 4
     if (with_it.memory.lean and not levers.lean) or lever == {"checkpointing": "attention"}:

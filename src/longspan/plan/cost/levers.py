@@ -96,8 +96,10 @@ def _norm_tile(rows: int, s: Scale) -> int:
     return 3 * 4 * s.d * rows
 
 
-def mlp_weight_sums(layer: LayerShape, job: Job, mesh: Mesh) -> int:
-    """Bytes in which a tiled MLP adds up its weights' gradients, tile by tile; none where they are fp32 as they are."""
-    if job.memory.tiled_mlp == 1 or job.dtype == "fp32" or not job.weight_sharding:
+def mlp_weight_sums(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
+    """Bytes in which a tiled MLP adds up its weights' gradients, tile by tile; none where they are fp32 as they are, or
+    where all tokens are one tile.
+    """
+    if mlp_tiles(layer, job, mesh, s) == 1 or job.dtype == "fp32" or not job.weight_sharding:
         return 0
     return WEIGHT_SUM * layer.mlp_params // mesh.tensor

@@ -220,7 +220,8 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
         (
             first_layer,
             {
-                "gradients": at_rest - to_come + under_way * sharded + largest * flat,
+                # Its own are not at rest yet.
+                "gradients": at_rest - to_come - scattered * sharded + under_way * sharded + largest * flat,
                 "gathered_weights": casts * to_host + _gathered(model, job, mesh, 1),
             },
         ),
@@ -267,7 +268,7 @@ def _in_a_backward(
     of_mlps = [
         (
             mlp_under_way(layer, job, mesh, s) + norm_of_mlp_under_way(layer, job, mesh, s),
-            mlp_weight_sums(layer, job, mesh),
+            mlp_weight_sums(layer, job, mesh, s),
         )
         for layer, _ in model.layer_kinds
     ]
