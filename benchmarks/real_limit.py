@@ -47,7 +47,7 @@ def main() -> None:
     args = parse_args()
     env = common.environment(["longspan", "torch", "transformers", "deepspeed"])
     rows: list[dict[str, Any]] = []
-    before = json.loads(args.resume.read_text())["results"]["rows"] if args.resume else []
+    before = measured_before(args) if args.resume else []
     for name in args.shapes:
         shape = {**vars(args), **SHAPES[name]} | ({"mib": args.mib} if args.mib else {})
         theirs = 0
@@ -100,6 +100,17 @@ def parse_args() -> argparse.Namespace:
     if args.quick:
         args.shapes, args.mib, args.name = ["shallow"], 32, args.name + "-quick"
     return args
+
+
+def measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of the report that is gone on with; it must have been made with the same settings."""
+    results = json.loads(args.resume.read_text())["results"]
+    names = ("mib", "start", "within", "patience", "ranks", "dtype", "q_heads", "kv_heads", "vocab", "tile_mib")
+    other = [name for name in names if f"{name!r}: {getattr(args, name)!r}," not in results["shape"]]
+    if other:
+        raise SystemExit(f"{args.resume} has another {', '.join(other)}; give the same, or no --resume")
+    rows: list[dict[str, Any]] = results["rows"]
+    return rows
 
 
 def search(attempt: Any, args: argparse.Namespace, start: int) -> list[tuple[int, bool]]:

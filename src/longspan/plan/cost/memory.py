@@ -213,6 +213,8 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
     late = 0 if model.tied else largest
     under_way = (largest + (0 if own_head else head)) * s.b
     scattered = 0 if earlier else largest * 4 // _ranks(job, mesh)
+    # In a layer's own backward its gradients are not at rest yet.
+    own = scattered if sharded and not to_host else 0
     backwards = [
         (last_layer, {"gradients": earlier + under_way + sent_head, "gathered_weights": two_gathered}),
         # The layer before it: what the last one kept is gone, its gradients are on their way.
@@ -220,8 +222,7 @@ def _training(model: ModelShape, job: Job, mesh: Mesh, s: Scale, once: bool) -> 
         (
             first_layer,
             {
-                # Its own are not at rest yet.
-                "gradients": at_rest - to_come - scattered * sharded + under_way * sharded + largest * flat,
+                "gradients": at_rest - to_come - own + under_way * sharded + largest * flat,
                 "gathered_weights": casts * to_host + _gathered(model, job, mesh, 1),
             },
         ),
