@@ -75,6 +75,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
 MORE: dict[str, dict[str, Any]] = {
     "Albert": {**FAMILIES["Bert"], "embedding_size": 16},
     "DistilBert": {"num_key_value_heads": None, "intermediate_size": None, "dropout": 0.0, "attention_dropout": 0.0},
+    "Qwen2Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "Gemma4Text": {
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ALTERNATING,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 61,
+    },
+    "Gemma3nText": {
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ALTERNATING,
+        "vocab_size_per_layer_input": 61,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.0],
+    },
 }
 """Families that only some tests build."""
 

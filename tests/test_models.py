@@ -95,9 +95,17 @@ def test_sinks_have_a_gradient_on_ranks_without_heads(pool4: RankPool) -> None:
     pool4.run(_run, "GptOss", heads, [(1, 1, True), (1, 1, False)], inputs_of("GptOss"), truth)
 
 
-@pytest.mark.parametrize("family", ["Albert", "DistilBert"])
-def test_encoders_whose_layers_have_no_numbers(pool2: RankPool, family: str) -> None:
+@pytest.mark.parametrize("family", ["Albert", "DistilBert", "Qwen2Moe", "Gemma4Text"])
+def test_configs_out_of_the_ordinary(pool2: RankPool, family: str) -> None:
+    """Layers without numbers; a mask with a window of 0 that no layer uses; layers whose heads differ in size."""
     pool2.run(_run, family, {}, [(1, 1, True), (1, 1, False)], inputs_of(family), truth_about(family))
+
+
+def test_rotary_tables_of_sliding_layers_alone() -> None:
+    reference, model = (build("Gemma3Text", layer_types=["sliding_attention"] * 2) for _ in range(2))
+    model.config.rope_parameters = {"sliding_attention": model.config.rope_parameters["sliding_attention"]}
+    longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
+    torch.testing.assert_close(model(**batch()).loss, reference(**batch()).loss)
 
 
 def test_replicas_that_hold_whole_sequences(pool4: RankPool) -> None:
@@ -117,6 +125,39 @@ chunks_by_position = pytest.mark.skipif(
     reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
 )
 LLAMA4 = pytest.param("Llama4Text", marks=chunks_by_position)
+
+
+def _divides(family: str) -> Any:
+    """A model that divides by its hidden states and by what its attention gives, without an epsilon."""
+    model = build(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0  # of the padding token
+    if family == "Llama":
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda _, args: (args[0] / args[0].norm(dim=-1, keepdim=True), *args[1:]))
+            layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: args[0] / args[0].norm(dim=-1)[..., None])
+    return model
+
+
+def _run_divides(meshes: list[tuple[int, int, bool]], cases: list[tuple[str, dict[str, Any], Truth]]) -> None:
+    for family, whole, truth in cases:
+        for data, ring, fsdp in meshes:
+            sp = sharding(data, ring)
+            compare(truth, longspan.parallelize(_divides(family), sp, fsdp=fsdp), whole, sp)
+
+
+def test_padding_reaches_no_gradient(pool2: RankPool, pool4: RankPool) -> None:
+    """21 tokens do not divide; where a hidden state is 0 its square root has no derivative, and 0 x inf is NaN."""
+    cases = []
+    for family in ("Gemma3nText", "Llama"):
+        whole = {name: x[:2] for name, x in inputs_of(family).items()}
+        padded = {name: x[1:] for name, x in _padded(family, "right").items()}
+        if family == "Llama":  # in one process it divides 0 by 0 at padding of id 0
+            padded["input_ids"] = padded["input_ids"].clamp(min=2)
+        for one in (whole, padded):
+            cases.append((family, one, truth_of(_divides(family), one)))
+    pool2.run(_run_divides, [(1, 1, True), (1, 2, False)], cases)
+    pool4.run(_run_divides, [(1, 2, True)], cases)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", LLAMA4, "GPT2"])

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm import gather
@@ -67,7 +66,7 @@ class TensorGroup:
         return out.transpose(0, 1).contiguous()
 
     def scatter_tokens(self, x_BLD: Tensor) -> Tensor:
-        """My tokens' part of the sum of all ranks' `x`, `[B, T, ...]`, the last ranks' padded with zeros."""
+        """My tokens' part of the sum of all ranks' `x`, `[B, T, ...]`, the last ranks' padded as `padded` does."""
         out: Tensor = torch.ops.longspan.reduce_scatter(self.padded(x_BLD).transpose(0, 1), self.size, self.name)
         return out.transpose(0, 1).contiguous()
 
@@ -76,9 +75,12 @@ class TensorGroup:
         return -(-length // self.size)
 
     def padded(self, x_BLD: Tensor) -> Tensor:
-        """With zeros behind, so that every rank has as many tokens."""
+        """With copies of the last token behind, so that every rank has as many tokens; they have no gradient.
+
+        Not zeros: what divides by its hidden states has no finite derivative there, and 0 times infinity is NaN.
+        """
         short = self.size * self.tokens(x_BLD.shape[1]) - x_BLD.shape[1]
-        return F.pad(x_BLD, (0, 0) * (x_BLD.dim() - 2) + (0, short)) if short else x_BLD
+        return torch.cat([x_BLD, x_BLD[:, -1:].detach().expand(-1, short, -1)], 1) if short else x_BLD
 
     def my_tokens(self, x_BLD: Tensor) -> Tensor:
         """Mine of tokens that all ranks hold, `[B, T, ...]`, padded as `scatter_tokens` does; the gradients of all

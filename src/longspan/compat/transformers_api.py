@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,6 +10,16 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from longspan.compat.gone import gone
+
+LAYERS_DIFFER: tuple[type[Exception], ...] = ()
+"""What a config raises when a value is read that its layers have each their own of (`per_layer_config`).
+
+Versions: transformers 5.13 to 5.23. Public way: none. When gone: nothing, and the config's error is shown.
+"""
+with contextlib.suppress(ImportError):
+    from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+
+    LAYERS_DIFFER = (AmbiguousGlobalPerLayerAttributeError,)
 
 
 def mask_function(kind: str) -> Any:

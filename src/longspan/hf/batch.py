@@ -46,6 +46,9 @@ class SequenceInfo:
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
             it is not on the CPU.
         device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
+        fillers: by key of the batch, one real token's values for each row, `[B, ...]`: what padding is replaced by in a
+            forward. Empty where nothing is padded on any rank.
+        padding: which of my tokens are padding that no label asks about, bool `[B, L]`; None where there are none.
         plans: attentions prepared for this batch, one for each kind of layer; made by the first layer of a kind.
     """
 
@@ -57,6 +60,8 @@ class SequenceInfo:
     shifted: bool = True
     digest: int | None = None
     device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    padding: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def spell(self) -> str:
@@ -84,7 +89,9 @@ def device_digest(batch: Mapping[str, Any]) -> Tensor:
     return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
 
 
-_CUT = {"input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids"}
+# What a model reads for each token.
+_INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
+_CUT = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask"}
 
 # What says which tokens belong together. It becomes `SequenceInfo.segments` and goes no further.
 _IDS = ("document_ids", "seq_idx")
@@ -99,7 +106,8 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
         batch: the same full batch on every rank of a sequence group: `input_ids` [B, n] (or `inputs_embeds`
             [B, n, d]), and as wanted `labels` [B, n] (unshifted, -100 where no loss is computed), or
             `shift_labels` [B, n] (already shifted), `position_ids` [B, n] or [1, n], `token_type_ids` [B, n],
-            `attention_mask` [B, n] (1 real, 0 padding; padding at the left or right end). Packed documents are marked
+            `per_layer_inputs` [B, n, layers, d] (Gemma-3n's, with `inputs_embeds`), `attention_mask` [B, n] (1 real, 0
+            padding; padding at the left or right end). Packed documents are marked
             in any of these ways: `document_ids` or `seq_idx` [B, n] (an id for every token, below 0 for padding),
             `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] for a batch of one row (as transformers'
             `DataCollatorWithFlattening` gives them, with `max_length_q` and `max_length_k`), or position ids that
@@ -147,7 +155,7 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
     sp = _under_its_mask(sp, rows, batch_size, n, causal=shift)
     own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST}
     out = {key: value for key, value in batch.items() if key not in own}
-    for key in ("input_ids", "inputs_embeds", "token_type_ids"):
+    for key in _INPUTS:
         if batch.get(key) is not None:
             out[key] = _part(batch[key], sp)
     labels = _labels_of(batch, shift)
@@ -161,8 +169,53 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
     else:
         out["position_ids"] = _part(positions, sp)
         max_position = int(positions.max())
-    out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shifted=shift)
+    padded = _has_padding(rows, n) or sp.layout.local_length(n) * sp.size > n
+    fillers = _fillers(batch, rows, batch_size, n) if padded else {}
+    out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shifted=shift, fillers=fillers)
     return out
+
+
+def _has_padding(rows: Segments | None, n: int) -> bool:
+    return rows is not None and any(sum(stop - start for start, stop in row) < n for row in rows)
+
+
+def _fillers(batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int) -> dict[str, Tensor]:
+    """The first real token of each row, as each key of the batch has it."""
+    first = [row[0][0] if row else 0 for row in rows or (((0, n),),) * batch_size]
+    out = {}
+    for key in _INPUTS if rows is None else (*_INPUTS, "position_ids"):  # positions of `shard`'s own padding are 0
+        if batch.get(key) is not None:
+            x = batch[key].detach()
+            x = (x if x.dim() > 1 else x[None]).expand(batch_size, *x.shape[1:] or x.shape)
+            out[key] = torch.stack([x[b, at] for b, at in enumerate(first)])
+    return out
+
+
+def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | None) -> None:
+    """Replace my padding by a real token of its row, in every input, and mark it in `cut["longspan"]`.
+
+    The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
+    has none where an embedding is 0 (as that of a padding token often is). Padding that predicts a token (the last one
+    before a row begins) is computed as in one process.
+
+    Args:
+        cut: my part of a batch; changed in place.
+        sp: the sharding.
+        labels: of my tokens; None where there are none, so that any row's first token may be predicted.
+    """
+    info: SequenceInfo = cut["longspan"]
+    tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
+    if not info.fillers:
+        return
+    real_BL = real_tokens(info, sp, len(tokens), tokens.device, before=int(info.shifted and labels is None))
+    if labels is not None:
+        real_BL = real_BL | (labels != IGNORE)
+    padding_BL = ~real_BL
+    cut["longspan"] = dataclasses.replace(info, padding=padding_BL)
+    for key, filler in info.fillers.items():
+        x = cut[key]
+        at_BL = padding_BL[(...,) + (None,) * (x.dim() - 2)]
+        cut[key] = torch.where(at_BL, filler.to(x.device, non_blocking=True)[:, None], x)
 
 
 def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
@@ -214,7 +267,7 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
                     f"`position_ids` has the shape {shape}, the batch has {batch_size} rows of {n} tokens"
                 )
         elif key in _CUT or key in _IDS:
-            if shape != (batch_size, n):
+            if (shape[:2] if key == "per_layer_inputs" else shape) != (batch_size, n):
                 hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
                 if key == "labels" and value.shape[:1] == (batch_size,) and value.dim() < 3:
                     hint = "; labels of rows are not cut, give them to the model beside the cut batch"
@@ -243,13 +296,18 @@ def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
     return out
 
 
-def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device) -> Tensor:
-    """Which of my tokens are real, neither padding of the batch nor `shard`'s own; bool [B, n_local]."""
+def real_tokens(
+    info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device, before: int = 0
+) -> Tensor:
+    """Which of my tokens are real, neither padding of the batch nor `shard`'s own; bool [B, n_local].
+
+    With `before`, also so many tokens of padding before each run of real ones.
+    """
     rows = info.segments or (((0, info.length),),) * batch_size
     real = torch.zeros(batch_size, info.length, dtype=torch.bool)
     for b, row in enumerate(rows):
         for start, stop in row:
-            real[b, start:stop] = True
+            real[b, max(0, start - before) : stop] = True
     return _part(real.to(device), sp.with_layout(info.layout))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from longspan.compat.torch_api import version_of
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import is_on_cpu
-from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, real_tokens
+from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding, real_tokens
 from longspan.hf.fsdp import reshard
 from longspan.hf.gradients import GradientSum
 from longspan.hf.kv_cache import CachedInfo, ShardedCache, last_token
@@ -135,6 +135,8 @@ class ForwardHooks:
             self.gradients.forget_unfinished()
         scored = bool(kwargs.pop("fused_lm_head", False))
         batch, cut = self._cut(model, args, kwargs)
+        if torch.is_grad_enabled():
+            fill_padding(cut, self.sp, None if self.pooled is not None else cut.get("labels"))
         info = cut["longspan"]
         self.owed, self.computed = _Owed(), None
         if scored:

@@ -78,7 +78,9 @@ class PooledHead:
         cut["input_ids"] = batch["input_ids"]
         if "longspan" in batch:
             with torch.no_grad():
-                cut["input_ids"] = self.sp.with_layout(info.layout).gather(self.ids, dim=1, length=info.length)
+                cut["input_ids"] = self.sp.with_layout(info.layout).gather(
+                    batch["input_ids"], dim=1, length=info.length
+                )
 
     def _give_mine(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ids is not None:

@@ -209,11 +209,16 @@ def positions_of(config: Any) -> RopeState:
 
 
 def _rotary_dims(text: Any) -> int | None:
-    """Of a head, the dimensions that are turned, as transformers counts them; None where the config does not say."""
-    dims = getattr(text, "head_dim", None)
-    if dims is None and getattr(text, "num_attention_heads", None):
-        dims = text.hidden_size // text.num_attention_heads
-    _, table = full_table(text.rope_parameters)
+    """Return how many dimensions of a head are turned; None where the config does not say, or its layers differ."""
+    from longspan.compat.transformers_api import LAYERS_DIFFER
+
+    try:
+        dims = getattr(text, "head_dim", None)
+        if dims is None and getattr(text, "num_attention_heads", None):
+            dims = text.hidden_size // text.num_attention_heads
+        _, table = full_table(text.rope_parameters)
+    except (*LAYERS_DIFFER, LongspanError):
+        return None
     part = table.get("partial_rotary_factor") or 1.0
     return int(dims * part) if isinstance(dims, int) and isinstance(part, int | float) else None
 

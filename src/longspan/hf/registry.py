@@ -123,6 +123,8 @@ def longspan_mask(
     Raises:
         LongspanError: for a mask that is none of causal, bidirectional, a sliding window of either, or causal chunks.
     """
+    if local_size is not None and local_size < 1:  # a window that no layer uses (Qwen2-MoE); `Mask` refuses it
+        return MaskRequest(causal=True, window=local_size)
     if mask_function is _CAUSAL:
         return MaskRequest(causal=True)
     if mask_function is _BIDIRECTIONAL:
@@ -221,8 +223,20 @@ def longspan_attention(
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
     if layer.keeper is not None and layer.keeper.whole:
-        return kept_attention(plan, q, k, v, scores, layer.keeper), None
-    return plan(q, k, v, scores, layer.keeper), None
+        out = kept_attention(plan, q, k, v, scores, layer.keeper)
+    else:
+        out = plan(q, k, v, scores, layer.keeper)
+    return out if info.padding is None else _padding_sees_itself(out, v, info.padding), None
+
+
+def _padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:
+    """Give padding the output of a row of one token, not 0: a model may divide by what its attention gives."""
+    heads, kv_heads = out_BLHD.shape[2], v_BLKD.shape[2]
+    if not heads:
+        return out_BLHD
+    own = v_BLKD.detach()[:, :, :, None].expand(-1, -1, -1, heads // kv_heads, -1)
+    out = out_BLHD.unflatten(2, (kv_heads, heads // kv_heads))
+    return torch.where(padding_BL[:, :, None, None, None], own, out).flatten(2, 3)
 
 
 def _with_cache(

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -457,7 +458,8 @@ class TensorParallel:
 
     def my_rows(self, real: Tensor) -> Tensor:
         """Of flags of all tokens `[B, L]` those of the tokens that this rank routes."""
-        return self.group.padded(real[..., None]).chunk(self.group.size, 1)[self.group.rank][..., 0]
+        short = self.group.size * self.group.tokens(real.shape[1]) - real.shape[1]
+        return F.pad(real, (0, short)).chunk(self.group.size, 1)[self.group.rank]
 
 
 def check_style(style: Any, size: int) -> None:
