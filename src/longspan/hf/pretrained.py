@@ -217,7 +217,9 @@ def _rotary_dims(text: Any) -> int | None:
         if dims is None and getattr(text, "num_attention_heads", None):
             dims = text.hidden_size // text.num_attention_heads
         _, table = full_table(text.rope_parameters)
-    except (*LAYERS_DIFFER, LongspanError):
+    except LAYERS_DIFFER:
+        return None
+    except LongspanError:  # no table for full attention
         return None
     part = table.get("partial_rotary_factor") or 1.0
     return int(dims * part) if isinstance(dims, int) and isinstance(part, int | float) else None
