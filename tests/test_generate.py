@@ -146,13 +146,14 @@ def _refusals() -> list[str]:
             model(**batch)
         said.append(str(error.value))
 
+    refused(input_ids=ids, cache=longspan.ShardedCache(model), past_key_values=other)
     with torch.no_grad():
         model(ids, None, None, other)  # by place
         if sp.rank == 3:
             other.crop(-5)
     refused(input_ids=ids[:, :1], past_key_values=other)
     cache = longspan.ShardedCache(model)
-    refused(input_ids=(ids + (sp.rank == 1)) % 61, past_key_values=cache)
+    refused(input_ids=(ids + (sp.rank == 1)) % 61, cache=cache)
     layer = model.model.layers[1]
     hook = layer.register_forward_pre_hook(lambda *_: 1 / 0)
     with torch.no_grad(), pytest.raises(ZeroDivisionError):
@@ -166,7 +167,8 @@ def _refusals() -> list[str]:
 
 
 def test_caches_that_differ_or_broke_off_are_refused(pool4: RankPool) -> None:
-    lengths, prompts, broken, nothing = zip(*pool4.run(_refusals), strict=True)
+    two, lengths, prompts, broken, nothing = zip(*pool4.run(_refusals), strict=True)
+    assert all("is a tuple: a parallelized model keeps its keys and values" in said for said in two)
     assert len(set(lengths)) == len(set(prompts)) == 1
     assert "a cache of 37 tokens in 1 rows' on ranks 0, 1, 2" in lengths[0] and "of 32 tokens" in lengths[0]
     assert "ranks 1 were given another one than ranks 0, 2, 3" in prompts[0]

@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from longspan.core.errors import LongspanError
 
-#: The versions that the tests run with, oldest and newest.
-TESTED = {"torch": "2.11 to 2.13", "transformers": "5.5 to 5.23"}
+#: The oldest and the newest version that the tests pass with: pyproject.toml's lower bound, constraints.txt's pin.
+TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.5", "5.24")}
 
 
 def gone(library: str, name: str, use: str, way_out: str = "") -> LongspanError:
@@ -23,7 +23,7 @@ def gone(library: str, name: str, use: str, way_out: str = "") -> LongspanError:
         installed = version(library)
     except PackageNotFoundError:  # a build that was put in place by hand
         installed = "of an unknown version"
-    other = f", or {way_out}" if way_out else ""
+    tested, other = " to ".join(TESTED[library]), f", or {way_out}" if way_out else ""
     return LongspanError(
-        f"{library} {installed} has no {name}, which longspan needs for {use}; use {library} {TESTED[library]}{other}"
+        f"{library} {installed} has no {name}, which longspan needs for {use}; use {library} {tested}{other}"
     )

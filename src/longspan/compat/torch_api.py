@@ -21,13 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NO_GROUP_WARNING = "torch.distributed is disabled"
 """How the warning begins that Distributed Checkpoint gives where there is no process group.
 
-Versions: torch 2.11 to 2.13. Public way: none, it has no category of its own. When gone: the warning is shown.
+Versions: all. Public way: none, it has no category of its own. When gone: the warning is shown.
 """
 
 WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What `torch.compile` and torch's checkpoint wrapper put into the names of parameters.
 
-Versions: torch 2.11 to 2.13. Public way: none. When gone: a model that was wrapped after `parallelize` is refused, as
+Versions: all. Public way: none. When gone: a model that was wrapped after `parallelize` is refused, as
 one whose parameters have other names.
 """
 
@@ -35,7 +35,7 @@ one whose parameters have other names.
 def not_compiled(function: Function) -> Function:
     """`torch.compiler.disable`, which has no types: a compiler runs `function` as it is.
 
-    Versions: torch 2.11 to 2.13. Public way: this one. When gone: an AttributeError at the import.
+    Versions: all. Public way: this one. When gone: an AttributeError at the import.
     """
     disabled: Function = torch.compiler.disable(function)
     return disabled
@@ -63,7 +63,7 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
 def graph_is_kept() -> bool:
     """Whether the backward under way was asked to keep its graph (`retain_graph=True`); inside one alone.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: it is not, and a second backward raises torch's error.
+    Versions: all. Public way: none. When gone: it is not, and a second backward raises torch's error.
     """
     found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
     return bool(found())
@@ -76,7 +76,7 @@ ELEMENTWISE: dict[str, Callable[[Any], Tensor]] = {
 }
 """By the name of an operation's node in a graph, which holds what went in: its result, computed again.
 
-Versions: torch 2.11 to 2.13. Public way: none (the names are in torch's notes on autograd). When gone: under another
+Versions: all. Public way: none (the names are in torch's notes on autograd). When gone: under another
 name of the node such a result is saved, as by torch itself; under another name of what it holds, an AttributeError.
 """
 
@@ -84,7 +84,7 @@ name of the node such a result is saved, as by torch itself; under another name 
 def saved_tensors_are_hooked() -> bool:
     """Whether hooks on what autograd saves are in force, such as a checkpointed layer's: only the innermost apply.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: they always are, and whoever asks does without its own.
+    Versions: all. Public way: none. When gone: they always are, and whoever asks does without its own.
     """
     found = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
     return found(True) is not None
@@ -120,7 +120,7 @@ def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: boo
 def find_group(name: str) -> dist.ProcessGroup:
     """The process group of a `group_name`: an operator takes plain values, and finds its group again by that.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: LongspanError.
+    Versions: all. Public way: none. When gone: LongspanError.
     """
     resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     if resolve is None:
@@ -132,7 +132,7 @@ def find_group(name: str) -> dist.ProcessGroup:
 def default_store() -> Any:
     """The store by which the ranks of the default process group have met.
 
-    Versions: torch 2.11 to 2.13. Public way: none for a group that somebody else made. When gone: LongspanError.
+    Versions: all. Public way: none for a group that somebody else made. When gone: LongspanError.
     """
     found: Any = getattr(dist.distributed_c10d, "_get_default_store", None)
     if found is None:
@@ -148,7 +148,7 @@ def default_store() -> Any:
 def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """All axes of `mesh` as one, called `axis`; one process group for each set of ranks, made once. Collective.
 
-    Versions: torch 2.11 to 2.13. Public way: none (`DeviceMesh.from_group` makes meshes that know nothing of one
+    Versions: all. Public way: none (`DeviceMesh.from_group` makes meshes that know nothing of one
     another). When gone: LongspanError.
     """
     flatten: Any = getattr(mesh, "_flatten", None)
@@ -167,7 +167,7 @@ def give_up_like_the_job(group: dist.ProcessGroup, device_type: str) -> dist.Pro
     """Let a group made from the default one have its time-out: torch gives each new group its own default (10 minutes
     for NCCL), whatever the job's was set to. Groups of a kind that has no time-out are left alone.
 
-    Versions: torch 2.11 to 2.13. Public way: none for groups that a DeviceMesh makes. When gone: such groups give up
+    Versions: all. Public way: none for groups that a DeviceMesh makes. When gone: such groups give up
     after torch's own default.
     """
     try:
@@ -181,7 +181,7 @@ def give_up_like_the_job(group: dist.ProcessGroup, device_type: str) -> dist.Pro
 def give_hosts_time(timeout: timedelta) -> None:
     """Let the default group's messages between hosts wait so long, beside those between its GPUs.
 
-    Versions: torch 2.11 to 2.13. Public way: none for one of two backends of a group. When gone: they give up as early.
+    Versions: all. Public way: none for one of two backends of a group. When gone: they give up as early.
     """
     try:
         group: Any = dist.distributed_c10d._get_default_group()
@@ -198,7 +198,7 @@ _HAS_VERSIONS = hasattr(Tensor, "_version")
 def when_backward_ends(callback: Callable[[], None]) -> None:
     """Call `callback` once, when the backward that is running has accumulated all its gradients.
 
-    Versions: torch 2.11 to 2.13. Public way: none that knows the end (`register_multi_grad_hook` has to be told before
+    Versions: all. Public way: none that knows the end (`register_multi_grad_hook` has to be told before
     which gradients will come). When gone: LongspanError.
     """
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
@@ -215,7 +215,7 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 def version_of(x: Tensor) -> int:
     """How often `x`'s memory has been written to by operators; its views count with it.
 
-    Versions: torch 2.11 to 2.13. Public way: none, though torch's pages on autograd speak of it. When gone:
+    Versions: all. Public way: none, though torch's pages on autograd speak of it. When gone:
     LongspanError.
     """
     if not _HAS_VERSIONS:
@@ -229,7 +229,7 @@ def version_of(x: Tensor) -> int:
 def wrapped_by_ddp(model: nn.Module) -> bool:
     """Whether a DistributedDataParallel around `model`, or around what holds it, runs its forward now.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: False; `forbid_ddp` refuses such a wrapper before.
+    Versions: all. Public way: none. When gone: False; `forbid_ddp` refuses such a wrapper before.
     """
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return wrapper is not None and any(module is model for module in wrapper.module.modules())
@@ -238,7 +238,7 @@ def wrapped_by_ddp(model: nn.Module) -> bool:
 def forbid_ddp(model: nn.Module, refusal: Iterable[str]) -> None:
     """Have DistributedDataParallel iterate over `refusal`, which raises, before it does anything with `model`.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: `wrapped_by_ddp` still refuses it in its first forward.
+    Versions: all. Public way: none. When gone: `wrapped_by_ddp` still refuses it in its first forward.
     """
     model._ddp_params_and_buffers_to_ignore = refusal  # type: ignore[assignment]
 
@@ -246,7 +246,7 @@ def forbid_ddp(model: nn.Module, refusal: Iterable[str]) -> None:
 def is_replica(model: nn.Module) -> bool:
     """Whether `model` is a copy that `torch.nn.DataParallel` has made for one forward.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: False.
+    Versions: all. Public way: none. When gone: False.
     """
     return bool(getattr(model, "_is_replica", False))
 
@@ -254,7 +254,7 @@ def is_replica(model: nn.Module) -> bool:
 def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]], None]) -> None:
     """Call `check` with what `to`, `half`, `cuda` and their kin are about to do to every tensor of `model`.
 
-    Versions: torch 2.11 to 2.13. Public way: none that meets all of them. When gone: LongspanError.
+    Versions: all. Public way: none that meets all of them. When gone: LongspanError.
     """
     apply: Any = getattr(type(model), "_apply", None)
     if apply is None:
@@ -289,7 +289,7 @@ def register_tree(
 ) -> None:
     """Let torch look inside values of a class: at the tensors in it, as at those in a list.
 
-    Versions: torch 2.11 to 2.13. Public way: none yet. When gone: LongspanError.
+    Versions: all. Public way: none yet. When gone: LongspanError.
     """
     try:
         from torch.utils import _pytree

@@ -222,7 +222,7 @@ def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
 def tree_leaves(tree: Any) -> list[Any]:
     """What stands at the ends of nested lists, tuples and dicts.
 
-    Versions: torch 2.11 to 2.13. Public way: none yet. When gone: LongspanError.
+    Versions: all. Public way: none yet. When gone: LongspanError.
     """
     try:
         from torch.utils import _pytree

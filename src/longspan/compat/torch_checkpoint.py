@@ -16,7 +16,7 @@ from longspan.compat.gone import gone
 class Place:
     """Where one piece lies, as torch's reader asks for it: stands in for torch's `_StorageInfo`.
 
-    Versions: torch 2.11 to 2.13. Public way: none; torch's own class is private, and only its attributes are looked at.
+    Versions: all. Public way: none; torch's own class is private, and only its attributes are looked at.
     When gone: an AttributeError of torch's reader, which `load` makes a LongspanError.
     """
 
@@ -29,7 +29,7 @@ class Place:
 def flat_names(state: dict[str, Any]) -> dict[str, Any]:
     """What a nested state holds, by the names under which torch saves it: keys and indices joined by dots.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: LongspanError.
+    Versions: all. Public way: none. When gone: LongspanError.
     """
     try:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -56,7 +56,7 @@ def keep_places(metadata: Metadata, written: list[list[WriteResult]]) -> None:
 def write_through(writer: FileSystemWriter, files: FileSystem) -> None:
     """Have torch's writer write by `files`.
 
-    Versions: torch 2.11 to 2.13. Public way: none. When gone: LongspanError.
+    Versions: all. Public way: none. When gone: LongspanError.
     """
     if not isinstance(getattr(writer, "fs", None), FileSystem):
         raise gone("torch", "FileSystemWriter.fs", "checksums of what is written")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from longspan.compat.gone import gone
 
+_CACHE_NAMES = "cache", "past_key_values"
+
 LAYERS_DIFFER: tuple[type[Exception], ...] = ()
 """What a config raises when a value is read that its layers have each their own of (`per_layer_config`).
 
-Versions: transformers 5.13 to 5.23. Public way: none. When gone: nothing, and the config's error is shown.
+Versions: transformers 5.13 and newer. Public way: none. When gone: nothing, and the config's error is shown.
 """
 with contextlib.suppress(ImportError):
     from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
@@ -25,7 +28,7 @@ with contextlib.suppress(ImportError):
 def mask_function(kind: str) -> Any:
     """The function of (batch, head, query, key) by which transformers says a "causal" or a "bidirectional" mask.
 
-    Versions: transformers 5.5 to 5.23. Public way: none. When gone: LongspanError.
+    Versions: all. Public way: none. When gone: LongspanError.
     """
     found = getattr(masking_utils, f"{kind}_mask_function", None)
     if found is None:
@@ -33,10 +36,34 @@ def mask_function(kind: str) -> Any:
     return found
 
 
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name of the argument that a forward takes its KV cache by.
+
+    Versions: transformers 5.5 to 5.23 say "past_key_values", 5.24 says "cache". Public way: this one. When gone: a
+    forward without a cache has neither, and is given none.
+    """
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
+
+
+def take_cache(arguments: dict[str, Any]) -> Any:
+    """Remove the KV cache from the arguments of a forward or of `generate`, and return it; None if there is none.
+
+    Both names are taken on every version, so that a script runs on all of them. Two different caches are returned as a
+    tuple, which every caller refuses.
+
+    Versions: transformers 5.5 to 5.24. Public way: this one. When gone: None.
+    """
+    given = [cache for name in _CACHE_NAMES if (cache := arguments.pop(name, None)) is not None]
+    if any(cache is not given[0] for cache in given):
+        return tuple(given)
+    return given[0] if given else None
+
+
 def parts_of(function: Any) -> Iterator[Any]:
     """What a mask function closes over: transformers makes masks of functions, of tuples of them, and of tensors.
 
-    Versions: transformers 5.5 to 5.23. Public way: none. When gone (functions made otherwise): a mask is still compared
+    Versions: all. Public way: none. When gone (functions made otherwise): a mask is still compared
     with what longspan knows, as it is for a function that closes over nothing, and refused if it is none of that.
     """
     for cell in getattr(function, "__closure__", None) or ():
@@ -47,7 +74,7 @@ def parts_of(function: Any) -> Iterator[Any]:
 def register_attention(name: str, attention: Any, mask: Any) -> None:
     """Put an attention and a mask into transformers' registries, beside those that stand there.
 
-    Versions: transformers 5.5 to 5.23. Public way: this one. When gone: an ImportError.
+    Versions: all. Public way: this one. When gone: an ImportError.
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
@@ -56,7 +83,7 @@ def register_attention(name: str, attention: Any, mask: Any) -> None:
 def set_attention(config: Any, name: str) -> None:
     """Point a config at an attention of the registry.
 
-    Versions: transformers 5.5 to 5.23. Public way: `PreTrainedModel.set_attn_implementation`, which also asks each
+    Versions: all. Public way: `PreTrainedModel.set_attn_implementation`, which also asks each
     sub-model whether it wants to, and has rules of its own for configs that are shared. When gone: LongspanError.
     """
     if not hasattr(type(config), "_attn_implementation"):
@@ -67,7 +94,7 @@ def set_attention(config: Any, name: str) -> None:
 def uses_registry(model: PreTrainedModel) -> bool:
     """Whether a model's layers take their attention from the registry.
 
-    Versions: transformers 5.5 to 5.23. Public way: this one, of which its documentation says nothing. When gone:
+    Versions: all. Public way: this one, of which its documentation says nothing. When gone:
     LongspanError.
     """
     told: Any = getattr(model, "is_backend_compatible", None)
@@ -84,7 +111,7 @@ def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
         config: of its weights; it may be changed.
         dtype: of the weights; by default the config's.
 
-    Versions: transformers 5.5 to 5.23. Public way: `cls(config)`, in torch's default dtype. When gone: LongspanError.
+    Versions: all. Public way: `cls(config)`, in torch's default dtype. When gone: LongspanError.
     """
     make: Any = getattr(cls, "_from_config", None)
     if make is None:
@@ -102,7 +129,7 @@ def keys_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
     Returns:
         None if any is converted on its way (split, merged, transposed), and not just called otherwise.
 
-    Versions: transformers 5.5 to 5.23. Public way: none; `from_pretrained` does it while it reads. When gone: None, so
+    Versions: all. Public way: none; `from_pretrained` does it while it reads. When gone: None, so
     that transformers reads the files itself.
     """
     try:
@@ -129,7 +156,7 @@ def keys_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
 def generation_config(name: str, model: PreTrainedModel) -> Any:
     """The generation config that `from_pretrained` gives a model of this name: of its own file, or of config.json.
 
-    Versions: transformers 5.5 to 5.23. Public way: `GenerationConfig.from_pretrained`, for the first of the two. When
+    Versions: all. Public way: `GenerationConfig.from_pretrained`, for the first of the two. When
     gone: a generation config made of the model's config.
     """
     from transformers import GenerationConfig
@@ -147,7 +174,7 @@ def router_loss(model: PreTrainedModel) -> Any:
 
     Each family has a copy in the module of its model.
 
-    Versions: transformers 5.5 to 5.23. Public way: none. When gone: None, so that a model that is asked for its router
+    Versions: all. Public way: none. When gone: None, so that a model that is asked for its router
     loss is refused.
     """
     modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
@@ -157,7 +184,7 @@ def router_loss(model: PreTrainedModel) -> Any:
 def has_no_sdpa(error: BaseException | None) -> bool:
     """Whether a model was not made because it has no attention by `scaled_dot_product_attention`.
 
-    Versions: transformers 5.5 to 5.23. Public way: none; there is only the text. When gone: False, and the error is
+    Versions: all. Public way: none; there is only the text. When gone: False, and the error is
     shown.
     """
     return isinstance(error, ValueError) and "scaled_dot_product_attention" in str(error)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
 from longspan.core.places import CHUNK
 from longspan.hf.across_ranks import gather_numbers
@@ -43,12 +44,13 @@ class Generate:
         """
         model = self.model
         settings = generation_config if generation_config is not None else model.generation_config
-        _refuse(settings, more)
+        cache = take_cache(more)
+        _refuse(settings, more, cache)
         tokens = next((x for x in (inputs, more.get("input_ids"), more.get("inputs_embeds")) if x is not None), None)
         length = 0 if tokens is None else tokens.shape[1]
-        cache = more.get("past_key_values")
         if cache is None:
-            cache = more["past_key_values"] = ShardedCache(model, room=_room(settings, more, length))
+            cache = ShardedCache(model, room=_room(settings, more, length))
+        more[cache_name(type(model).forward)] = cache
         mask = more.get("attention_mask")
         # Without padding: position ids count real tokens.
         cache.announced = length if mask is None else int(mask.sum(-1).max())
@@ -111,14 +113,13 @@ def _room(settings: Any, more: dict[str, Any], prompt: int) -> int:
     return prompt + min(asked, max(prompt // 8, 1024))
 
 
-def _refuse(settings: Any, more: dict[str, Any]) -> None:
+def _refuse(settings: Any, more: dict[str, Any], cache: Any) -> None:
     def asked(name: str) -> Any:
         return more.get(name, getattr(settings, name, None))
 
-    cache = more.get("past_key_values")
     if cache is not None and not isinstance(cache, ShardedCache):
         raise LongspanError(
-            f"past_key_values is a {type(cache).__name__}; a parallelized model generates with a "
+            f"the cache is a {type(cache).__name__}; a parallelized model generates with a "
             f"longspan.ShardedCache(model), or makes one by itself"
         )
     if asked("use_cache") is False:

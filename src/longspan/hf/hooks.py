@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.compat.torch_api import version_of
+from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding, real_tokens
@@ -108,7 +109,7 @@ class ForwardHooks:
         self.loss_due = False
         self.computed: tuple[Tensor, int] | None = None
         self.cached: CachedInfo | None = None
-        self.signature = inspect.signature(model.forward)
+        self.signature, self.cache_name = inspect.signature(model.forward), cache_name(model.forward)
         self.gradients: GradientSum | None = None
         self.tensor: TensorParallel | None = None
         self.in_backward: InBackward | None = None
@@ -127,7 +128,7 @@ class ForwardHooks:
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = (dict(zip(self.signature.parameters, args, strict=False)) | kwargs).get("past_key_values")
+        cache = take_cache(dict(zip(self.signature.parameters, args, strict=False)) | kwargs)
         if isinstance(cache, ShardedCache):
             return self._enter_with_cache(model, cache, args, kwargs)
         self.cached = None  # of a forward that broke off
@@ -210,6 +211,7 @@ class ForwardHooks:
             batch = self._by_name(args, kwargs)
             if self.tensor is not None and self.tensor.style == "megatron-sp":
                 self.tensor.refuse(batch, self.config)
+            batch.pop("cache", None)
             tokens = cache.read(batch)
             if is_on_cpu(batch):
                 _check_ids(model, batch, self.rotary)
@@ -217,7 +219,7 @@ class ForwardHooks:
         except Exception as error:  # of any kind: the other ranks must hear of it
             problem = error
         if self.batches is not None:
-            self.batches.compare(model, {**batch, "past_key_values": cache.spell()}, False, problem)
+            self.batches.compare(model, {**batch, "cache": cache.spell()}, False, problem)
         elif problem is not None:
             raise problem
         assert tokens is not None
@@ -226,7 +228,7 @@ class ForwardHooks:
             self.head.armed = False
         cut, self.cached = cache.begin(batch, tokens)
         self.binding.max_position = tokens.max_position
-        return (), cut
+        return (), {**cut, self.cache_name: cache}
 
     def keep_last(self, decoder: nn.Module, args: Any, output: Any) -> Any:
         """After the last layer: the last token's hidden states alone, on every rank, if its logits are all that is
@@ -342,15 +344,17 @@ class ForwardHooks:
         twice = sorted(named.keys() & kwargs.keys())
         if twice or len(named) < len(args):
             self.signature.bind(*args, **kwargs)  # raises Python's own error
-        return {**named, **kwargs}
+        batch = {**named, **kwargs}
+        cache = take_cache(batch)
+        return batch if cache is None else {**batch, "cache": cache}
 
     def _refuse(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
-        cache = batch.get("past_key_values")
+        cache = batch.get("cache")
         if cache is not None or batch.get("use_cache"):
-            kind = f"past_key_values is a {type(cache).__name__}" if cache is not None else "use_cache=True"
+            kind = f"{self.cache_name} is a {type(cache).__name__}" if cache is not None else "use_cache=True"
             raise LongspanError(
                 f"{kind}: a parallelized model keeps its keys and values in a cache over the ranks; pass "
-                f"past_key_values=longspan.ShardedCache(model) (generate makes one by itself), or leave both out"
+                f"{self.cache_name}=longspan.ShardedCache(model) (generate makes one by itself), or leave both out"
             )
         if batch.get("output_attentions"):
             raise LongspanError(

@@ -164,7 +164,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return NewTokens(new, segments, positions, max(int(positions.max()), self.announced - 1))
 
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
-        """This rank's part of new tokens, and what it must know of all; from now on the cache counts them."""
+        """This rank's part of new tokens, without the cache, and what it must know of all; from now on the cache counts
+        them."""
         sp, past = self.sp, self.places.length
         step = begin(sp, self.places, tokens.new)
         cut = step.cut
@@ -182,7 +183,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         parts["position_ids"] = tokens.positions
         out = {key: value for key, value in batch.items() if key not in parts}
         out |= {key: shard(x, sp) if cut else x for key, x in parts.items() if x is not None}
-        out |= {"longspan": info, "attention_mask": None, "past_key_values": self, "use_cache": True}
+        out |= {"longspan": info, "attention_mask": None, "use_cache": True}
         self._step = step
         if self.rooms is not None:
             self.rooms.clear()
@@ -295,6 +296,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def is_sliding(self) -> list[bool]:
         """Masks are asked for by what a layer is, not by its cache."""
         return [False]
+
+    is_linear = is_dummy = is_sliding
 
     def __len__(self) -> int:
         return len(self.stores)
@@ -505,7 +508,7 @@ def _refuse(batch: Mapping[str, Any]) -> None:
     if torch.is_grad_enabled():
         raise LongspanError(
             "a forward with a KV cache has no gradients on a parallelized model; call it under torch.no_grad(), or "
-            "without past_key_values"
+            "without a cache"
         )
     if batch.get("labels") is not None:
         raise LongspanError("a forward with a KV cache gives no loss; leave labels out, or call it without a cache")

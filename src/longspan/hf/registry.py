@@ -22,8 +22,8 @@ from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.cache.attend import attend, kept_from
 from longspan.cache.latent import Latents, expand, latents_of
+from longspan.compat.transformers_api import cache_name, parts_of, register_attention, set_attention
 from longspan.compat.transformers_api import mask_function as transformers_mask
-from longspan.compat.transformers_api import parts_of, register_attention, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.segments import chunk_segments
@@ -365,7 +365,7 @@ def bind_layers(
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):
-            layer.register_forward_pre_hook(_count_in_the_whole(sp), with_kwargs=True)
+            layer.register_forward_pre_hook(_count_in_the_whole(sp, cache_name(layer.forward)), with_kwargs=True)
     for module in _length_dependent_ropes(model):
         module.register_forward_pre_hook(_LongestPosition(binding), with_kwargs=True)
         module.register_forward_hook(_drop_last_position)
@@ -416,23 +416,18 @@ class _TokensBefore:
         return key, value
 
 
-def _counted_from(info: CachedInfo, kwargs: dict[str, Any], sp: SequenceSharding) -> dict[str, Any]:
-    step = info.step
-    if step is None or not step.cut:
-        return kwargs
-    return {**kwargs, "past_key_values": _TokensBefore(step.past + sp.positions(step.new))}
-
-
-def _count_in_the_whole(sp: SequenceSharding) -> Callable[..., Any]:
+def _count_in_the_whole(sp: SequenceSharding, cache: str) -> Callable[..., Any]:
     """For layers that scale their queries by the token's place in the row (Llama-4's attention temperature)."""
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         info = kwargs.get("longspan")
+        places = None
         if isinstance(info, CachedInfo):
-            return args, _counted_from(info, kwargs, sp)
-        if isinstance(info, SequenceInfo):
-            kwargs = {**kwargs, "past_key_values": _TokensBefore(sp.with_layout(info.layout).positions(info.length))}
-        return args, kwargs
+            if info.step is not None and info.step.cut:
+                places = info.step.past + sp.positions(info.step.new)
+        elif isinstance(info, SequenceInfo):
+            places = sp.with_layout(info.layout).positions(info.length)
+        return args, kwargs if places is None else {**kwargs, cache: _TokensBefore(places)}
 
     return hook
 

@@ -118,7 +118,9 @@ class _Planner:
     def _styles(self) -> dict[str, str]:
         """The style of every module that the model's plan names."""
         config = self.model.config.get_text_config()
-        plan = getattr(config, "base_model_tp_plan", None) or PLANS.get(config.model_type)
+        brought = getattr(config, "base_model_tp_plan", None) or {}
+        # The embedding is cut by the vocabulary, whatever a plan says; since 5.24 it is all that some plans name.
+        plan = {p: s for p, s in brought.items() if not s.startswith("embedding")} or PLANS.get(config.model_type)
         if not plan:
             self._refuse(f"transformers brings no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
         decoder, found = self.names[decoder_of(self.model)], dict[str, str]()
