@@ -64,6 +64,17 @@ def _ways(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
     ]
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Llama4Text"])
+def test_padding_that_covers_chunks_and_masks_with_holes(pool4: RankPool, name: str) -> None:
+    short = prompt(3)
+    short["attention_mask"][0, :30], short["attention_mask"][1, :13], short["attention_mask"][2, 20:24] = 0, 0, 0
+    chunks = {"prefill_chunk_size": 11}
+    cases: list[Any] = [(chunks, short, generated(made(name), short, **chunks))]
+    both = {key: rows[:2] for key, rows in short.items()}  # the first chunk is padding in every row
+    cases.append((chunks, both, generated(made(name), both, **chunks)))
+    pool4.run(_on_meshes, name, [(1, True), (2, False)], cases)
+
+
 @pytest.mark.parametrize(("ranks", "meshes"), [(1, [(1, False)]), (2, [(2, True)]), (8, [(2, False), (8, True)])])
 def test_ways_of_generating_on_more_meshes(get_pool: Any, ranks: int, meshes: list[tuple[int, bool]]) -> None:
     for name in ("Llama", "Gemma3Text") if ranks == 8 else ("Llama", "GptOss"):

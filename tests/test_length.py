@@ -199,11 +199,19 @@ def test_who_needs_logits_is_told_how_to_get_them(use: Any, said: str) -> None:
     assert isinstance(module(hidden), Tensor)  # one call alone is deferred
 
 
-def test_a_second_backward_is_refused() -> None:
+@pytest.mark.parametrize("kind", ["tiled", *(["torch"] if hasattr(F, "linear_cross_entropy") else [])])
+def test_a_second_backward(kind: str) -> None:
+    """A kept graph gives the same gradients again; one that was not kept, or another kernel's, is refused."""
     module, hidden, labels = _case("plain", torch.float32)
-    Head(module).armed = True
+    head = Head(module)
+    head.armed, head.loss = True, kind
     loss = loss_sum(module(hidden), labels)
     loss.backward(retain_graph=True)
+    first = [hidden.grad.clone(), module.weight.grad.clone()]
+    if kind == "tiled":
+        loss.backward()
+        for x, once in zip((hidden.grad, module.weight.grad), first, strict=True):
+            torch.testing.assert_close(x, 2 * once)
     with pytest.raises(LongspanError, match=r"a second backward .*logits=True"):
         loss.backward()
 

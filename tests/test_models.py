@@ -177,6 +177,25 @@ def _packed_from_2(family: str) -> dict[str, Any]:
     return {**whole, "position_ids": whole["position_ids"] + 2}
 
 
+def _with_holes(family: str) -> dict[str, Any]:
+    """A row of padding alone, zeros between ones, padding at either end; labels in the holes, as plain takes them."""
+    whole = inputs_of(family)
+    mask = torch.ones_like(whole["input_ids"])
+    mask[0], mask[1, :4], mask[1, 9:12], mask[2, 5], mask[3, 3:8], mask[3, 18:] = 0, 0, 0, 0, 0, 0
+    whole["labels"] = whole["labels"].flip(0)
+    whole["labels"][0], whole["labels"][3, 18:] = -100, -100
+    if family in MASKED:
+        whole["labels"][1, :4] = -100
+    return {**whole, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4Text", "Qwen3Moe", "Bert"])
+def test_masks_with_holes_and_rows_of_padding(pool4: RankPool, family: str) -> None:
+    changes = AUX if family == "Qwen3Moe" else {}
+    truth = truth_about(family, tuple(changes.items()), _with_holes)
+    pool4.run(_run, family, changes, [(1, 1, True), (1, 2, True)], _with_holes(family), truth)
+
+
 @chunks_by_position
 def test_chunks_end_where_position_ids_say_so(pool4: RankPool) -> None:
     truth = truth_about("Llama4Text", (), _packed_from_2)

@@ -715,3 +715,22 @@ def _backward_that_raises() -> None:
 
 def test_after_a_backward_that_raised(pool2: RankPool) -> None:
     pool2.run(_backward_that_raises)
+
+
+def _two_backwards() -> None:
+    whole, reference = batch(), build("Llama")
+    loss = reference(**whole).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = gradients(reference)
+    for fsdp in (True, False):
+        model = longspan.parallelize(build("Llama"), sharding(), fsdp=fsdp)
+        loss = model(**whole).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        for name, found in gradients(model).items():
+            torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_two_backwards_of_a_kept_graph(pool2: RankPool) -> None:
+    pool2.run(_two_backwards)

@@ -14,30 +14,23 @@ from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
 
 
-def padding_segments(mask: Tensor) -> Segments | None:
-    """The real tokens of each row of a padding mask [B, n], or None where nothing is padded.
+def padding_segments(mask: Tensor) -> tuple[Segments | None, bool]:
+    """Read a padding mask [B, n].
 
-    Raises:
-        LongspanError: if a row has no real token, or zeros between its ones.
+    Returns:
+        For each row its tokens from the first real one to the last (none where all are padding), or None where nothing
+        is padded. And whether any row has zeros between its ones.
     """
     real = mask.bool()
     if bool(real.all()):
-        return None
+        return None, False
     n = real.shape[1]
     count = real.sum(-1)
     first = real.int().argmax(-1)
     last = n - 1 - real.flip(-1).int().argmax(-1)
-    rows: list[tuple[tuple[int, int], ...]] = []
-    for b, (total, start, stop) in enumerate(torch.stack([count, first, last + 1], -1).tolist()):
-        if total == 0:
-            raise LongspanError(f"`attention_mask` hides every token of row {b}; drop the row")
-        if total != stop - start:
-            raise LongspanError(
-                f"`attention_mask` has zeros between the ones of row {b} ({total} ones in tokens {start} to "
-                f"{stop - 1}); only padding at the left or right end is supported"
-            )
-        rows.append(((start, stop),))
-    return tuple(rows)
+    found = torch.stack([count, first, last + 1], -1).tolist()
+    rows = tuple(((start, stop),) if total else () for total, start, stop in found)
+    return rows, any(total and total != stop - start for total, start, stop in found)
 
 
 def document_segments(documents: Tensor, name: str = "documents") -> Segments | None:

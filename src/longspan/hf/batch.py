@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from longspan.core.layout import Layout
 
 
+@dataclass(frozen=True, eq=False)
+class VisibleKeys:
+    """A `mask_mod` that hides the zeros of an attention mask, bool [B, n], from every query."""
+
+    mask: Tensor
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        """Return whether the key is a one of the mask; padding behind the end may be asked for too."""
+        return self.mask.to(kv.device)[b, kv.clamp(max=self.mask.shape[1] - 1)]
+
+
 @dataclass(frozen=True)
 class SequenceInfo:
     """What one rank must know of the whole batch that its part was cut from.
@@ -46,6 +57,7 @@ class SequenceInfo:
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
             it is not on the CPU.
         device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
+        visible: which keys are real, where an attention mask has zeros between the ones of a row.
         fillers: by key of the batch, one real token's values for each row, `[B, ...]`: what padding is replaced by in a
             forward. Empty where nothing is padded on any rank.
         padding: which of my tokens are padding that no label asks about, bool `[B, L]`; None where there are none.
@@ -60,6 +72,7 @@ class SequenceInfo:
     shifted: bool = True
     digest: int | None = None
     device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    visible: VisibleKeys | None = dataclasses.field(default=None, compare=False, repr=False)
     fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     padding: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -107,11 +120,11 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
             [B, n, d]), and as wanted `labels` [B, n] (unshifted, -100 where no loss is computed), or
             `shift_labels` [B, n] (already shifted), `position_ids` [B, n] or [1, n], `token_type_ids` [B, n],
             `per_layer_inputs` [B, n, layers, d] (Gemma-3n's, with `inputs_embeds`), `attention_mask` [B, n] (1 real, 0
-            padding; padding at the left or right end). Packed documents are marked
-            in any of these ways: `document_ids` or `seq_idx` [B, n] (an id for every token, below 0 for padding),
-            `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] for a batch of one row (as transformers'
-            `DataCollatorWithFlattening` gives them, with `max_length_q` and `max_length_k`), or position ids that
-            restart. What is no tensor of the sequence passes through.
+            padding, which nobody attends to). Packed documents are marked in any of these ways: `document_ids` or
+            `seq_idx` [B, n] (an id for every token, below 0 for padding), `cu_seq_lens_q` and `cu_seq_lens_k`
+            [documents + 1] for a batch of one row (as transformers' `DataCollatorWithFlattening` gives them, with
+            `max_length_q` and `max_length_k`), or position ids that restart. What is no tensor of the sequence passes
+            through.
         sp: the sharding.
         shift: whether `labels` are to be shifted: the token at i + 1 is what the logits at i predict. True for a
             causal LM, False for a masked LM (BERT), whose logits at i predict the token at i.
@@ -127,9 +140,9 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
         that are not given count through the whole row, also where `document_ids` or `cu_seq_lens_q` mark documents.
 
     Raises:
-        LongspanError: for a batch without tokens, tensors of another length, a mask with holes, labels on padding,
-            documents that do not fit the batch or are marked in two ways that contradict each other, or a key that has
-            the length of the sequence and is not understood.
+        LongspanError: for a batch without tokens, tensors of another length, labels on padding, documents that do not
+            fit the batch or are marked in two ways that contradict each other, or a key that has the length of the
+            sequence and is not understood.
     """
     check_sharding(sp)
     check_flag("shift", shift)
@@ -151,7 +164,7 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
-    rows, starts = _rows_of(batch, positions, batch_size, n)
+    rows, starts, visible = _rows_of(batch, positions, batch_size, n)
     sp = _under_its_mask(sp, rows, batch_size, n, causal=shift)
     own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST}
     out = {key: value for key, value in batch.items() if key not in own}
@@ -171,7 +184,7 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
         max_position = int(positions.max())
     padded = _has_padding(rows, n) or sp.layout.local_length(n) * sp.size > n
     fillers = _fillers(batch, rows, batch_size, n) if padded else {}
-    out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shifted=shift, fillers=fillers)
+    out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shift, visible=visible, fillers=fillers)
     return out
 
 
@@ -180,14 +193,16 @@ def _has_padding(rows: Segments | None, n: int) -> bool:
 
 
 def _fillers(batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int) -> dict[str, Tensor]:
-    """The first real token of each row, as each key of the batch has it."""
-    first = [row[0][0] if row else 0 for row in rows or (((0, n),),) * batch_size]
+    """Return a real token of each row, its first, as each key has it; of a row of padding alone another row's."""
+    rows = rows or (((0, n),),) * batch_size
+    real = [(b, row[0][0]) for b, row in enumerate(rows) if row]
+    first = [next((at for at in real if at[0] == b), (real or [(b, 0)])[0]) for b in range(batch_size)]
     out = {}
     for key in _INPUTS if rows is None else (*_INPUTS, "position_ids"):  # positions of `shard`'s own padding are 0
         if batch.get(key) is not None:
             x = batch[key].detach()
             x = (x if x.dim() > 1 else x[None]).expand(batch_size, *x.shape[1:] or x.shape)
-            out[key] = torch.stack([x[b, at] for b, at in enumerate(first)])
+            out[key] = torch.stack([x[at] for at in first])
     return out
 
 
@@ -207,7 +222,8 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
     tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
     if not info.fillers:
         return
-    real_BL = real_tokens(info, sp, len(tokens), tokens.device, before=int(info.shifted and labels is None))
+    real_Bn = _in_rows(info, len(tokens), tokens.device, before=int(info.shifted and labels is None))
+    real_BL = _part(real_Bn, sp.with_layout(info.layout))
     if labels is not None:
         real_BL = real_BL | (labels != IGNORE)
     padding_BL = ~real_BL
@@ -296,19 +312,19 @@ def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
     return out
 
 
-def real_tokens(
-    info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device, before: int = 0
-) -> Tensor:
-    """Which of my tokens are real, neither padding of the batch nor `shard`'s own; bool [B, n_local].
+def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device) -> Tensor:
+    """Which of my tokens are real, neither padding of the batch nor `shard`'s own; bool [B, n_local]."""
+    real = _in_rows(info, batch_size, device)
+    return _part(real if info.visible is None else real & info.visible.mask.to(device), sp.with_layout(info.layout))
 
-    With `before`, also so many tokens of padding before each run of real ones.
-    """
-    rows = info.segments or (((0, info.length),),) * batch_size
-    real = torch.zeros(batch_size, info.length, dtype=torch.bool)
-    for b, row in enumerate(rows):
+
+def _in_rows(info: SequenceInfo, batch_size: int, device: torch.device, before: int = 0) -> Tensor:
+    """Return which tokens lie in a run of `info.segments`, or so many tokens before one; bool [B, n]."""
+    inside = torch.zeros(batch_size, info.length, dtype=torch.bool)
+    for b, row in enumerate(info.segments or (((0, info.length),),) * batch_size):
         for start, stop in row:
-            real[b, max(0, start - before) : stop] = True
-    return _part(real.to(device), sp.with_layout(info.layout))
+            inside[b, max(0, start - before) : stop] = True
+    return inside.to(device)
 
 
 def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: bool) -> None:
@@ -333,32 +349,30 @@ def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: boo
 
 def _rows_of(
     batch: Mapping[str, Any], positions: Tensor | None, batch_size: int, n: int
-) -> tuple[Segments | None, tuple[tuple[int, ...], ...] | None]:
-    """`rows` and `starts` of the `SequenceInfo`, from all in the batch that says which tokens belong together."""
+) -> tuple[Segments | None, tuple[tuple[int, ...], ...] | None, VisibleKeys | None]:
+    """`segments`, `starts` and `visible` of the `SequenceInfo`, from all that says which tokens belong together."""
     mask = batch.get("attention_mask")
     documents = _documents_of(batch, n)
     if documents is None:
         if mask is not None:
-            return padding_segments(mask), None
+            rows, holes = padding_segments(mask)
+            return rows, None, VisibleKeys(mask.bool()) if holes else None
         if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
-            return None, None
+            return None, None, None
         documents = _restarts(positions).cumsum(-1).expand(batch_size, -1)
     elif mask is not None:
         documents = _without_padding(documents, mask)
     rows = document_segments(documents)
-    for b, row in enumerate(rows or ()):
-        if not row:
-            raise LongspanError(f"every token of row {b} is padding; drop the row")
     if rows is None or positions is None:
-        return rows, None
+        return rows, None, None
     positions = positions.expand(batch_size, -1)
     restarts = _restarts(positions)
     _refuse_restarts_in_documents(restarts, documents)
     if mask is not None or not bool(restarts.any()):
-        return rows, None
+        return rows, None, None
     at = [torch.tensor([start for start, _ in row], dtype=torch.int64, device=positions.device) for row in rows]
     starts = tuple(tuple(positions[b, i].tolist()) for b, i in enumerate(at))
-    return rows, starts if any(any(row) for row in starts) else None
+    return rows, starts if any(any(row) for row in starts) else None, None
 
 
 def _restarts(positions: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from longspan.core.cached import OFFLOADS, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.places import RUN, Places
-from longspan.hf.batch import SequenceInfo
+from longspan.hf.batch import SequenceInfo, VisibleKeys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,12 +63,14 @@ class NewTokens:
     Attributes:
         new: tokens behind those of the cache.
         segments: of the whole sequence; None where there is no padding.
+        visible: which keys are real, where the attention mask has zeros between the ones of a row.
         positions: position ids of the new tokens, int64 [1 or rows, new].
         max_position: the largest, or of a prompt that comes in chunks that of all of it.
     """
 
     new: int
     segments: Segments | None
+    visible: VisibleKeys | None
     positions: Tensor
     max_position: int
 
@@ -151,17 +153,18 @@ class ShardedCache(Cache):  # type: ignore[misc]
             )
         if self.batch_size not in (-1, rows):
             raise LongspanError(f"the cache holds {self.batch_size} rows, the batch has {rows}; make a new cache")
-        segments = _segments(batch.get("attention_mask"), rows, past + new)
+        mask = batch.get("attention_mask")
+        segments, visible = _segments(mask, rows, past + new)
         positions = batch.get("position_ids")
         if positions is None:
-            positions = _positions(segments, past, new, tokens.device)
+            positions = _positions(None if segments is None else mask, past, new, tokens.device)
         positions = positions if positions.dim() > 1 else positions[None]
         if positions.shape[-1] != new:
             raise LongspanError(
                 f"`position_ids` has the shape {tuple(positions.shape)}, the {rows} rows have {new} new tokens behind "
                 f"{past} in the cache"
             )
-        return NewTokens(new, segments, positions, max(int(positions.max()), self.announced - 1))
+        return NewTokens(new, segments, visible, positions, max(int(positions.max()), self.announced - 1))
 
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
         """This rank's part of new tokens, without the cache, and what it must know of all; from now on the cache counts
@@ -175,6 +178,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             segments=tokens.segments,
             max_position=tokens.max_position,
             layout=sp.layout,
+            visible=tokens.visible,
             cache=self,
             step=step,
             last_only=keep is not None and keep == 1,
@@ -521,28 +525,27 @@ def _refuse(batch: Mapping[str, Any]) -> None:
         raise LongspanError("a batch needs `input_ids` or `inputs_embeds`, one of them")
 
 
-def _segments(mask: Tensor | None, rows: int, length: int) -> Segments | None:
-    """The tokens of each row behind its padding; None where there is none."""
+def _segments(mask: Tensor | None, rows: int, length: int) -> tuple[Segments | None, VisibleKeys | None]:
+    """Read which tokens of each row are real; None where all are. Of a row whose padding covers all of them, none."""
     if mask is None:
-        return None
+        return None, None
     if mask.dim() != 2 or tuple(mask.shape) != (rows, length):
         raise LongspanError(
             f"`attention_mask` has the shape {tuple(mask.shape)}; with a cache it covers the tokens that it holds and "
             f"the new ones: ({rows}, {length})"
         )
-    segments = padding_segments(mask)
-    if segments is not None and any(not row or row[-1][1] < length for row in segments):
-        raise LongspanError(
-            "`attention_mask` has padding at the right end, behind which tokens would be generated; pad at the left "
-            '(tokenizer.padding_side = "left")'
-        )
-    return segments
-
-
-def _positions(segments: Segments | None, past: int, new: int, device: torch.device) -> Tensor:
-    """Position ids as `generate` makes them, int64 [1 or rows, new]: padding at the left is not counted."""
-    at = torch.arange(past, past + new, device=device)
+    segments, _ = padding_segments(mask)
     if segments is None:
-        return at[None]
-    starts = torch.tensor([row[0][0] for row in segments], device=device)
-    return (at - starts[:, None]).clamp(min=0)
+        return None, None
+    # Zeros behind the first one are hidden keys: of a chunk that ends in a hole, more ones may follow.
+    counts = mask.bool().sum(-1).tolist()
+    holes = any(row and count < length - row[0][0] for row, count in zip(segments, counts, strict=True))
+    segments = tuple(((row[0][0], length),) if row else () for row in segments)
+    return segments, VisibleKeys(mask.bool()) if holes else None
+
+
+def _positions(mask: Tensor | None, past: int, new: int, device: torch.device) -> Tensor:
+    """Position ids as `generate` makes them, int64 [1 or rows, new]: padding is not counted."""
+    if mask is None:
+        return torch.arange(past, past + new, device=device)[None]
+    return (mask.to(device).long().cumsum(-1) - 1).clamp(min=0)[:, past:]

@@ -255,7 +255,7 @@ def _with_cache(
     mask = replace(_mask(request, info), q_start=info.step.past)
     first = kept_from(info.length, request.window, request.chunk)
     if request.chunk is not None and mask.segments is not None:  # chunks that count from where a row's padding ends
-        first = min(row[-1][0] for row in mask.segments)
+        first = min((row[-1][0] for row in mask.segments if row), default=info.length)
     store = info.cache.store(number, request.window or request.chunk)
     try:
         if layer.latents is None or not info.cache.holds_latents(store, layer.latents, qkv):
@@ -295,7 +295,7 @@ def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
         # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row (as
         # transformers before 5.23 does where position ids restart).
         segments, chunk = chunk_segments(segments, chunk, info.starts), None
-    return Mask(causal=request.causal, window=request.window, chunk=chunk, segments=segments)
+    return Mask(request.causal, request.window, chunk, segments=segments, mod=info.visible)
 
 
 def _scores(

@@ -22,6 +22,29 @@ if TYPE_CHECKING:
     from longspan.memory.loss import Terms
 
 
+SECOND_BACKWARD = (
+    "a second backward through a loss without logits, whose gradients were given away by the first; call the model "
+    "again, keep the graph in the first backward (retain_graph=True, which needs head_loss='tiled'), or call "
+    "longspan.parallelize(..., logits=True)"
+)
+
+
+class _Once(torch.autograd.Function):
+    """Raise on a second backward: a fused kernel changes in the first what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        ctx.done = False
+        return total.double()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if ctx.done:
+            raise LongspanError(SECOND_BACKWARD)
+        ctx.done = True
+        return grads[0]
+
+
 class HeadLoss(Protocol):
     """Computes a head's loss without its logits."""
 
@@ -101,7 +124,8 @@ def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: Terms)
         raise LongspanError(f"head_loss={name!r} cannot compute the loss of this model: {why}; use head_loss='tiled'")
     assert isinstance(module, torch.nn.Linear)
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    return chosen(hidden_TD, module.weight, module.bias, labels_T, terms).double()
+    found: Tensor = _Once.apply(chosen(hidden_TD, module.weight, module.bias, labels_T, terms))  # type: ignore[no-untyped-call]
+    return found
 
 
 def _bits(dtype: torch.dtype) -> int:

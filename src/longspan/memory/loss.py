@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.compat.torch_api import graph_is_kept
 from longspan.core.buckets import HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.core.errors import LongspanError
-from longspan.memory.head_losses import head_loss
+from longspan.memory.head_losses import SECOND_BACKWARD, head_loss
 from longspan.memory.logits import DeferredLogits, Head
 from longspan.memory.vocabulary import Vocabulary
 
@@ -131,14 +132,14 @@ class _DeferredSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """The gradients, times what the sum was multiplied by, in place."""
+        """The gradients, times what the sum was multiplied by; in place unless another backward will follow."""
         if ctx.made is None:
-            raise LongspanError(
-                "a second backward through a loss without logits: its gradients were given away by the first; call the "
-                "model again, or longspan.parallelize(..., logits=True)"
-            )
+            raise LongspanError(SECOND_BACKWARD)
         grad_TD, sums = ctx.made
-        ctx.made = None
+        if graph_is_kept():
+            grad_TD, sums = None if grad_TD is None else grad_TD.clone(), [x.clone() for x in sums]
+        else:
+            ctx.made = None
         if grad_TD is not None:
             grad_TD.mul_(grads[0].to(grad_TD.dtype))
         found = iter([x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)])
