@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import longspan
-from longspan import exchange, plan
+from longspan import checkpoint, exchange, plan
 from longspan.core.errors import LongspanError
 from tests.chaos.api import fake_ranks
+from tests.models import build
 
 Q, K = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
 H100 = plan.read_hardware("h100")
 IDS = torch.arange(8)[None]
+BATCH = {"input_ids": IDS, "labels": IDS}
+NUMBERS = ("hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_parameters", "pad_token_id", "model_type")
 
 
 @pytest.fixture
 def sp() -> longspan.SequenceSharding:
     return longspan.SequenceSharding(longspan.init_mesh())
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters())
+
+
+def _plain(sp: longspan.SequenceSharding, **options: Any) -> Any:
+    return longspan.parallelize(build("Llama"), sp, **options)
 
 
 def _attend(**changes: Any) -> Callable[[Any], Any]:
@@ -56,7 +69,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_attend(alibi=torch.zeros(2, 2)), r"`alibi` must be a tensor of 1 dimension, got .*\(2, 2\)"),
         (_attend(mask_mod=lambda b, h, q, kv: None), r"mask_mod must return a boolean tensor .*, it returned None"),
         (_attend(bias=lambda h, q, kv: None), r"bias must return a tensor for \(h, q, kv\), it returned None"),
-        (_attend(bias=3), r"bias must be a function .*, got int"),
+        (_attend(bias=3), r"bias must be a function .*, got 3 \(int\)"),
         (_attend(kernel=3), r"kernel=3 is neither a name .* nor a callable"),
         (_attend(prefix="ab"), r"prefix must be an integer, got 'ab'"),
         (_attend(documents=[0] * 8), r"`documents` must be a tensor, got \[0, "),
@@ -80,7 +93,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (lambda _: exchange.reshard(Q, None, 1, "2"), r"has no two different dimensions 1 and '2'"),
         (lambda _: exchange.heads_to_seq(Q, None, heads=0), r"heads must be at least 1, got 0"),
         (lambda _: exchange.ring_shift(Q, None, hops=0.5), r"hops must be an integer"),
-        (lambda sp: longspan.shard_batch([IDS], sp), r"a batch must be a dict of tensors, got \[tensor"),
+        (lambda sp: longspan.shard_batch([IDS], sp), r"`batch` must be a dict of tensors .*, got \[tensor"),
         (lambda sp: longspan.shard_batch({"input_ids": IDS}, sp, shift=None), r"shift must be True or False, got None"),
         (_batch(labels=5), r"`labels` must be a tensor, got int"),
         (_loss(logits=torch.zeros(5)), r"`logits` must be a floating tensor \[batch, tokens, vocabulary\]"),
@@ -99,6 +112,81 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
 def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: longspan.SequenceSharding) -> None:
     with pytest.raises(LongspanError, match=said):
         call(sp)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        # --- a call that does not fit the function
+        (lambda m, sp, to: longspan.parallelize(m), r"missing .*'sp'; call it as parallelize\(model, sp\)"),
+        (lambda m, sp, to: _plain(sp, memmory="auto"), r"no argument 'memmory'; did you mean 'memory'"),
+        (lambda m, sp, to: longspan.init_mesh(ulyses=2), r"no argument 'ulyses'; did you mean 'ulysses'"),
+        (lambda m, sp, to: longspan.Memory(checkpoint="layers"), r"did you mean 'checkpointing'"),
+        (lambda m, sp, to: longspan.shard_batch(BATCH), r"call it as shard_batch\(batch, sp\)"),
+        (lambda m, sp, to: longspan.token_logprobs(m), r"call it as token_logprobs\(model, batch\)"),
+        (lambda m, sp, to: sp.positions(), r"call it as SequenceSharding.positions\(n\)"),
+        (lambda m, sp, to: longspan.ShardedCache(), r"call it as ShardedCache\(model\)"),
+        (lambda m, sp, to: longspan.trainer(transformers.Trainer)(m), r"call it as TrainerMixin\(sp=\.\.\.\)"),
+        (lambda m, sp, to: longspan.from_pretrained(to, sp, torch_dtype="bf16"), r"did you mean 'dtype'"),
+        (lambda m, sp, to: checkpoint.export("str"), r"call it as export\(folder, model\)"),
+        # --- values of another type
+        (lambda m, sp, to: longspan.parallelize(m, sp.mesh), r"`sp` must be a longspan.Seq.*, got OneDevice"),
+        (lambda m, sp, to: longspan.parallelize(sp, m), r"`sp` must be a longspan.Seq.*, got LlamaFor"),
+        (lambda m, sp, to: _plain(sp, fsdp="no"), r"fsdp must be True or False, got 'no'"),
+        (lambda m, sp, to: _plain(sp, logits=1), r"logits must be True or False, got 1"),
+        (lambda m, sp, to: _plain(sp, mp_policy="bf16"), r"'bf16' is no policy; .*MixedPrecision"),
+        (lambda m, sp, to: longspan.from_pretrained(m, sp), r"`name` must be a folder or the name"),
+        (lambda m, sp, to: longspan.from_pretrained(to, sp.mesh), r"`sp` must be a longspan.SequenceSharding"),
+        (lambda m, sp, to: longspan.from_pretrained(to, sp, dtype="b16"), r"`dtype` must be a floating .*got 'b16'"),
+        (lambda m, sp, to: longspan.token_logprobs(m, IDS), r"`batch` must be a dict of tensors .*got a tensor"),
+        (lambda m, sp, to: longspan.find_nonfinite(m, IDS), r"`batch` must be a dict of tensors"),
+        (lambda m, sp, to: longspan.find_nonfinite(None, BATCH), r"`model` must be a model .*got None"),
+        (lambda m, sp, to: longspan.optimizer_in_backward(m, "adamw"), r"`optimizer` must be a torch.optim.Optimizer"),
+        (lambda m, sp, to: longspan.ShardedCache(sp), r"`model` must be a model .*got SequenceSharding"),
+        (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
+        (lambda m, sp, to: longspan.kernel_table(None), r"`path` must be a path .*got None"),
+        (lambda m, sp, to: longspan.kernel_with_lse(3), r"function must be a function \(q, k, v, .*\), got 3"),
+        (lambda m, sp, to: longspan.Mask(mod=lambda i: i), r"must be a function \(b, h, q, kv\), this one takes \(i\)"),
+        (lambda m, sp, to: m(input_ids=IDS.float()), r"`input_ids` must be a tensor of integers"),
+        (lambda m, sp, to: m.generate("text"), r"`inputs` must be a tensor, got 'text'"),
+        (lambda m, sp, to: checkpoint.save(to, 1, m, None, {}), r"`optimizer` must be a torch.optim.*None"),
+        (lambda m, sp, to: checkpoint.save(to, "1", m, _sgd(m), {}), r"step must be an integer"),
+        (lambda m, sp, to: checkpoint.save(to, -1, m, _sgd(m), {}), r"step must be at least 0"),
+        (lambda m, sp, to: checkpoint.save(to, 1, m, _sgd(m), None), r"`state` must be a dict .*got None"),
+        (lambda m, sp, to: checkpoint.load(to / "none", m, _sgd(m)), r"none does not exist; give a run's folder"),
+        (lambda m, sp, to: checkpoint.load(3, m, _sgd(m)), r"`checkpoint` must be a path .*got 3"),
+        (lambda m, sp, to: checkpoint.load_weights(to, None), r"`model` must be a model .*got None"),
+        (lambda m, sp, to: checkpoint.export(to, m, dtype="b16"), r"`dtype` must be a floating .*got 'b16'"),
+        (lambda m, sp, to: checkpoint.choose(to, "auto"), r"`ranks` must be longspan.checkpoint.Ranks\(\) or None"),
+        (lambda m, sp, to: checkpoint.latest(None), r"`folder` must be a path .*got None"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_of_what_takes_a_model_is_refused(
+    call: Callable[..., Any], said: str, sp: longspan.SequenceSharding, tmp_path: Path
+) -> None:
+    model = longspan.parallelize(build("Llama"), sp)
+    with pytest.raises(LongspanError, match=said):
+        call(model, sp, tmp_path)
+
+
+def test_paths_may_be_text_and_dtypes_names(sp: longspan.SequenceSharding, tmp_path: Path) -> None:
+    """Saved, loaded and exported by text alone; an export without a config and a dtype has the model's own."""
+    model = longspan.parallelize(build("Llama"), sp)
+    run, folder = str(tmp_path / "run"), str(tmp_path / "hf")
+    saved = checkpoint.save(run, 3, model, _sgd(model), {})
+    other = longspan.parallelize(build("Llama", seed=1), sp)
+    for path in (str(saved), run):  # a run's folder: its newest
+        checkpoint.load(path, other, _sgd(other))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    found, _ = checkpoint.choose(run)
+    assert found is not None and found.step == 3
+    checkpoint.export(folder, model)
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32
+    checkpoint.export(folder, model, dtype="bf16")
+    own = build("Llama").config.to_dict()
+    loaded = longspan.from_pretrained(folder, sp, dtype="bfloat16")
+    assert loaded.dtype == torch.bfloat16
+    assert all(loaded.config.to_dict()[key] == value for key, value in own.items() if key in NUMBERS)
 
 
 def test_on_several_ranks() -> None:

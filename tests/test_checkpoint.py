@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from longspan import checkpoint
 from longspan.checkpoint import MARKER, Checkpoint, Ranks
@@ -384,3 +385,17 @@ def test_a_rank_that_cannot_write_makes_all_say_so(tmp_path: Path, pool2: RankPo
     assert len(caught.value.failures) == 2
     assert all("step-00000007 cannot be written: rank 1: OSError: [Errno 28]" in message for message in messages)
     assert list(tmp_path.iterdir()) == []
+
+
+def _saves_on_some_ranks(folder: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters()) if dist.get_rank() == 0 else None
+    checkpoint.save(folder, 1, model, optimizer, {})  # type: ignore[arg-type]
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(pool2: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as error:
+        pool2.run(_saves_on_some_ranks, str(tmp_path))
+    messages = {failure.message for failure in error.value.failures.values()}
+    assert len(error.value.failures) == 2 and len(messages) == 1
+    assert "rank 1: `optimizer` must be a torch.optim.Optimizer" in messages.pop()

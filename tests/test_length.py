@@ -224,6 +224,8 @@ def test_an_output_says_where_its_logits_are() -> None:
         assert out.logits is None
     with pytest.raises(LongspanError, match=r"no logits: .*logits=True"):
         out["logits"]
+    with pytest.raises(IndexError, match=r"no entry 1.*logits=True"):
+        out[1]
     assert model.eval()(**batch()).logits.shape == (4, 21, 61)
     asked = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()), logits=True).train()
     assert asked(**batch()).logits.shape == (4, 21, 61)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from longspan.core.checked import check_text, means_a_path, path_of, read_toml, spell
+from longspan.core.checked import check_text, means_a_path, nearest, path_of, read_toml, spell
 from longspan.core.errors import LongspanError
 
 #: Command: (module, its config class, what it does).
@@ -45,6 +45,9 @@ longspan --version
 """
 
 
+_VERSION = ("--version", "-V", "version")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
@@ -52,10 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 ended early by SIGTERM or Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    if args and args[0] not in ("-h", "--help", "--version"):
+    if args[:1] == ["help"]:
+        args = [*args[1:2], "--help"]
+    if args and args[0] not in ("-h", "--help", *_VERSION):
         return _run(args[0], args[1:])
     try:
-        _say_about("--version" in args[:1])
+        _say_about(args[:1] != [] and args[0] in _VERSION)
         sys.stdout.flush()
     except BrokenPipeError:
         return _nobody_reads()
@@ -83,7 +88,7 @@ def _run(command: str, args: list[str]) -> int:
     origins: dict[str, str] = {}
     try:
         if command not in COMMANDS:
-            raise LongspanError(f"there is no command {spell(command)}; {_nearest(command, COMMANDS)}")
+            raise LongspanError(_no_command(command))
         module_name, config_name, text = COMMANDS[command]
         module = importlib.import_module(module_name)
         config_class = getattr(module, config_name)
@@ -118,6 +123,14 @@ def _run(command: str, args: list[str]) -> int:
         let_first_rank_speak()
     sys.stderr.write(why)
     return code
+
+
+def _no_command(command: str) -> str:
+    if not command.startswith("-"):
+        return f"there is no command {spell(command)}; {nearest(command, COMMANDS)}"
+    close = difflib.get_close_matches(command, ["--version", "--help"], n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]!r}?" if close else f"the command comes first: longspan {'|'.join(COMMANDS)} ..."
+    return f"there is no option {spell(command)} before a command; {hint}"
 
 
 def _nobody_reads() -> int:
@@ -156,7 +169,8 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     path, flags = _take_from(args)
     for flag in flags:
         check_text("the argument", flag)
-    in_file, origins = ({}, {}) if path is None else _values_of_file(config_class, path)
+    in_file, origins = ({}, {}) if path is None else _values_of_file(config_class, path, prog)
+    _refuse_unknown_options(config_class, flags, prog)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_plain_rule)
     registry.struct_rule(documented(config_class))
@@ -236,8 +250,37 @@ def _take_from(args: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
-def _values_of_file(config_class: type[Any], path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _refuse_unknown_options(config_class: type[Any], args: list[str], prog: str) -> None:
+    """Refuse an option that the command does not have, with the one that was meant.
+
+    What follows an option that takes a value is that value, whatever it looks like.
+
+    Raises:
+        LongspanError: naming the option.
+    """
+    from longspan.cli_help import meant
+
+    kinds = typing.get_type_hints(config_class)
+    names = {field.name.replace("_", "-"): kinds[field.name] is bool for field in dataclasses.fields(config_class)}
+    known = {"help": True, **names, **{f"no-{name}": True for name, switch in names.items() if switch}}
+    takes_value = False
+    for arg in args:
+        option = re.fullmatch(r"--([A-Za-z][\w-]*)(=.*)?", arg, flags=re.DOTALL)
+        if option and not takes_value:
+            name = option[1].replace("_", "-")
+            if name not in known:
+                raise LongspanError(f"{prog} has no option --{option[1]}; {meant(name, list(names), prog, '--')}")
+            takes_value = not known[name] and option[2] is None
+            continue
+        if not takes_value and arg.endswith(".toml"):
+            raise LongspanError(f"{prog} takes no file {spell(arg)} by itself; did you mean --from {arg}?")
+        takes_value = False
+
+
+def _values_of_file(config_class: type[Any], path: Path, prog: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The file's values by field, and where each stands by flag."""
+    from longspan.cli_help import meant
+
     file = read_toml("--from", path)
     kinds = typing.get_type_hints(config_class)
     names = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(config_class)}
@@ -246,7 +289,7 @@ def _values_of_file(config_class: type[Any], path: Path) -> tuple[dict[str, Any]
     for key, value in file.values.items():
         flag = key.replace("_", "-")
         if flag not in names:
-            raise file.error(f"unknown key {spell(key)}; {_nearest(flag, names)}", key)
+            raise file.error(f"unknown key {spell(key)}; {meant(flag, list(names), prog)}", key)
         if flag in origins:
             raise file.error(f"{key} says again what stands in {origins[flag]} in another spelling; keep one", key)
         try:
@@ -307,11 +350,6 @@ def _typed(kind: Any, value: Any) -> Any:
         return check_text("the value", value) if kind is str else path_of("the path", value)
     wanted = {bool: "true or false", int: 'a whole number (or "8k")', float: "a number", str: "text", Path: "a path"}
     raise ValueError(f"give {wanted[kind]}")
-
-
-def _nearest(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
 
 
 def _plain_rule(info: Any) -> Any:

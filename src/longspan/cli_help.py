@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import io
 import shutil
@@ -13,6 +14,64 @@ import textwrap
 import typing
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+_ELSEWHERE = {
+    "model": "model_name_or_path model_name model_path model_id base_model pretrained",
+    "tokenizer": "tokenizer_name tokenizer_path",
+    "data": "dataset datasets dataset_name dataset_path train_file train_data",
+    "text-field": "dataset_text_field text_column text_key",
+    "context": "max_seq_length max_seq_len max_length sequence_len sequence_length seq_length seq_len cutoff_len "
+    "model_max_length block_size context_length",
+    "pack": "packing sample_packing",
+    "lr": "learning_rate",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "warmup": "warmup_steps warmup_ratio",
+    "steps": "max_steps num_train_epochs num_epochs epochs train_steps",
+    "batch": "batch_size train_batch_size global_batch_size gradient_accumulation_steps",
+    "micro-batch": "micro_batch_size per_device_train_batch_size",
+    "clip": "max_grad_norm gradient_clipping",
+    "optimizer": "optim",
+    "betas": "adam_beta1 adam_beta2",
+    "dtype": "bf16 fp16 torch_dtype precision mixed_precision",
+    "grad-checkpointing": "gradient_checkpointing activation_checkpointing",
+    "kernel": "attn_implementation flash_attention attention",
+    "ulysses": "context_parallel_size context_parallel_degree cp_size cp sequence_parallel_size "
+    "sequence_parallel_degree sp_size sp",
+    "ring": "ring_size ring_degree",
+    "tensor": "tensor_parallel_size tensor_parallel_degree tp_size tp",
+    "data-degree": "data_parallel_size dp_size dp replicas",
+    "gpus": "num_gpus n_gpus",
+    "nproc": "nproc_per_node num_processes world_size num_gpus n_gpus",
+    "out": "output_dir output save_dir",
+    "log-every": "logging_steps",
+    "save-every": "save_steps",
+    "keep": "save_total_limit",
+    "resume": "resume_from_checkpoint",
+    "profile": "profiler",
+    "max-new-tokens": "max_tokens max_length n_predict",
+    "prompt": "text input",
+    "file": "input_file prompt_file",
+    "cache-offload": "offload_kv_cache",
+}
+"""What other trainers (transformers, TRL, axolotl, torchtitan, vLLM) call what an option here does."""
+
+
+def meant(name: str, known: list[str], prog: str, prefix: str = "") -> str:
+    """A hint for an option that does not exist: the one that was meant.
+
+    Args:
+        name: that was written, with hyphens.
+        known: all options of the command.
+        prog: the command.
+        prefix: of an option in the hint ("--"; none in a file).
+    """
+    names = {word.replace("_", "-"): flag for flag in known for word in _ELSEWHERE.get(flag, "").split()}
+    names |= {flag: flag for flag in known}
+    name = name.removeprefix("no-")
+    close = [name] if name in names else difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    if not close:
+        return f"{prog} --help lists all"
+    return f"did you mean {prefix}{names[close[0]]}?" if prefix else f"did you mean {names[close[0]]!r}?"
 
 
 def width() -> int:

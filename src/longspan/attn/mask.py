@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.compat.torch_attention import tree_leaves
-from longspan.core.checked import spell
+from longspan.core.checked import check_flag, check_function, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
@@ -66,10 +66,9 @@ class Mask:
                 "keys of another sequence (cross attention) have no order with the queries; use causal=False without "
                 "window and chunk"
             )
-        if self.mod is not None and not callable(self.mod):
-            raise LongspanError(
-                f"mask_mod must be a function (b, h, q, kv) -> bool tensor, got {type(self.mod).__name__}"
-            )
+        check_flag("causal", self.causal)
+        if self.mod is not None:
+            check_function("mask_mod", self.mod, "b, h, q, kv")
         if self.q_start < 0:
             raise LongspanError(f"q_start={self.q_start} must be at least 0")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.attn.mask import over_indices
 from longspan.comm.arguments import check_tensor
-from longspan.core.checked import check_number, spell
+from longspan.core.checked import check_function, check_number, spell
 from longspan.core.errors import LongspanError
 
 Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,8 +64,8 @@ class Scores:
         for name in ("sinks", "alibi"):
             if getattr(self, name) is not None:
                 check_tensor(name, getattr(self, name), 1)
-        if self.bias is not None and not callable(self.bias):
-            raise LongspanError(f"bias must be a function (h, q, kv) -> tensor, got {type(self.bias).__name__}")
+        if self.bias is not None:
+            check_function("bias", self.bias, "h, q, kv")
 
     @property
     def kind(self) -> ScoreKind:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import dataclasses
 import socket
 from pathlib import Path
+from typing import Any
 
 from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, is_step, step_path, unmarked
-from longspan.checkpoint.ranks import Ranks
+from longspan.checkpoint.ranks import Ranks, check_ranks
+from longspan.core.checked import as_path, checked_call
 from longspan.core.errors import LongspanError
 
 
+def _as_resume(name: str, resume: Any) -> str:
+    return resume if resume == "auto" else str(as_path(name, resume))
+
+
+@checked_call(folder=as_path, ranks=check_ranks, resume=_as_resume)
 def choose(
-    folder: Path, ranks: Ranks, resume: str = "auto", *, content: bool = True
+    folder: Path | str, ranks: Ranks | None = None, resume: str = "auto", *, content: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to go on from, with its content verified, the same on every rank. Collective.
 
     Args:
         folder: of a run's checkpoints.
-        ranks: who takes part.
+        ranks: who takes part; by default all of the job.
         resume: "auto" for the newest that is whole, or the path of one.
         content: False looks at markers and sizes alone, for a first look before the ranks are there.
 
@@ -30,6 +37,7 @@ def choose(
         LongspanError: on every rank, if the one that was asked for is damaged (with the newest that is whole), if none
             is whole, or if not all ranks see the same.
     """
+    folder, ranks = Path(folder), ranks or Ranks()
     if resume != "auto":
         wanted = Path(resume)
         problem, found = _try(wanted, ranks, content)
@@ -49,14 +57,17 @@ def choose(
     return None, []
 
 
-def newest(where: Path, ranks: Ranks, flag: str = "--resume", *, content: bool = True) -> Checkpoint:
+@checked_call(where=as_path, ranks=check_ranks)
+def newest(
+    where: Path | str, ranks: Ranks | None = None, flag: str = "--resume", *, content: bool = True
+) -> Checkpoint:
     """The checkpoint that a path means, with its content verified, the same on every rank. Collective.
 
     Unlike `choose`, it passes over none: of a run, it is the newest there is, whole or not.
 
     Args:
         where: a run's folder, its folder of checkpoints, or one checkpoint.
-        ranks: who takes part.
+        ranks: who takes part; by default all of the job.
         flag: what named the path, for messages.
         content: False looks at markers and sizes alone.
 
@@ -64,7 +75,8 @@ def newest(where: Path, ranks: Ranks, flag: str = "--resume", *, content: bool =
         LongspanError: on every rank, if there is none, or it is damaged (naming the file, and the newest that is
             whole).
     """
-    path = Path(ranks.first(lambda: str(_newest_path(where, flag))))
+    ranks = ranks or Ranks()
+    path = Path(ranks.first(lambda: str(_newest_path(Path(where), flag))))
     found, _ = choose(path.parent, ranks, str(path), content=content)
     assert found is not None
     return found
@@ -87,7 +99,8 @@ def _newest_path(where: Path, flag: str) -> Path:
     return found
 
 
-def verify(path: Path, ranks: Ranks) -> Checkpoint:
+@checked_call(path=as_path, ranks=check_ranks)
+def verify(path: Path | str, ranks: Ranks | None = None) -> Checkpoint:
     """The checkpoint at `path`, with the content of all its files compared with their checksums. Collective.
 
     Every rank reads a share of the files, and looks whether all of them are there.
@@ -95,7 +108,7 @@ def verify(path: Path, ranks: Ranks) -> Checkpoint:
     Raises:
         LongspanError: on every rank, naming the first file that is not as it was written.
     """
-    problem, found = _try(path, ranks)
+    problem, found = _try(Path(path), ranks or Ranks())
     if found is None:
         raise LongspanError(problem)
     return found

@@ -21,10 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from longspan.checkpoint.disk import DiskFull, check_room, spell_full
 from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
-from longspan.checkpoint.ranks import Ranks
+from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
 from longspan.checkpoint.saving import check_finite
+from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model
+from longspan.core.checked import as_path, check_choice, checked_call
 from longspan.core.errors import LongspanError
+from longspan.hf.support import transformers_model
 
 RECORD = "longspan.json"
 """In an exported folder: the files that longspan wrote there. What is not in it belongs to somebody else."""
@@ -33,12 +36,21 @@ _BESIDE = 1 << 20
 """Bytes of an export that are no weights, about."""
 
 
+def _as_dtype(name: str, dtype: Any) -> torch.dtype | None:
+    return None if dtype is None else as_dtype(name, dtype)
+
+
+def _check_kind(name: str, kind: Any) -> None:
+    check_choice(name, kind, ("adapter", "merged"))
+
+
+@checked_call(checked_on_all, folder=as_path, model=check_module, dtype=_as_dtype, peft=_check_kind, ranks=check_ranks)
 def export(
-    folder: Path,
+    folder: Path | str,
     model: torch.nn.Module,
-    config: Any,
-    tokenizer: Any,
-    dtype: torch.dtype,
+    config: Any = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
     generation: Any = None,
     *,
     peft: Literal["adapter", "merged"] = "adapter",
@@ -53,10 +65,10 @@ def export(
     Args:
         folder: replaced if longspan wrote what is in it.
         model: as it is trained, sharded or not; a transformers model, or a PEFT model around one.
-        config: the (base) model's config as it was before `longspan.parallelize`.
+        config: the (base) model's config as it was before `longspan.parallelize`; by default the one it has now.
         tokenizer: saved beside it; None for none.
-        dtype: of the weights on disk.
-        generation: the model's generation config, if it has one of its own.
+        dtype: of the weights on disk, or its name; by default the model's.
+        generation: the model's generation config, if it has one of its own. Without `config` that of the model.
         peft: of a PEFT model write "adapter": what PEFT's own `save_pretrained` writes (adapter_config.json and
             adapter_model.safetensors), to be put on the base model again; or "merged": one model, the adapter's change
             added to its weights in the dtype that they are trained in.
@@ -68,14 +80,18 @@ def export(
         LongspanError: on every rank, if `folder` holds what longspan did not write, a weight is not finite, rank 0
             cannot write, or what it wrote does not load as the same weights. What was there before is then kept.
     """
-    ranks = ranks or Ranks()
+    folder, ranks = Path(folder), ranks or Ranks()
+    inner: Any = transformers_model(model)
+    if config is None:
+        config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
+    kept: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
     ranks.first(lambda: check_replaceable(folder))
     check_finite(_own_weights(model), f"{folder} is not exported", ranks)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)  # empty but on rank 0
-    work = _Export(folder, model, config, tokenizer, dtype, generation, step)
+    work = _Export(folder, model, config, tokenizer, kept, generation, step)
     needed = _BESIDE + sum(
-        x.numel() * (dtype.itemsize if x.is_floating_point() else x.element_size()) for x in state.values()
+        x.numel() * (kept.itemsize if x.is_floating_point() else x.element_size()) for x in state.values()
     )
 
     def write() -> None:
@@ -92,6 +108,7 @@ def export(
         raise DiskFull(ranks.first(lambda: spell_full(folder.parent, needed, str(folder), why))) from error
 
 
+@checked_call(folder=as_path)
 def check_replaceable(folder: Path) -> None:
     """Refuse to replace a folder that holds what longspan did not write.
 
@@ -266,6 +283,7 @@ def _own_weights(model: torch.nn.Module) -> dict[str, Any]:
     return {f"model.{name}": x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
 
 
+@checked_call(folder=as_path)
 def exported_step(folder: Path) -> int | None:
     """The step that an export is of, if one is there whole (by its files' sizes) and says so."""
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.core.checked import as_path, check_count, checked_call
 from longspan.core.errors import LongspanError
 
 MARKER = "complete.json"
@@ -67,6 +68,7 @@ class Checkpoint:
     verified: bool = False
 
     @classmethod
+    @checked_call(path=as_path)
     def at(cls, path: Path) -> Checkpoint:
         """The checkpoint in a folder, with all its files there and of the right size; their content is not read.
 
@@ -188,6 +190,7 @@ def way_out(path: Path) -> str:
     return "there is no other one beside it that is whole; start again with another --out"
 
 
+@checked_call(folder=as_path, step=check_count)
 def step_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return folder / f"step-{step:08d}"
@@ -198,6 +201,7 @@ def is_step(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None
 
 
+@checked_call(folder=as_path)
 def complete_steps(folder: Path) -> list[int]:
     """The steps that have a complete checkpoint in a folder, ascending."""
     if not folder.is_dir():
@@ -213,6 +217,7 @@ def unmarked(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and not (p / MARKER).is_file())
 
 
+@checked_call(folder=as_path)
 def latest(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint, or None where there is none. Content is not read; see `choose` and `verify`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from longspan.checkpoint.disk import DiskFull
+from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full, spell_os_error
 
@@ -99,6 +100,22 @@ class Ranks:
         if outcome.problem is not None:
             _raise(outcome, None, error)
         return outcome.value  # type: ignore[no-any-return]
+
+
+def checked_on_all(check: Callable[[], T], given: Mapping[str, Any]) -> T:
+    """Check the arguments of a collective call on every rank: of those that were given, or of the job."""
+    ranks = given.get("ranks")
+    return (ranks if isinstance(ranks, Ranks) else Ranks()).each(check)
+
+
+def check_ranks(name: str, ranks: Any) -> None:
+    """Refuse what is neither `Ranks` nor None.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if ranks is not None and not isinstance(ranks, Ranks):
+        raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {spell(ranks)}")
 
 
 def _try(action: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from longspan.checkpoint.choosing import verify
+from longspan.checkpoint.choosing import newest, verify
 from longspan.checkpoint.disk import DiskFull, check_room, spell_full
 from longspan.checkpoint.folder import (
     MAKING,
@@ -38,16 +38,28 @@ from longspan.checkpoint.folder import (
     way_out,
     write_durably,
 )
-from longspan.checkpoint.ranks import Ranks
+from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
 from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, read_index, spell_index
+from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.compat.torchao_api import as_plain
+from longspan.core.checked import as_path, check_count, checked_call, spell
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor, beside its content, at most."""
+
+
+def _check_state(name: str, state: Any) -> None:
+    if not isinstance(state, dict):
+        raise LongspanError(f"`{name}` must be a dict of plain values, {{}} for none, got {spell(state)}")
+
+
+def _check_source(name: str, checkpoint: Any) -> Any:
+    """A `Checkpoint`, or the path of one."""
+    return checkpoint if isinstance(checkpoint, Checkpoint) else as_path(name, checkpoint)
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,17 @@ class Pending:
         return self.folder / f"{MAKING}{self.step:08d}"
 
 
+@checked_call(
+    checked_on_all,
+    folder=as_path,
+    step=check_count,
+    model=check_module,
+    optimizer=check_optimizer,
+    state=_check_state,
+    keep=check_count,
+)
 def save(
-    folder: Path,
+    folder: Path | str,
     step: int,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -93,7 +114,7 @@ def save(
     """
     ranks = Ranks()
     with one_process_is_fine():
-        return write(prepare(folder, step, model, optimizer, state, keep, ranks), ranks)
+        return write(prepare(Path(folder), step, model, optimizer, state, keep, ranks), ranks)
 
 
 def prepare(
@@ -223,13 +244,19 @@ def _clean(making: Path, ranks: Ranks) -> None:
             remove(making)
 
 
+@checked_call(
+    checked_on_all, checkpoint=_check_source, model=check_module, optimizer=check_optimizer, ranks=check_ranks
+)
 def load(
-    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks | None = None
+    checkpoint: Checkpoint | Path | str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks | None = None,
 ) -> None:
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
-    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed. `ranks` are by
-    default those of the job's own group.
+    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed. Of a run's
+    folder the newest checkpoint is read. `ranks` are by default those of the job's own group.
 
     Raises:
         LongspanError: on every rank, if the checkpoint is damaged or of another model.
@@ -251,7 +278,8 @@ def _filled(state: Any, read: Any) -> Any:
     return state if isinstance(read, dict) else read
 
 
-def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | None = None) -> None:
+@checked_call(checked_on_all, checkpoint=_check_source, model=check_module, ranks=check_ranks)
+def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, ranks: Ranks | None = None) -> None:
     """As `load`, of the weights alone: no optimizer is needed, and nothing of its state is read. Collective.
 
     Weights take the dtype of the model's.
@@ -267,7 +295,9 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module, ranks: Ranks | 
     set_model_state_dict(model, whole["model"])
 
 
-def _verified(checkpoint: Checkpoint, ranks: Ranks) -> Checkpoint:
+def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:
+    if not isinstance(checkpoint, Checkpoint):
+        return newest(Path(checkpoint), ranks, "checkpoint")
     if checkpoint.verified:
         return checkpoint
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
@@ -68,6 +68,50 @@ def check_group(group: Any, name: str = "group") -> None:
             f"`{name}` must be a process group or None, got {describe(group)}; a sharding has sp.ulysses_group, "
             "sp.ring_group and sp.group"
         )
+
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
+}  # fmt: skip
+"""Floating dtypes by the names that users give them."""
+
+
+def as_dtype(name: str, value: Any) -> torch.dtype:
+    """A floating dtype, or its name ("bf16", "bfloat16", "torch.bfloat16").
+
+    Raises:
+        LongspanError: for anything else.
+    """
+    found = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise LongspanError(
+            f"`{name}` must be a floating dtype of torch or its name, such as torch.bfloat16 or 'bf16', got "
+            f"{describe(value)}"
+        )
+    return found
+
+
+def check_module(name: str, model: Any) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise LongspanError(f"`{name}` must be a model (a torch.nn.Module), got {describe(model)}")
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Refuse what is no optimizer.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise LongspanError(f"`{name}` must be a torch.optim.Optimizer that was made, got {describe(optimizer)}")
 
 
 def check_sharding(sp: Any) -> None:

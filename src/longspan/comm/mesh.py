@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan.compat.torch_api import find_group as find_group
 from longspan.compat.torch_api import flatten_mesh, give_up_like_the_job
 from longspan.core.cached import CODES, CacheCode
-from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, spell
+from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, layout_names
 from longspan.ranks.rendezvous import meet, read_job
@@ -57,6 +57,7 @@ class OneDeviceMesh:
         return f"OneDeviceMesh(device_type={self.device_type!r})"
 
 
+@checked_call()
 def init_mesh(
     data: int = 1,
     ring: int = 1,
@@ -183,6 +184,7 @@ class SequenceSharding:
             exchange_chunks below 1.
     """
 
+    @checked_call()
     def __init__(
         self,
         mesh: DeviceMesh | OneDeviceMesh,
@@ -341,6 +343,7 @@ class SequenceSharding:
 
         return gather(x, self, dim, length)
 
+    @checked_call()
     def positions(self, n: int) -> torch.Tensor:
         """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
         check_number("n", n, 1, LARGEST_COUNT, whole=True)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
+import inspect
 import math
 import numbers
 import os
 import re
 import stat
 import tomllib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from longspan.core.errors import LongspanError
 
@@ -34,6 +37,9 @@ LARGEST_SEED = (1 << 63) - 1
 _LARGEST_TEXT = 64 << 20  # bytes; no file of settings is longer
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255  # bytes, on every system that has a GPU's driver
 _FILE_ENDINGS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".csv", ".gz", ".zst", ".zip", ".safetensors", ".bin")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def spell(value: object) -> str:
@@ -91,6 +97,15 @@ def check_number(
     raise LongspanError(f"{name} must be {(form + wanted).strip()}, got {spell(value)}")
 
 
+def check_count(name: str, value: Any) -> None:
+    """Refuse what counts nothing: an integer of 0 or more.
+
+    Raises:
+        LongspanError: with the value.
+    """
+    check_number(name, value, 0, LARGEST_COUNT, whole=True)
+
+
 def check_flag(name: str, value: Any) -> None:
     """Refuse what is neither True nor False: "no" is true, to Python.
 
@@ -99,6 +114,26 @@ def check_flag(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise LongspanError(f"{name} must be True or False, got {spell(value)}")
+
+
+def check_function(name: str, value: Any, arguments: str) -> None:
+    """Refuse what is no function of these arguments: "q, k" by place, "q, k, *, scale" the last by name.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    wanted = f"{name} must be a function ({arguments})"
+    if not callable(value):
+        raise LongspanError(f"{wanted}, got {spell(value)} ({type(value).__name__})")
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        by_place, _, by_name = arguments.partition(", *, ")
+        signature.bind(*by_place.split(", "), **dict.fromkeys(filter(None, by_name.split(", "))))
+    except TypeError as error:
+        raise LongspanError(f"{wanted}, this one takes {signature}") from error
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -129,6 +164,92 @@ def check_processes(ranks: int, mesh: str) -> None:
             f"{mesh} starts {ranks} processes on this machine, which has {cores} cores; at most {most} are started "
             "here: choose smaller degrees, or start the job by torchrun on several machines"
         )
+
+
+# --- calls of public functions
+
+
+def refuse_unknown(function: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuse keyword arguments that a function does not have.
+
+    Raises:
+        LongspanError: with the nearest name, or all of them.
+    """
+    for name in given:
+        if name not in known:
+            raise LongspanError(f"{function}() has no argument {name!r}; {nearest(name, known)}")
+
+
+def checked_call(
+    together: Callable[[Callable[[], Any], Mapping[str, Any]], Any] | None = None,
+    **checks: Callable[[str, Any], Any],
+) -> Callable[[Function], Function]:
+    """Decorate a public function: a wrong call raises LongspanError, not an error from the function's depths.
+
+    Missing and unknown arguments are refused with the nearest name. Each of `checks` is called with the name and the
+    value of its argument; it raises LongspanError, or returns the value to use (None: the given one).
+
+    Args:
+        together: runs the checks on every rank and raises on all if one fails; called with the checks and the call's
+            keyword arguments. By default each rank checks for itself.
+        checks: by argument.
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            def check() -> inspect.BoundArguments:
+                bound = _bind(name, signature, args, kwargs)
+                for argument, value in bound.arguments.items():
+                    used = checks[argument](argument, value) if argument in checks else None
+                    bound.arguments[argument] = value if used is None else used
+                return bound
+
+            bound: inspect.BoundArguments = check() if together is None else together(check, kwargs)
+            return function(*bound.args, **bound.kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _bind(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    parameters = {key: p for key, p in signature.parameters.items() if key not in ("self", "cls")}
+    if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        refuse_unknown(name, kwargs, parameters)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        needed = [
+            f"{key}=..." if p.kind is p.KEYWORD_ONLY else key
+            for key, p in parameters.items()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        raise LongspanError(f"{name}(): {error}; call it as {name}({', '.join(needed)})") from error
+
+
+def as_path(name: str, value: Any) -> Path:
+    """A path that was given as text or as a `Path`.
+
+    Raises:
+        LongspanError: for anything else, and as `path_of`.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise LongspanError(
+            f"`{name}` must be a path (text or pathlib.Path), got {spell(value)} ({type(value).__name__})"
+        )
+    return path_of(f"`{name}`", os.fspath(value))
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that is most like `name`, as a hint for a message; all of them where none is."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
 
 
 # --- paths

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, path_of, spell
+from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, checked_call, path_of, spell
 from longspan.core.errors import LongspanError
 
 Checkpointing = Literal["none", "attention", "output", "layers"]
@@ -112,6 +112,8 @@ class Memory:
         ]
         return ", ".join(parts) or "every layer's activations are kept"
 
+
+Memory.__init__ = checked_call()(Memory.__init__)  # type: ignore[method-assign]
 
 FASTEST = Memory()
 """What costs a product or a transfer to have again is kept; logits are made by tiles, activation functions twice."""

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from longspan.attn.mask import Mask
 from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
-from longspan.comm.arguments import check_sharding, describe
+from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.shard import shard
-from longspan.core.checked import check_flag
+from longspan.core.checked import check_flag, checked_call
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
 from longspan.hf.digests import Digester
@@ -112,6 +112,17 @@ _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
+def check_batch(name: str, batch: Any) -> None:
+    """Refuse what is no batch, before anything in it is looked at.
+
+    Raises:
+        LongspanError: with what it is.
+    """
+    if not isinstance(batch, Mapping):
+        raise LongspanError(f"`{name}` must be a dict of tensors such as {{'input_ids': ids}}, got {describe(batch)}")
+
+
+@checked_call()
 def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
     """Cut a batch beforehand, in the data loader: `model(**shard_batch(batch, sp))` is `model(**batch)`.
 
@@ -146,8 +157,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
     """
     check_sharding(sp)
     check_flag("shift", shift)
-    if not isinstance(batch, Mapping):
-        raise LongspanError(f"a batch must be a dict of tensors, got {describe(batch)}")
+    check_batch("batch", batch)
     if "longspan" in batch:
         return dict(batch)
     out = cut_batch(batch, sp, shift=shift)
@@ -265,6 +275,8 @@ def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
         raise LongspanError(f"`{given[0]}` must be a tensor of {ndim} dimensions [batch, tokens, ...], got {shape}")
     if tokens.shape[0] == 0 or tokens.shape[1] == 0:
         raise LongspanError(f"a batch without tokens: `{given[0]}` has the shape {tuple(tokens.shape)}")
+    if given == ["input_ids"]:
+        check_integers("input_ids", tokens)
     return tokens.shape[0], tokens.shape[1], tokens.device
 
 

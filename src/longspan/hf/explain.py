@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.hf.hooks import ForwardHooks
 from longspan.hf.support import transformers_model
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@checked_call()
 def explain(model: nn.Module) -> str:
     """What `parallelize` has chosen for a model: mesh, layout, levers of memory and why, and in its last forward
     the attention kernel of each kind of layer.

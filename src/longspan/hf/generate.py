@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from longspan.comm.arguments import check_tensor
 from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
 from longspan.core.places import CHUNK
@@ -47,6 +48,8 @@ class Generate:
         cache = take_cache(more)
         _refuse(settings, more, cache)
         tokens = next((x for x in (inputs, more.get("input_ids"), more.get("inputs_embeds")) if x is not None), None)
+        if tokens is not None:
+            check_tensor("inputs", tokens)
         length = 0 if tokens is None else tokens.shape[1]
         if cache is None:
             cache = ShardedCache(model, room=_room(settings, more, length))

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.comm.arguments import check_optimizer
+from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.hf.digests import local_part
 from longspan.hf.support import transformers_model
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+@checked_call(optimizer=check_optimizer)
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> InBackward:
     """From now on, each backward updates the weights by `optimizer`, and leaves no gradients behind.
 

@@ -8,6 +8,7 @@ kept from one call to the next, cropped, and reordered.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from longspan.cache.attend import Step, begin
 from longspan.cache.codec import codec_of
 from longspan.cache.offload import OffloadedStore, Rooms
 from longspan.cache.store import Store
+from longspan.comm.arguments import check_module
 from longspan.comm.shard import shard
 from longspan.core.cached import OFFLOADS, holds_latent
+from longspan.core.checked import as_path, check_count, check_flag, check_number, checked_call
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.places import RUN, Places
@@ -104,6 +107,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         LongspanError: for a model that is not parallelized, or whose exchange is lossy; an unknown dtype or offload.
     """
 
+    @checked_call(model=check_module, room=check_count, latent=check_flag)
     def __init__(
         self, model: Any, room: int = 0, dtype: str = "exact", offload: str = "none", latent: bool = True
     ) -> None:
@@ -312,6 +316,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if self.rooms is not None:
             self.rooms.reset()
 
+    @checked_call(max_length=functools.partial(check_number, whole=True))
     def crop(self, max_length: int) -> None:
         """Keep the first tokens alone, on every rank alike.
 
@@ -353,6 +358,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     # --- on a disk
 
+    @checked_call(folder=as_path)
     def save(self, folder: str | Path) -> None:
         """Write it to a folder, a file per rank; collective in the sequence group. `load` reads it on any mesh.
 
@@ -409,6 +415,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return (q_heads, kv_heads), (start, stop)
 
     @classmethod
+    @checked_call(folder=as_path, model=check_module, room=check_count)
     def load(cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none") -> ShardedCache:
         """A cache that was saved, on this model's mesh; collective in the sequence group.
 

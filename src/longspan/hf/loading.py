@@ -7,13 +7,17 @@ the first rank makes the whole model and sends every rank its rows, a parameter 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from longspan.comm.arguments import as_dtype, check_sharding, describe
 from longspan.compat.transformers_api import generation_config
+from longspan.core.checked import checked_call, refuse_unknown
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.hf.across_ranks import agree_on_model, together
@@ -29,11 +33,30 @@ if TYPE_CHECKING:
 Prepare = Callable[[Any], Any]
 
 
+def _as_name(argument: str, name: Any) -> str:
+    if not isinstance(name, str | Path):
+        raise LongspanError(
+            f"`{argument}` must be a folder or the name of a model on the Hugging Face hub, got {describe(name)}; a "
+            "model that is made already goes to longspan.parallelize"
+        )
+    return str(name)
+
+
+def _as_dtype(argument: str, dtype: Any) -> torch.dtype | str:
+    return "auto" if dtype == "auto" else as_dtype(argument, dtype)
+
+
+def _check_prepare(argument: str, prepare: Any) -> None:
+    if prepare is not None and not callable(prepare):
+        raise LongspanError(f"`{argument}` must be a function of the model, got {describe(prepare)}")
+
+
+@checked_call(name=_as_name, sp=lambda _, sp: check_sharding(sp), dtype=_as_dtype, prepare=_check_prepare)
 def from_pretrained(
-    name: str,
+    name: str | Path,
     sp: SequenceSharding,
     *,
-    dtype: torch.dtype | Literal["auto"] = "auto",
+    dtype: torch.dtype | str = "auto",
     prepare: Prepare | None = None,
     **options: Any,
 ) -> Any:
@@ -49,7 +72,7 @@ def from_pretrained(
         name: a folder or the name of a model on the Hugging Face hub. A masked LM or a classifier of sequences or
             tokens, if its config's `architectures` name one, else a causal LM.
         sp: how the sequence lies over the ranks.
-        dtype: of the weights; "auto": as the config says, or else the files.
+        dtype: of the weights, or its name ("bf16"); "auto": as the config says.
         prepare: called with the model before it is sharded, while its weights have no values yet (they are NaN), to
             wrap or change it: `lambda model: get_peft_model(model, lora)`. What it returns is parallelized. Parameters
             that it adds must be alike on every rank (seed it), and not depend on the weights.
@@ -62,11 +85,13 @@ def from_pretrained(
         LongspanError: on every rank alike: for files that are missing or damaged, weights that are missing, ranks whose
             files differ, or what `parallelize` refuses.
     """
-    origin = together(sp, lambda: _pretrained(name, dtype))
+    known = ["dtype", "prepare", *list(inspect.signature(parallelize).parameters)[2:]]
+    refuse_unknown("from_pretrained", options, known)
+    origin = together(sp, lambda: _pretrained(str(name), dtype))
     return load_sharded(origin, sp, prepare=prepare or _as_it_is, **options)
 
 
-def _pretrained(name: str, dtype: torch.dtype | Literal["auto"]) -> Origin:
+def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
     import transformers
     from transformers import AutoConfig
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from longspan.core.checked import check_flag, check_number
+from longspan.core.checked import check_flag, check_number, checked_call
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import shard_batch
+from longspan.hf.batch import check_batch, shard_batch
 from longspan.hf.fsdp import reshard
 from longspan.hf.outputs import Gathered
 from longspan.hf.support import transformers_model
@@ -51,6 +51,7 @@ def token_logprobs(
     top1: Literal[True],
     gather: bool = False,
 ) -> tuple[Tensor, ...]: ...
+@checked_call(batch=check_batch)
 def token_logprobs(
     model: nn.Module,
     batch: Mapping[str, Any],

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.comm.arguments import check_module
+from longspan.core.checked import check_flag, checked_call
 from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import gather_values
+from longspan.hf.batch import check_batch
 from longspan.hf.digests import local_part
 from longspan.hf.fsdp import reshard
 
@@ -61,6 +64,7 @@ class _Found:
     values: tuple[int, int]
 
 
+@checked_call(model=check_module, batch=check_batch, backward=check_flag)
 def find_nonfinite(model: nn.Module, batch: Mapping[str, Any], *, backward: bool = True) -> NonFinite | None:
     """Run a parallelized model once on a batch, and say where the first NaN or infinity appears. Collective.
 

@@ -51,7 +51,10 @@ def _telling(kind: Any) -> Any:
     def item(self: Any, key: Any) -> Any:
         if key == "logits":
             raise LogitsNotMade(f"this output has no logits: {WAY_OUT}")
-        return kind.__getitem__(self, key)
+        try:
+            return kind.__getitem__(self, key)
+        except IndexError as error:
+            raise LogitsNotMade(f"this output has no entry {key}, as it has no logits: {WAY_OUT}") from error
 
     logits = property(read, lambda self, value: None)
     return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from longspan.attn.kernels.choice import AnyKernel, table_of
-from longspan.core.checked import spell
+from longspan.comm.arguments import check_sharding
+from longspan.core.checked import check_flag, checked_call, spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@checked_call(sp=lambda _, sp: check_sharding(sp))
 def parallelize(
     model: Model,
     sp: SequenceSharding,
@@ -242,6 +244,13 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
         raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
     check_style(options["tensor_style"], sp.tensor_size)
     fsdp, mp_policy, weights = (options[option] for option in ("fsdp", "mp_policy", "weights"))
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise LongspanError(
+            f"mp_policy={spell(mp_policy)} is no policy; give torch.distributed.fsdp.MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    for option in ("fsdp", "check_at_rest", "logits"):
+        check_flag(option, options[option])
     levers = FASTEST if options["memory"] == "auto" else memory_of(options["memory"])
     if mp_policy is not None and not sp.shards_weights(fsdp=fsdp, cpu_offload=levers.cpu_offload):
         why = "with fsdp=False" if not fsdp else "on one rank, where nothing is sharded,"

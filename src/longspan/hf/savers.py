@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WAY_OUT = (
-    "on every rank call longspan.checkpoint.export(folder, model, config, tokenizer, dtype) for a Hugging Face folder, "
+    "on every rank call longspan.checkpoint.export(folder, model) for a Hugging Face folder, "
     "or longspan.checkpoint.save for a checkpoint to go on from"
 )
 _ACCELERATE = ("save_model", "save_state")

@@ -25,8 +25,8 @@ from longspan.memory.vocabulary import Vocabulary
 WAY_OUT = "they are not made in training with labels; get them by longspan.parallelize(..., logits=True)"
 
 
-class LogitsNotMade(LongspanError, AttributeError, KeyError):
-    """Somebody wants logits that were not made. (Of these kinds, so that `hasattr` and `get` answer.)"""
+class LogitsNotMade(LongspanError, AttributeError, KeyError, IndexError):
+    """Somebody wants logits that were not made. (Of these kinds, so that `hasattr`, `get` and `iter` answer.)"""
 
     __str__ = LongspanError.__str__
 

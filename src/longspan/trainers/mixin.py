@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from longspan import checkpoint as checkpoints
+from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
+from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
 from longspan.hf.loss import ScaledGradient, problem_of
@@ -82,9 +84,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     accelerator: Any
 
+    @checked_call(sp=lambda _, sp: check_sharding(sp))
     def __init__(self, *args: Any, sp: SequenceSharding, **kwargs: Any) -> None:
-        if not isinstance(sp, SequenceSharding):
-            raise LongspanError(f"sp={sp!r} is no longspan.SequenceSharding")
         self.longspan_sp = sp
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval = _Tally()

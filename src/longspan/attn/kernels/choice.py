@@ -26,7 +26,7 @@ from longspan.attn.kernels.sdpa import SDPA
 from longspan.attn.kernels.table import DEFAULT, Facts, KernelTable, read_table
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
-from longspan.core.checked import spell
+from longspan.core.checked import as_path, spell
 from longspan.core.errors import LongspanError
 
 AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
@@ -160,7 +160,7 @@ def kernel_table(path: str | Path) -> KernelTable:
     Raises:
         LongspanError: for a file that is no such table, with the row and what it may be.
     """
-    return read_table(path, (*REGISTRY, *ALIASES))
+    return read_table(as_path("path", path), (*REGISTRY, *ALIASES))
 
 
 def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from longspan.attn.kernels.flex import backward_by_autograd
 from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
 from longspan.attn.kernels.tiled import How, TiledKernel, for_device
 from longspan.attn.score import Scores
+from longspan.core.checked import check_function, checked_call
 from longspan.core.errors import LongspanError
 
 
@@ -138,6 +139,7 @@ class LseKernel(TiledKernel):
         return backward_by_autograd(functools.partial(self.tile_forward, how=how), done, k, v)
 
 
+@checked_call()
 def kernel_with_lse(function: Callable[..., tuple[Tensor, Tensor]]) -> LseKernel:
     """A kernel from a function that gives the log-sum-exp too, so that it serves in rings.
 
@@ -151,4 +153,5 @@ def kernel_with_lse(function: Callable[..., tuple[Tensor, Tensor]]) -> LseKernel
     Returns:
         What `longspan.attention(kernel=...)` and `longspan.parallelize(kernel=...)` take. Also usable as a decorator.
     """
+    check_function("function", function, "q, k, v, *, causal, scale, bias")
     return LseKernel(function)
