@@ -43,6 +43,8 @@ def main() -> None:
     trainer = longspan.trainer(SFTTrainer)(model, args, train_dataset=data, processing_class=tokenizer, sp=sp)  # <--
     trainer.train()
     trainer.save_model()
+    if sp.group is not None:
+        torch.distributed.destroy_process_group()
 
 
 def questions():

@@ -37,6 +37,8 @@ def main() -> None:
     trainer = longspan.trainer(Trainer)(model, args, train_dataset=Text(tokenizer, options.context), sp=sp)  # <--
     trainer.train()
     trainer.save_model()
+    if sp.group is not None:
+        torch.distributed.destroy_process_group()
 
 
 class Text(torch.utils.data.Dataset):

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 import longspan
 from longspan.attn.score import Scores
+from longspan.cache import folder as files
 from longspan.cache.attend import _merged
 from longspan.cache.codec import codec_of
 from longspan.cache.store import Store
@@ -173,7 +177,7 @@ def test_codes_on_a_model(pool2: RankPool) -> None:
     pool2.run(_coded, plain("Llama"), {"int8": 0.01, "fp8": 0.05})
 
 
-def _saved(folder: Path, first: Tensor, name: str, code: str) -> None:
+def _saved(folder: Path, first: Tensor | None, name: str, code: str) -> None:
     model, _ = parallelized(name, 2, False)
     cache = longspan.ShardedCache(model, dtype=code)
     for _ in range(2):  # the second replaces the first
@@ -194,6 +198,15 @@ def _loaded(folder: Path, name: str, second: Tensor, expected: Any, rings: list[
             check_generated(out, expected)
         found.append(out)
     return found
+
+
+def _not_saved(folder: Path) -> str:
+    """The message of a save while rank 1's disk is full."""
+    full = mock.Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)"))
+    save = full if dist.get_rank() == 1 else files.save_file
+    with mock.patch.object(files, "save_file", save), pytest.raises(longspan.LongspanError) as error:
+        _saved(folder, None, "Llama", "exact")
+    return str(error.value)
 
 
 def _not_loaded(folder: Path, name: str) -> str:
@@ -220,6 +233,9 @@ def test_a_saved_cache_goes_on_on_another_mesh(get_pool: Any, tmp_path: Path, na
 
 def test_a_cache_that_is_not_whole_is_refused(pool2: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
+    (full,) = set(pool2.run(_not_saved, folder))
+    assert full.startswith("rank 1 failed: ") and "part-1.safetensors cannot be written" in full and "No space" in full
+    assert not folder.exists()
     pool2.run(_saved, folder, None, "Llama", "exact")
     other = set(pool2.run(_not_loaded, folder, "Qwen3"))
     assert len(other) == 1 and 'model_type: "llama" there, "qwen3" here' in other.pop()

@@ -6,6 +6,8 @@ import copy
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,47 @@ def test_a_model_is_exported_as_what_it_is(tmp_path: Path, pool2: RankPool) -> N
     torch.manual_seed(0)
     expected = AutoModelForMaskedLM.from_config(model.config).state_dict()
     assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+
+
+# --- a script that ends with an export
+
+SCRIPT = """
+import os, socket, sys
+from pathlib import Path
+import torch, transformers
+import longspan, longspan.checkpoint, longspan.hf.parallelize
+
+def script():
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    model = longspan.parallelize(transformers.LlamaForCausalLM(config), sp, weights="broadcast")
+    longspan.checkpoint.export(Path(sys.argv[1]), model, config, None, torch.float32)
+
+def start(port, rank):
+    pid = os.fork()  # what takes long is imported once
+    if pid == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return pid
+
+for _ in range(int(sys.argv[2])):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        ranks.append(start(port, rank))
+        if ranks[-1] == 0:
+            break
+    if ranks[-1] == 0:
+        script()
+        break
+    print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks), flush=True)
+"""
+
+
+@pytest.mark.launcher
+def test_a_script_that_ends_with_an_export_does_not_abort(tmp_path: Path) -> None:
+    """It leaves its process group to Python's end, in which a thread of gloo must not hold a tensor any more."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "hf"), "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.stdout == "0 0\n" * 4, done.stderr

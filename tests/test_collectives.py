@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.objects import broadcast_object, gather_objects, together
 from longspan.comm.plain import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from longspan.core.errors import LongspanError
 from tests.counting import Sent, count_sent
@@ -203,3 +207,53 @@ def test_alone_nothing_happens(pool2: RankPool) -> None:
     for function in (*ALL_GATHERS, ring_reduce_scatter, ring_all_reduce):
         assert function(x, None) is x
     pool2.run(_alone)
+
+
+def _objects() -> tuple[list[Any], Any, list[bool]]:
+    """Objects of every rank, of the first, and whether any tensor that was sent still lives when they are here."""
+    sent: list[weakref.ref[Tensor]] = []
+    plain = dist.all_gather, dist.broadcast
+
+    def all_gather(outs: list[Tensor], x: Tensor, **more: Any) -> Any:
+        sent.extend(weakref.ref(each) for each in (*outs, x))
+        return plain[0](outs, x, **more)
+
+    def broadcast(x: Tensor, **more: Any) -> Any:
+        sent.append(weakref.ref(x))
+        return plain[1](x, **more)
+
+    rank, group, alive = dist.get_rank(), dist.group.WORLD, []
+    with mock.patch.object(dist, "all_gather", all_gather), mock.patch.object(dist, "broadcast", broadcast):
+        for _ in range(100):
+            every = gather_objects({"rank": rank, "more": "x" * 100 * rank}, group)
+            alive.append(any(x() is not None for x in sent))
+            first = broadcast_object(None if rank else ("first", [rank]), group)
+            alive.append(any(x() is not None for x in sent))
+    return every, first, alive
+
+
+def _fail(kind: type[Exception] | None, ranks: list[int]) -> str:
+    def action() -> int:
+        if kind is not None and dist.get_rank() in ranks:
+            raise kind("no more")
+        return dist.get_rank()
+
+    try:
+        return str(together(action, dist.group.WORLD))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_objects_arrive_and_gloo_holds_none_of_their_tensors(pool4: RankPool) -> None:
+    """A thread of gloo that frees a tensor while Python ends would abort the process."""
+    for every, first, alive in pool4.run(_objects):
+        assert every == [{"rank": rank, "more": "x" * 100 * rank} for rank in range(4)]
+        assert first == ("first", [0]) and not any(alive)
+
+
+def test_whatever_one_rank_raises_reaches_all(pool2: RankPool) -> None:
+    assert pool2.run(_fail, None, []) == ["0", "1"]
+    said = pool2.run(_fail, ZeroDivisionError, [1])
+    assert said == ["LongspanError: rank 1 failed: ZeroDivisionError: no more", "ZeroDivisionError: no more"]
+    assert pool2.run(_fail, LongspanError, [0]) == ["LongspanError: rank 0 failed: no more"] * 2
+    assert pool2.run(_fail, LongspanError, [0, 1]) == ["LongspanError: no more"] * 2

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from longspan.bench.sent import counting
 from longspan.bench.timing import synchronize, wait_for_all
 from longspan.bench.works import Work
+from longspan.comm.objects import gather_objects
 from longspan.tracing.merge import gather_trace
 from longspan.tracing.record import Recorder
 from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace, transfer
@@ -153,9 +154,7 @@ def most_sent(mine: dict[str, int]) -> dict[str, int]:
     """Of the rank that sends most."""
     if not dist.is_initialized():
         return mine
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
-    return max(of_ranks, key=lambda sent: sum(sent.values()))
+    return max(gather_objects(mine, dist.group.WORLD), key=lambda sent: sum(sent.values()))
 
 
 def _peak(work: Work, device: torch.device) -> int:

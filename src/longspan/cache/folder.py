@@ -13,13 +13,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,28 +28,6 @@ from longspan.core.layout import Span
 
 INDEX = "index.json"
 _FORMAT = 1
-
-T = TypeVar("T")
-
-
-def together(group: dist.ProcessGroup | None, action: Callable[[], T]) -> list[T]:
-    """Do something on every rank, and raise on all if it fails on any; what each has found. Collective.
-
-    Raises:
-        LongspanError: what the first rank that failed says, on every rank.
-    """
-    try:
-        mine: tuple[T | None, str | None] = action(), None
-    except (LongspanError, OSError) as error:
-        mine = None, str(error)
-    every: list[Any] = [mine]
-    if group is not None:
-        every = [None] * group.size()
-        dist.all_gather_object(every, mine, group=group)
-    said = next((text for _, text in every if text is not None), None)
-    if said is not None:
-        raise LongspanError(said)
-    return [found for found, _ in every]
 
 
 @dataclass(frozen=True)
@@ -80,7 +57,10 @@ def partial(folder: Path) -> Path:
 def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, int, str]:
     """One rank's file into `partial(folder)`; its name, size and checksum."""
     path = partial(folder) / f"part-{rank}.safetensors"
-    save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+    try:
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+    except SafetensorError as error:  # its own kind for what the disk refuses, too
+        raise LongspanError(f"{path} cannot be written ({error}); make room there, or save to another disk") from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,6 +9,7 @@ from typing import Any
 
 from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, is_step, step_path, unmarked
 from longspan.checkpoint.ranks import Ranks, check_ranks
+from longspan.comm.objects import describe
 from longspan.core.checked import as_path, checked_call
 from longspan.core.errors import LongspanError
 
@@ -134,8 +135,8 @@ def _try(path: Path, ranks: Ranks, content: bool = True) -> tuple[str, Checkpoin
         found = Checkpoint.read(path)
         marker = FileRecord.of(path / MARKER)
         problem = found.wrong_content(share(found.files, ranks.rank, ranks.size) if content else []) or ""
-    except (LongspanError, OSError) as error:
-        problem = str(error)
+    except Exception as error:  # the other ranks must hear of it
+        problem = describe(error)
     said = ranks.gather((problem, marker, socket.gethostname()))
     markers = {marker for _, marker, _ in said if marker is not None}
     if found is not None and marker is not None and len(markers) == 1 and not any(problem for problem, _, _ in said):

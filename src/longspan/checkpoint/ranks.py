@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from longspan.checkpoint.disk import DiskFull
+from longspan.comm.objects import broadcast_object, gather_objects
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full, spell_os_error
@@ -66,11 +67,7 @@ class Ranks:
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's value, in rank order."""
-        if self.size == 1:
-            return [mine]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, mine, group=self.group)
-        return values
+        return [mine] if self.size == 1 else gather_objects(mine, self.group or dist.group.WORLD)
 
     def each(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank and return this rank's result; if it fails on any, all raise.
@@ -94,9 +91,7 @@ class Ranks:
         """
         outcome, error = _try(action) if self.rank == 0 else (_Outcome(), None)
         if self.size > 1:
-            box = [outcome]
-            dist.broadcast_object_list(box, group=self.group, group_src=0)
-            outcome = box[0]
+            outcome = broadcast_object(outcome, self.group or dist.group.WORLD)
         if outcome.problem is not None:
             _raise(outcome, None, error)
         return outcome.value  # type: ignore[no-any-return]

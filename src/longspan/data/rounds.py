@@ -12,12 +12,13 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from longspan.comm.objects import gather_objects
 from longspan.core.differences import odd_ones
 from longspan.core.errors import LongspanError
 from longspan.data.stream import Piece, SequenceStream
@@ -84,8 +85,7 @@ def together(
     while True:
         mine, problem = _next(own)
         lengths = {} if mine is None else {n: len(ids) for n, ids in mine.mine.items()}
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, (problem and str(problem), mine and mine.checksum, lengths), group=group)
+        said = gather_objects((problem and str(problem), mine and mine.checksum, lengths), group)
         if problem is not None and not isinstance(problem, LongspanError):
             raise problem
         problems = [text for text, _, _ in said if text]

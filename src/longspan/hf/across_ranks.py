@@ -7,22 +7,21 @@ which every rank then knows. So all ranks raise the same error, whichever of the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.comm.objects import describe, gather_objects
 from longspan.core.differences import differences, listed, odd_ones, spell_ranks
 from longspan.core.errors import LongspanError
 from longspan.hf.digests import Digester, digest_of_text, digests_of, weights_of
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-
-T = TypeVar("T")
 
 
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
@@ -35,9 +34,7 @@ def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.
 
 def gather_values(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's value, pickled on the way."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, mine, group=group)
-    return values
+    return gather_objects(mine, group)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,34 +95,6 @@ def raise_problems(flags: Sequence[bool], mine: Exception | None, group: dist.Pr
     if mine is not None and (all(flags) or not isinstance(mine, LongspanError)):
         raise mine
     raise LongspanError(texts[first] if all(flags) else f"rank {ranks[first]} {what}: {texts[first]}") from mine
-
-
-def together(sp: SequenceSharding, action: Callable[[], T]) -> T:
-    """Do something on every rank, and raise on all if it fails on any. Collective, where there are ranks.
-
-    Raises:
-        LongspanError: naming the rank; on the rank that has failed, what it raised if that is no refusal.
-    """
-    problem: Exception | None = None
-    found: list[T] = []
-    try:
-        found.append(action())
-    except Exception as error:  # of any kind: the other ranks must hear of it
-        problem = error
-    group = sp.everyone
-    if group is None or sp.job_size == 1:
-        if problem is not None:
-            raise problem
-        return found[0]
-    rows = gather_numbers([int(problem is not None)], group, sp.device)
-    raise_problems([bool(row[0]) for row in rows], problem, group, "failed")
-    return found[0]
-
-
-def describe(error: Exception) -> str:
-    """An error in one line; of what is no refusal also its kind."""
-    text = str(error)
-    return text if isinstance(error, LongspanError) else f"{type(error).__name__}: {(text.splitlines() or ['?'])[0]}"
 
 
 def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:

@@ -27,6 +27,7 @@ from longspan.cache.codec import codec_of
 from longspan.cache.offload import OffloadedStore, Rooms
 from longspan.cache.store import Store
 from longspan.comm.arguments import check_module
+from longspan.comm.objects import gather_objects, together
 from longspan.comm.shard import shard
 from longspan.core.cached import OFFLOADS, holds_latent
 from longspan.core.checked import as_path, check_count, check_flag, check_number, checked_call
@@ -397,9 +398,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 index = {"length": self.places.length, "rows": self.batch_size, "dtype": self.codec.name}
                 files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
 
-        files.together(group, begin_writing)
-        parts = files.together(group, write)
-        files.together(group, end)
+        together(begin_writing, group)
+        parts = gather_objects(together(write, group), group)
+        together(end, group)
 
     def _of_all(self, store: Store) -> tuple[tuple[int, int], Span]:
         """Query and KV heads of a layer of the whole model, and which of the KV heads this rank holds.
@@ -443,7 +444,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 files.check_file(path, part)
             return index, parts
 
-        index, parts = files.together(sp.replica_group, check)[sp.replica_rank]
+        index, parts = together(check, sp.replica_group)
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         cache.places.add(sp.layout, index["length"])
 
@@ -464,7 +465,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 here = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
                 store.fill(here, facts["start"])
 
-        files.together(sp.replica_group, read)
+        together(read, sp.replica_group)
         return cache
 
     @property

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from longspan.comm.arguments import as_dtype, check_sharding, describe
+from longspan.comm.objects import together
 from longspan.compat.transformers_api import generation_config
 from longspan.core.checked import checked_call, refuse_unknown
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
-from longspan.hf.across_ranks import agree_on_model, together
+from longspan.hf.across_ranks import agree_on_model
 from longspan.hf.hollow import materialize, vacate
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import check_source, first_line
@@ -87,7 +88,7 @@ def from_pretrained(
     """
     known = ["dtype", "prepare", *list(inspect.signature(parallelize).parameters)[2:]]
     refuse_unknown("from_pretrained", options, known)
-    origin = together(sp, lambda: _pretrained(str(name), dtype))
+    origin = together(lambda: _pretrained(str(name), dtype), sp.everyone)
     return load_sharded(origin, sp, prepare=prepare or _as_it_is, **options)
 
 
@@ -140,7 +141,7 @@ def load_sharded(
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
-    model = together(sp, lambda: prepare(origin.build()))
+    model = together(lambda: prepare(origin.build()), sp.everyone)
     # FSDP takes a layer at a time to the device, and a tensor axis cuts each weight on the host.
     stays = sharded or offloads or sp.tensor_size > 1
     return parallelize(model if stays else model.to(sp.device), sp, fsdp=fsdp, **options)
@@ -194,7 +195,7 @@ def load_from(
         base.config.name_or_path = origin.name
         if base.can_generate():
             base.generation_config = generation_config(origin.name, base)
-    model, names, dtypes = together(sp, lambda: _prepared(base, prepare, kept))
+    model, names, dtypes = together(lambda: _prepared(base, prepare, kept), sp.everyone)
     model = parallelize(model, sp, fsdp=True, **options)
     materialize(model, sp.device)
     source.fill(Weights({names[name]: p for name, p in model.named_parameters() if name in names}, dtypes), sp)

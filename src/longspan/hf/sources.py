@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.comm.objects import together
 from longspan.compat.transformers_api import keys_in_model
 from longspan.core.errors import LongspanError
-from longspan.hf.across_ranks import gather_numbers, gather_values, together
+from longspan.hf.across_ranks import gather_numbers, gather_values
 from longspan.hf.digests import local_part
 from longspan.hf.hollow import put, stub, tied_names
 from longspan.hf.placed import box_of, elements, my_box
@@ -175,7 +176,7 @@ class Files:
                     part = files.read(self.keys[name], rows.start, rows.stop)[:, *rest]
                     local_part(p).copy_(part.to(weights.dtypes[name]))
 
-        together(sp, read)
+        together(read, sp.everyone)
 
 
 def _hollow(
@@ -243,7 +244,9 @@ class FirstRank:
         Raises:
             LongspanError: on every rank, if the first one cannot make the model.
         """
-        whole, model = together(sp, lambda: (_build_apart(origin) if _is_first(sp) else None, origin.on_meta()))
+        whole, model = together(
+            lambda: (_build_apart(origin) if _is_first(sp) else None, origin.on_meta()), sp.everyone
+        )
         assert sp.everyone is not None
         said = gather_values(None if whole is None else (_parameters(whole), _buffers(whole)), sp.everyone)
         parameters, buffers = said[0]

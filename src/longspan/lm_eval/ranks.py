@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from longspan.comm.objects import broadcast_object
 from longspan.core.errors import LongspanError
 from longspan.lm_eval.scorer import Scorer
 
@@ -113,10 +114,9 @@ def _alone() -> bool:
 
 def _tell(name: str, arguments: dict[str, Any]) -> None:
     if not _alone():
-        dist.broadcast_object_list([(name, arguments)], src=0)
+        broadcast_object((name, arguments), dist.group.WORLD)
 
 
 def _told() -> tuple[str, dict[str, Any]]:
-    call: list[Any] = [None]
-    dist.broadcast_object_list(call, src=0)
-    return call[0]  # type: ignore[no-any-return]
+    call: tuple[str, dict[str, Any]] = broadcast_object(None, dist.group.WORLD)
+    return call

@@ -55,19 +55,22 @@ def agree(peers: Peers, facts: Facts, *, alive: bool = False) -> None:
 
 @contextlib.contextmanager
 def refusing_together(peers: Peers, *, alive: bool = False) -> Iterator[None]:
-    """What this rank alone refuses inside ends all ranks: the others, who wait in `agree`, are told.
+    """Whatever this rank raises inside ends all ranks: the others, who wait in `agree`, are told.
 
     Raises:
         LongspanError: as it was raised inside; on the others by `agree`.
+        Exception: any other kind, as it was raised inside.
     """
     try:
         yield
-    except LongspanError as error:
+    except Exception as error:
         if peers.alone:
             raise
-        verdict = str(error)
+        verdict = str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):  # the store is gone: what was refused matters more
             verdict = _exchange(peers, json.dumps({_REFUSED: verdict}), alive)
+        if not isinstance(error, LongspanError):
+            raise
         raise LongspanError(verdict) from error
 
 

@@ -43,12 +43,12 @@ def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | No
     """The merged trace of all ranks of a group, by default of the job, on every rank. Collective."""
     import torch.distributed as dist
 
+    from longspan.comm.objects import gather_objects
+
     mine = gzip.compress(json.dumps((socket.gethostname(), list(events))).encode(), 1)
     if not dist.is_initialized():
         return merge([json.loads(gzip.decompress(mine))])
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return merge([json.loads(gzip.decompress(one)) for one in found])
+    return merge([json.loads(gzip.decompress(one)) for one in gather_objects(mine, group or dist.group.WORLD)])
 
 
 def write_trace(path: Path, events: Sequence[dict[str, Any]]) -> None:

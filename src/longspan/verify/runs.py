@@ -23,8 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import longspan
 from longspan.checkpoint import Checkpoint
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.objects import gather_objects, together
 from longspan.core.errors import LongspanError
-from longspan.hf.across_ranks import together
 from longspan.hf.digests import local_part
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
@@ -77,11 +77,7 @@ class Link:
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order."""
-        if self.patient is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.patient)
-        return values
+        return gather_objects(value, self.patient)
 
 
 def check_same_weights(model: nn.Module, link: Link) -> None:
@@ -113,10 +109,10 @@ def unsharded_runs(
     In fp32 the latter is run `NUDGES` times more, with weights that differ in their last place, and of each number the
     one that is furthest from the reference is kept: see `Criterion`. `model` is left as it was.
     """
-    error = ""
-    reference: Tensors = {}
-    unsharded: Tensors = {}
-    if link.rank == 0:
+
+    def run() -> tuple[Tensors, Tensors]:
+        if link.rank != 0:
+            return {}, {}
         assert model is not None
         try:
             with _all_cores():
@@ -128,11 +124,12 @@ def unsharded_runs(
                     keep_furthest(unsharded, run_unsharded(nudged(model, seed), batch_BS), reference)
         except torch.OutOfMemoryError as failure:
             way_out = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
-            error = f"the unsharded run does not fit on {link.device}: {failure}; try {way_out}"
-    error = link.gather(error)[0]
-    if error:
-        raise LongspanError(error)
-    return reference, unsharded
+            raise LongspanError(
+                f"the unsharded run does not fit on {link.device}: {failure}; try {way_out}"
+            ) from failure
+        return reference, unsharded
+
+    return together(run, link.patient)
 
 
 def _widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -246,7 +243,7 @@ def make_models(
         load(whole)
         return whole.train().to(sp.device)
 
-    whole = together(sp, make)
+    whole = together(make, sp.everyone)
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
     bf16 = sharded and config.dtype == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None

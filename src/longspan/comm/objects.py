@@ -1,0 +1,124 @@
+"""Python objects between ranks; and an action of every rank that fails on all of them if it fails on any.
+
+torch's own object collectives (`broadcast_object_list`, `all_gather_object`) return while a thread of gloo may still
+hold their last tensor. A script that ends right then aborts ("terminate called without an active exception"): that
+thread needs the interpreter to free the tensor. So every call here waits until nobody holds its tensors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    Sent = tuple[list[bytes], list["weakref.ref[Tensor]"]]
+
+T = TypeVar("T")
+
+_RELEASE_S = 5.0
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every rank's `mine`, in rank order. Collective; `group` is None for one rank."""
+    if group is None or group.size() == 1:
+        return [mine]
+    return [pickle.loads(found) for found in _released(_gather(pickle.dumps(mine), group))]
+
+
+def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the `mine` of the group's first rank on every rank. Collective; `group` is None for one rank."""
+    if group is None or group.size() == 1:
+        return mine
+    first = group.rank() == 0
+    (found,) = _released(_broadcast(pickle.dumps(mine) if first else b"", group))
+    return mine if first else pickle.loads(found)
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `action` on every rank and return this rank's result; if it raises on any rank, raise on all. Collective.
+
+    Args:
+        action: may raise anything.
+        group: the ranks; None for one.
+
+    Raises:
+        LongspanError: what the first rank that failed says, naming that rank unless all failed.
+        Exception: on a rank that failed otherwise, what `action` raised there.
+    """
+    found: list[T] = []
+    problem: Exception | None = None
+    try:
+        found.append(action())
+    except Exception as error:  # the other ranks must hear of it
+        problem = error
+    texts = gather_objects(None if problem is None else describe(problem), group)
+    failed = [i for i, text in enumerate(texts) if text is not None]
+    if not failed:
+        return found[0]
+    if problem is not None and (len(failed) == len(texts) or not isinstance(problem, LongspanError)):
+        raise problem
+    assert group is not None
+    raise LongspanError(f"rank {dist.get_global_rank(group, failed[0])} failed: {texts[failed[0]]}") from problem
+
+
+def describe(error: Exception) -> str:
+    """Return an error in one line, with its type unless it is a LongspanError."""
+    text = str(error)
+    return text if isinstance(error, LongspanError) else f"{type(error).__name__}: {(text.splitlines() or ['?'])[0]}"
+
+
+def _gather(mine: bytes, group: dist.ProcessGroup) -> Sent:
+    device = _device(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
+    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(x) for x in sizes]
+    sent = torch.zeros(max(lengths), dtype=torch.uint8)
+    sent[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    sent = sent.to(device)
+    every = [torch.empty_like(sent) for _ in lengths]
+    dist.all_gather(every, sent, group=group)
+    found = [_bytes(x[:n]) for x, n in zip(every, lengths, strict=True)]
+    return found, _references([*sizes, size, sent, *every])
+
+
+def _broadcast(mine: bytes, group: dist.ProcessGroup) -> Sent:
+    device = _device(group)
+    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group_src=0, group=group)
+    x = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+    x = x.to(device)
+    dist.broadcast(x, group_src=0, group=group)
+    return [_bytes(x)], _references([size, x])
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """The host, where the group serves it."""
+    only_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if only_gpu else torch.device("cpu")
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.cpu().numpy().tobytes()
+
+
+def _references(xs: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(x) for x in xs if x.device.type == "cpu"]
+
+
+def _released(sent: Sent) -> list[bytes]:
+    """Wait until nobody holds the tensors that were sent: a tensor stays alive as long as a thread of gloo has it."""
+    found, references = sent
+    deadline = time.monotonic() + _RELEASE_S
+    while any(x() is not None for x in references) and time.monotonic() < deadline:
+        time.sleep(0.0001)
+    return found
