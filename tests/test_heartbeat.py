@@ -8,8 +8,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from longspan.ranks.heartbeat import AwakeClock, Beat, Heartbeat, Watch
+import pytest
+
+from longspan.core.memory import Memory
+from longspan.hf.support import decoder_layers
+from longspan.ranks.heartbeat import AwakeClock, Beat, Heartbeat, Watch, _line_of
 from longspan.ranks.rendezvous import Peers
+from tests.models import batch, build
+from tests.pool import RankPool
 
 STEP = Beat(
     number=1, place="step 3, optimizer", moves=7, long=False, longest_s=2.0, where="loop.py:1 in run", waits=True
@@ -173,3 +179,54 @@ def test_a_rank_alone_has_no_threads() -> None:
     with Heartbeat(Peers(0, 1, 1.0), lambda *_: None) as heart:
         heart.at("data", 1, long=True)
         assert threading.active_count() == before
+
+
+def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -> tuple[str, bool]:
+    """Where this rank is, and whether its heartbeat says that it waits, while rank 1 hangs between two layers."""
+    import torch.distributed as dist
+
+    import longspan
+    from longspan.compat.torch_api import default_store
+
+    store, rank, main = default_store(), dist.get_rank(), threading.get_ident()
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), exchange_chunks=chunks)
+    model = longspan.parallelize(build("Llama"), sp, memory=memory, fsdp=False).train()
+    found: list[tuple[str, bool]] = []
+
+    def sample() -> None:
+        alike, store_here = 0, store.clone()
+        store_here.wait(["hangs"])
+        for _ in range(400):  # a rank that waits stays where it is
+            found.append(_line_of(main))
+            alike = alike + 1 if found[-1] == found[-2:][0] else 0
+            if alike == 10:
+                break
+            time.sleep(0.05)
+        store_here.set(f"seen/{rank}", "yes")
+
+    def hang(*_: Any) -> None:
+        store.set("hangs", "yes")
+        store.wait(["seen/0", "seen/1"])
+
+    thread = threading.Thread(target=sample)
+    if rank == 1:
+        mlp: Any = decoder_layers(model)[0].mlp
+        mlp.register_full_backward_pre_hook(hang) if backward else mlp.register_forward_pre_hook(hang)
+    thread.start()
+    model(**batch(n=64)).loss.backward()
+    thread.join()
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"ring": 2}, "auto", "fastest", False),
+        ({"ulysses": 2}, 2, "fastest", False),
+        ({"ring": 2}, "auto", Memory(checkpointing="layers", offload="disk"), False),
+    ],
+    ids=["ring", "exchange_chunks", "offload"],
+)
+def test_a_rank_that_waits_for_a_hung_one_says_so(pool2: RankPool, case: Any) -> None:
+    (where, waits), (hung_at, hung) = pool2.run(_who_waits, *case)
+    assert waits and not hung, (where, hung_at)

@@ -166,3 +166,25 @@ def test_waiting_for_a_slower_rank_is_no_transfer() -> None:
 
 def test_imbalance_is_the_most_over_the_mean() -> None:
     assert imbalance([3.0, 1.0]) == 0.5 and imbalance([2.0, 2.0]) == 0.0 == imbalance([0.0, 0.0])
+
+
+def _backward_traced(mesh: dict[str, int], chunks: int) -> float:
+    """The share of an attention's backward that its trace takes for attention."""
+    import torch
+
+    import longspan
+    from longspan.tracing.record import Recorder
+
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+    qkv = [sp.shard(torch.randn(1, 512, 4, 16)).requires_grad_() for _ in "qkv"]
+    out = longspan.attention(*qkv, sp, head_chunks=chunks).sum()
+    recorder = Recorder(torch.device("cpu"))
+    with recorder.step():
+        out.backward()
+    (found,) = map(figures, read_trace(merge([("a", recorder.events)])))
+    return found.attention / found.computing
+
+
+@pytest.mark.parametrize(("mesh", "chunks"), [({"ring": 2}, 1), ({"ulysses": 2}, 2)], ids=["ring", "chunked"])
+def test_the_backward_of_an_attention_is_traced_as_attention(pool2: Any, mesh: dict[str, int], chunks: int) -> None:
+    assert min(pool2.run(_backward_traced, mesh, chunks)) > 0.8

@@ -35,6 +35,7 @@ from longspan.comm.quantize import coded_width, decode_blocks, encode_blocks
 from longspan.core.checked import LARGEST_COUNT, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
+from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -175,7 +176,8 @@ class Exchange:
         assert self._buffers is not None
         received, _ = self._buffers
         if self._work is not None:
-            self._work.wait()
+            with waiting():
+                self._work.wait()
         self._buffers = self._work = None
         return self._finish(received)
 

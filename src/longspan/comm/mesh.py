@@ -75,7 +75,7 @@ def init_mesh(
         ulysses: size of the All-to-All inside a sequence group.
         tensor: size of the tensor-parallel group.
         device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
-        timeout: seconds within which every rank must have come (by default 60, with GPUs 300), and, if given, after
+        timeout: seconds within which every rank must have come (by default 600), and, if given, after
             which a collective of the process group made here, or of the mesh's, gives up (else torch's default: 10
             minutes with GPUs, otherwise 30).
 
@@ -109,7 +109,7 @@ def init_mesh(
         if world == 1:
             return OneDeviceMesh(device_type)
         default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
-        meet(timeout).init_process_group(device_type, timeout or default_s)
+        meet(timeout, timeout).init_process_group(device_type, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
         give_up_like_the_job(group, device_type)

@@ -12,6 +12,7 @@ from torch import Tensor
 from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.checked import LARGEST_COUNT, check_number
+from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +37,13 @@ def post(sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], group: dis
     ops = [dist.P2POp(dist.irecv, r.tensor, group=group, tag=r.tag, group_peer=r.peer) for r in _by_tag(receives)]
     ops += [dist.P2POp(dist.isend, s.tensor, group=group, tag=s.tag, group_peer=s.peer) for s in _by_tag(sends)]
     return dist.batch_isend_irecv(ops) if ops else []
+
+
+def wait_for(works: Sequence[dist.Work]) -> None:
+    """Wait until all of these messages have arrived and left."""
+    with waiting():
+        for work in works:
+            work.wait()
 
 
 def _by_tag(parcels: Sequence[P2PMessage]) -> list[P2PMessage]:
@@ -68,8 +76,7 @@ def _ring_shift(x: Tensor, hops: int, size: int, rank: int, group: str) -> Tenso
     if hops % size == 0:
         return out.copy_(x)
     mine = P2PMessage(x.contiguous(), (rank + hops) % size, 0)
-    for work in post([mine], [P2PMessage(out, (rank - hops) % size, 0)], find_group(group)):
-        work.wait()
+    wait_for(post([mine], [P2PMessage(out, (rank - hops) % size, 0)], find_group(group)))
     return out
 
 

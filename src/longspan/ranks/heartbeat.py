@@ -33,7 +33,23 @@ from longspan.ranks.rendezvous import Peers
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits
 _LONG_STEPS = 10
 _FIRST_STEPS, _FIRST_STEPS_S = 30, 1800
-_WAITING_FILES = ("torch/distributed/", "torch/cuda/", "longspan/exchange", "longspan/collectives", "attention/ring")
+# torch's own waits, whoever calls them (FSDP, say); ours are marked by `waiting`.
+_WAITING_FILES = ("torch/distributed/", "torch/cuda/")
+_waiting_threads: set[int] = set()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Mark a wait for other ranks, so that the heartbeat knows that this rank is not the one that hangs.
+
+    Put it around every `work.wait()`. On a GPU a backward waits in a thread of autograd, so any thread counts.
+    """
+    thread = threading.get_ident()
+    _waiting_threads.add(thread)
+    try:
+        yield
+    finally:
+        _waiting_threads.discard(thread)
 
 
 @dataclass(frozen=True)
@@ -272,7 +288,7 @@ class Heartbeat:
 
 
 def _line_of(thread: int) -> tuple[str, bool]:
-    """The line of Python that a thread is in, and whether it waits for other ranks there."""
+    """Return the line of Python that the main thread is in, and whether this process waits for other ranks."""
     frame: Any = sys._current_frames().get(thread)
     if frame is None:
         return "", False
@@ -282,7 +298,7 @@ def _line_of(thread: int) -> tuple[str, bool]:
     while frame is not None and len(files) < 4:
         files.append(PurePath(frame.f_code.co_filename).as_posix())
         frame = frame.f_back
-    return where, any(part in file for file in files for part in _WAITING_FILES)
+    return where, bool(_waiting_threads) or any(part in file for file in files for part in _WAITING_FILES)
 
 
 @contextlib.contextmanager

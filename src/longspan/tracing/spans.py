@@ -19,7 +19,7 @@ STEP = "longspan.step"
 """The range around what was recorded."""
 
 ATTENTION = "longspan.attention"
-"""The range around one attention, exchange included."""
+"""The range around one attention, all-to-all included, in the forward and in the backward."""
 
 P2P = "longspan.p2p"
 """How the ranges around a message's post and wait begin; a number follows, the same for both."""
@@ -41,8 +41,8 @@ _KIND_OF = (
     ("recv", "ring"),
 )
 
-# What contains an attention: our range, the loops of a ring and of a lean attention, torch's kernels and their nodes.
-_ATTENTION = (ATTENTION, "_RingAttention", "_LeanAttention", "ScaledDotProduct", "FlexAttention", "_TiledAttention")
+# What contains an attention: our range, and the nodes of torch's kernels, whose backward nobody else can mark.
+_ATTENTION = (ATTENTION, "ScaledDotProduct", "FlexAttention")
 _ATTENTION_KERNELS = ("scaled_dot_product", "flash", "fmha", "flex_attention")
 # What moves tokens into buffers and out of them, beside what is sent.
 _PACKING = ("longspan::scatter_heads", "longspan::gather_heads", "fsdp::")
@@ -260,7 +260,7 @@ def _on_cpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
     packing = _containers(e for e in events if e["name"].startswith(_PACKING))
     computed = []
     for event in events:
-        if not event["name"].startswith(("aten::", "fsdp::", "longspan_kernel::")) or event["tid"] in senders:
+        if not event["name"].startswith(("aten::", "fsdp::")) or event["tid"] in senders:
             continue
         if any(part in event["name"] for part in _ATTENTION_KERNELS):
             kind = "attention"

@@ -30,7 +30,7 @@ from longspan.attn.methods.base import Keeper
 from longspan.attn.methods.ring import Ring, alone
 from longspan.attn.score import Scores
 from longspan.comm.all_to_all import start_gather_into, start_scatter
-from longspan.compat.torch_api import not_compiled
+from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.heads import HeadShard
 
 if TYPE_CHECKING:
@@ -162,6 +162,11 @@ class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with named_range("longspan.attention"):
+            return _ChunkedAttention._backward(ctx, grad)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         method: ChunkedUlysses = ctx.method
         if not method.lean:
             sinks, *rest = ctx.saved_tensors

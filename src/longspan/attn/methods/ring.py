@@ -23,8 +23,8 @@ from torch import Tensor
 from longspan.attn.kernels.base import BlockKernel, Finished, SoftmaxAccumulator, without_autocast
 from longspan.attn.score import Scores
 from longspan.comm.gather import gather_into, scatter_into
-from longspan.comm.p2p import P2PMessage, post
-from longspan.compat.torch_api import not_compiled
+from longspan.comm.p2p import P2PMessage, post, wait_for
+from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.layout import Span
 from longspan.core.routes import Routes
 
@@ -145,7 +145,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, out, lse, sinks, *kept = ctx.saved_tensors
         mine = _KVBlock(*kept) if len(kept) == 2 else _KVBlock.of(kept[0], *ctx.shapes)
-        return *_backward(q, mine, sinks, (out, lse, grad), ctx.ring, ctx.scores), None, None
+        with named_range("longspan.attention"):
+            return *_backward(q, mine, sinks, (out, lse, grad), ctx.ring, ctx.scores), None, None
 
 
 def _forward(q: Tensor, mine: _KVBlock, sinks: Tensor | None, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -337,8 +338,7 @@ def _steps(mine: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_Visitor]]]:
                 coming.append(visitor)
         works = post(sends, receives, ring.group)
         yield step - 1, here
-        for work in works:
-            work.wait()
+        wait_for(works)
         here = coming
         leaving = {visitor.direction: visitor.kv for visitor in coming}
     yield routes.rounds, here
@@ -416,8 +416,7 @@ class _P2PReducer:
             self.home.message.add_(part)
 
     def _wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        wait_for(self.works)
         self.works = []
 
 
