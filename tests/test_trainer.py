@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 import longspan
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
+from longspan.trainers.folders import newest_whole, shards_of
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
 from tests.models import BASE, build
 from tests.pool import RankError, RankPool
@@ -101,9 +103,18 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 def test_a_run_goes_on_on_another_mesh(pool2: RankPool, pool4: RankPool, name: str, tmp_path: Path) -> None:
     variant = VARIANTS[name]
     pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **EVALUATED, **variant})
-    for pool, mesh in ((pool2, {"ulysses": 2}), (pool4, {"data": 2, "ring": 2})):
-        again = {**EVALUATED, **variant, "resume_from_checkpoint": str(tmp_path / "checkpoint-10")}
-        for log in pool.run(sharded, mesh, tmp_path / "again", again):
+    whole = tmp_path / "checkpoint-10"
+    shutil.rmtree(tmp_path / "checkpoint-20")
+    # As a trainer leaves it that was killed while it saved: the state is written last.
+    shutil.copytree(whole, tmp_path / "checkpoint-15", ignore=shutil.ignore_patterns("trainer_state.json"))
+    found, (wrong,) = newest_whole(tmp_path)
+    assert found == whole and "checkpoint-15 is not whole" in wrong
+    with pytest.raises(LongspanError, match=r"checkpoint-15 is not whole: .*trainer_state\.json"):
+        shards_of(str(tmp_path / "checkpoint-15"))
+    meshes = (pool2, {"ulysses": 2}, tmp_path, True), (pool4, {"data": 2, "ring": 2}, tmp_path / "again", str(whole))
+    for pool, mesh, out, resume in meshes:
+        again = {**EVALUATED, **variant, "resume_from_checkpoint": resume}
+        for log in pool.run(sharded, mesh, out, again):
             compare(_after(log, 10), _after(_plain(name), 10))
 
 

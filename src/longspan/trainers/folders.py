@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
+
+STATE = "trainer_state.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 SHARDS = "longspan"
 """Folder in a checkpoint of the Trainer: weights and optimizer state, sharded, for any mesh."""
@@ -46,6 +50,11 @@ def shards_of(folder: str) -> checkpoint.Checkpoint:
     Raises:
         LongspanError: there is none.
     """
+    if not (Path(folder) / STATE).is_file():
+        raise LongspanError(
+            f"{folder} is not whole: it has no {STATE}, which is written last; resume from an older checkpoint, or let "
+            "resume_from_checkpoint=True choose the newest that is whole"
+        )
     found = checkpoint.latest(Path(folder) / SHARDS)
     if found is None:
         raise LongspanError(
@@ -53,6 +62,41 @@ def shards_of(folder: str) -> checkpoint.Checkpoint:
             f"with save_only_model=True; start from it with from_pretrained and without resume_from_checkpoint"
         )
     return found
+
+
+def why_not_whole(folder: Path) -> str | None:
+    """Return what a checkpoint of the Trainer lacks, or None. trainer_state.json is written last.
+
+    Of the sharded weights, markers and sizes are compared; their content when they are loaded.
+    """
+    state = folder / STATE
+    try:
+        if not state.is_file():
+            return f"it has no {STATE}, which is written last"
+        json.loads(state.read_text())
+        return None if checkpoint.latest(folder / SHARDS) is not None else f"it has no {SHARDS}/ with sharded weights"
+    except (LongspanError, OSError, ValueError) as error:
+        return str(error)
+
+
+def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest whole checkpoint of a Trainer's run, and what is wrong with the newer ones.
+
+    Raises:
+        LongspanError: there are checkpoints, and none is whole.
+    """
+    named = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    wrong: list[str] = []
+    for _, path in sorted(named, reverse=True):
+        why = why_not_whole(path)
+        if why is None:
+            return path, wrong
+        wrong.append(f"{path.name} is not whole: {why}")
+    if wrong:
+        raise LongspanError(
+            f"{run} has no whole checkpoint to resume from ({'; '.join(wrong)}); start without resuming"
+        )
+    return None, []
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +31,7 @@ from longspan.hf.batch import IGNORE
 from longspan.hf.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
-from longspan.trainers.folders import SHARDS, export_into, plain_optimizer, shards_of
+from longspan.trainers.folders import SHARDS, STATE, export_into, newest_whole, plain_optimizer, shards_of
 from longspan.trainers.stopping import stop_together
 from longspan.trainers.trl import generate_elsewhere, take_back_fused_head
 
@@ -310,6 +311,31 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
             torch.save(self.args, folder / "training_args.bin")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer's. The state is written last, so a checkpoint that has one is whole: remove an older one."""
+        if self._sharded:
+            state = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE
+            checkpoints.Ranks().first(lambda: state.unlink(missing_ok=True))
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """As the Trainer's; every rank has written its own before the first one writes the state."""
+        super()._save_rng_state(output_dir)
+        if self._sharded:
+            checkpoints.Ranks().gather(None)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and says which."""
+        if self._sharded and resume_from_checkpoint is True:
+            run = Path(self.args.output_dir)
+            found, wrong = checkpoints.Ranks().first(lambda: newest_whole(run))
+            if found is not None:
+                resume_from_checkpoint = str(found)
+                if self.args.should_save:
+                    for text in [*wrong, f"resuming from {found}"]:
+                        print(f"longspan: {text}", file=sys.stderr, flush=True)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._sharded:
