@@ -18,6 +18,7 @@ from longspan.core import buckets
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.auto import hardware_of
+from longspan.memory.spill import DiskStore
 from longspan.memory.tiles import NormedLinear, Tiled
 from longspan.plan import Hardware
 from tests.counting import count_sent
@@ -425,3 +426,26 @@ def _with(hardware: Hardware, held: float) -> Hardware:
 def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     model.train()(**whole).loss.backward()
     return gradients(model)
+
+
+def test_what_auto_chooses_has_room_reserved_in_that_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(checkpointing="layers", offload="disk")
+    monkeypatch.setattr("longspan.hf.levers.levers_for", lambda *_, **__: (memory, "a planner of ours"))
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
+    reserved: list[int] = []
+    plain = DiskStore.reserve
+    monkeypatch.setattr(DiskStore, "reserve", lambda store, size: (reserved.append(size), plain(store, size))[1])
+    model(**batch()).loss.backward()
+    assert len(reserved) == 1 and reserved[0] > 0
+
+
+def test_losses_are_counted_where_only_the_loss_is_asked_for() -> None:
+    """A trainer tells by the count whether a forward computed the loss of all ranks."""
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE).eval()
+    hooks = model.longspan_hooks
+    with hooks.only_loss():
+        model(**batch())
+    assert hooks.losses == 1
+    with hooks.deferring():  # without labels: nothing is counted
+        model(input_ids=batch()["input_ids"])
+    assert hooks.losses == 1

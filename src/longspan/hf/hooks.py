@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from longspan.comm.objects import together
 from longspan.compat.torch_api import version_of
 from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
@@ -122,7 +123,7 @@ class ForwardHooks:
         self.dropout = attention_dropout(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
         self.wants_loss_alone = False
-        self.losses = 0
+        self.losses = 0  # computed so far by longspan; a trainer looks whether a forward added one
         if self.head is not None and levers is not None:
             self.head.loss = levers.memory.head_loss
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
@@ -144,7 +145,10 @@ class ForwardHooks:
             self.owed.scored, self.owed.info = labels_to_score(cut), info
         tokens = _tokens_of(cut)
         if self.levers is not None and model.training:
-            self.levers.choose(info.length, len(tokens), self._wants_router_loss(model, batch))
+            levers = self.levers
+            chosen = levers.choose(info.length, len(tokens), self._wants_router_loss(model, batch))
+            if chosen:
+                together(lambda: levers.reserve(model, tokens), self.sp.everyone)
         if self._wants_router_loss(model, batch):
             self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
         if self.masked or self.pooled is not None or self.owed.real is not None:
@@ -267,7 +271,6 @@ class ForwardHooks:
             yield
         finally:
             self.wants_loss_alone = False
-        self.losses = 0
 
     def loss(
         self,

@@ -135,8 +135,9 @@ class Levers:
         """Whether transformers' own gradient checkpointing is on."""
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
 
-    def choose(self, length: int, rows: int, router_loss: bool) -> None:
+    def choose(self, length: int, rows: int, router_loss: bool) -> bool:
         """With `memory="auto"`: levers for a batch that all ranks have compared, if it is larger than those before.
+        Return whether others were chosen, so that room for this forward is still to be reserved.
 
         Args:
             length: tokens of a sequence.
@@ -148,7 +149,7 @@ class Levers:
             LongspanError: where nothing fits; on every rank alike.
         """
         if self.auto is None or length * rows <= self.auto.largest:
-            return
+            return False
         fixed: dict[str, Any] = {"cpu_offload": False}
         if self.found.untiled is not None or (router_loss and self.routers):
             fixed["tiled_mlp"] = 1
@@ -157,6 +158,7 @@ class Levers:
         memory, why = self.auto.levers(length, rows, fixed)
         self.auto.largest = length * rows
         self.set(memory, store_for(memory, self.auto.device), why)
+        return True
 
     def reserve(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Have room in the store for what one forward keeps, before its first layer.
