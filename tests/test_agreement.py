@@ -75,14 +75,14 @@ def _agree_on(facts: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _one_refuses() -> str:
+def _one_refuses(kind: type[Exception]) -> str:
     peers = meet(20)
     try:
         with agreement.refusing_together(peers):
             if peers.rank == 1:
-                raise LongspanError("--data x is missing; give another")
+                raise kind("--data x is missing; give another")
         agreement.agree(peers, {})
-    except LongspanError as error:
+    except (LongspanError, kind) as error:
         return str(error)
     return ""
 
@@ -102,7 +102,10 @@ def test_ranks_compare_before_they_go_on(pool4: RankPool) -> None:
     facts[3]["lr"] = 0.2
     (said,) = set(pool4.run(_agree_on, facts))
     assert "lr is 0.2 on rank 3, 0.1 on ranks 0, 1, 2" in said
-    assert set(pool4.run(_one_refuses)) == {"rank 1: --data x is missing; give another"}
+    assert set(pool4.run(_one_refuses, LongspanError)) == {"rank 1: --data x is missing; give another"}
+    said = pool4.run(_one_refuses, ValueError)  # any other kind as well: the others would wait for this rank
+    assert said[1] == "--data x is missing; give another"
+    assert {said[0], said[2], said[3]} == {"rank 1: ValueError: --data x is missing; give another"}
     heard = pool4.run(_say_nothing_on_rank_1)
     assert heard[1] == "" and all("rank 1 of 4 said nothing" in heard[rank] for rank in (0, 2, 3)), heard
 
@@ -190,15 +193,15 @@ def test_a_job_that_nobody_runs_is_refused_in_time(monkeypatch: pytest.MonkeyPat
     port = _free_port()
     _describe(monkeypatch, 1, 2, port)
     with pytest.raises(LongspanError, match=rf"RANK=1, WORLD_SIZE=2, .*MASTER_PORT={port} within 1 s, nobody.*unset"):
-        meet(1)
+        meet(start_s=1)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(LongspanError, match=r"not the store of a job"):
-        meet(1)
+        meet(start_s=1)
     _describe(monkeypatch, 0, 3, _free_port())
     with pytest.raises(LongspanError, match=r"^ranks 1, 2 of 3 did not arrive within 1 s.*unset RANK"):
-        meet(1)
+        meet(start_s=1)
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     with pytest.raises(LongspanError, match=r"MASTER_ADDR=no.such.host.invalid is no address"):
-        meet(1)
+        meet(start_s=1)
     assert time.monotonic() - start < 60
 
 
@@ -255,3 +258,13 @@ def test_processes_with_other_flags_are_refused_on_every_rank(tmp_path: Path) ->
         said, _ = process.communicate(timeout=200)[::-1]
         assert process.returncode == 2, said
         assert "steps is 4 on rank 1, 3 on rank 0" in said
+
+
+def test_the_time_for_starting_is_another_limit_than_that_for_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine ranks start minutes apart, whatever `--timeout` says of ranks that have arrived."""
+    limits: list[float] = []
+    monkeypatch.setattr(rendezvous, "_connect", lambda job, limit_s: limits.append(limit_s) or "a store")
+    monkeypatch.setattr(rendezvous, "_gather", lambda store, rank, world, limit_s, job: limits.append(limit_s) or "us")
+    _describe(monkeypatch, 0, 2, 29500)
+    assert meet(30).timeout_s == 30 and limits == [600, 600]
+    assert meet(30, 5).timeout_s == 30 and limits[2:] == [5, 5]

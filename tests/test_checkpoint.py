@@ -399,3 +399,12 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(pool2: RankPool
     messages = {failure.message for failure in error.value.failures.values()}
     assert len(error.value.failures) == 2 and len(messages) == 1
     assert "rank 1: `optimizer` must be a torch.optim.Optimizer" in messages.pop()
+
+
+def test_a_marker_that_is_a_pipe_is_refused_and_not_read(tmp_path: Path) -> None:
+    folder = checkpoint.step_path(tmp_path, 3)
+    folder.mkdir()
+    os.mkfifo(folder / MARKER)
+    with pytest.raises(LongspanError, match=r"complete\.json is damaged: it is no regular file"):
+        Checkpoint.at(folder)
+    assert checkpoint.complete_steps(tmp_path) == []

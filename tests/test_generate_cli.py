@@ -24,7 +24,7 @@ from longspan.generate.config import GenerateConfig
 from longspan.generate.job import opened, spell_report
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
-from longspan.generate.stream import Decoder, progress_line
+from longspan.generate.stream import Decoder, Progress, progress_line
 from longspan.plan.generation import check_fits, check_score_fits, largest_moment, scoring_moment
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
@@ -136,7 +136,25 @@ def test_characters_of_several_tokens_come_whole() -> None:
     parts = [decoder.add([i]) for i in ids]
     assert "".join(parts) == "é – 日本" and "\ufffd" not in "".join(parts)
     assert [decoder.add([0xE6 + 3]), decoder.end()] == ["", ""]  # a character that breaks off
-    assert progress_line(25, 100, 5.0) == "prompt: 25 of 100 tokens, 5 tokens/s, 15 s left"
+    assert progress_line(25, 100, 5.0) == "reading 25 %: 25 of 100 tokens, 5 tokens/s, 15 s left"
+
+
+def test_progress_follows_the_layers_of_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("longspan.generate.stream.EVERY_S", 0.0)
+    layers = [torch.nn.Identity() for _ in range(4)]
+    progress = Progress(100, True)
+    progress.follow(layers, 60)
+    for _ in range(2):
+        for layer in layers:
+            layer(torch.ones(1))
+        progress.at(60)
+    said = [int(line.split()[1]) for line in capsys.readouterr().err.splitlines()]
+    assert said == [12, 24, 36, 48, 60, 68, 76, 84, 92, 60]
+    progress.clear()
+    layers[0](torch.ones(1))
+    assert capsys.readouterr().err == ""
 
 
 def _score(config: ScoreConfig) -> dict[str, Any]:

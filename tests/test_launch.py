@@ -460,13 +460,14 @@ def test_threads_share_the_cores() -> None:
     assert launch.threads_per_rank(10**6) == 1
 
 
-def test_a_stop_request_is_remembered_and_handlers_come_back() -> None:
+def test_a_stop_request_is_remembered_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with StopRequest() as stop:
+    with StopRequest(stops="stopping after this step") as stop:
         assert stop.signum is None
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # the launcher repeats what the terminal sent
         assert stop.signum == signal.SIGTERM
+    assert capfd.readouterr().err == "longspan: stopping after this step; a second signal ends it at once\n"
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
@@ -561,3 +562,13 @@ def test_sys_exit_under_torchrun_is_no_success(monkeypatch: pytest.MonkeyPatch) 
     _as_under_torchrun(monkeypatch, 4)
     with pytest.raises(RankFailed, match=r"rank 1 called sys.exit\(0\) before the job was done"):
         launch.launch(sys.exit, 0, nproc=4)
+
+
+def test_ranks_that_lost_the_launchers_store_are_not_blamed(store: Any) -> None:
+    """As after a launcher was stopped and continued: every rank has ended itself."""
+    lost = supervisor._End("died", code=supervisor.LOST_CODE)
+    said = str(supervisor._diagnose({1: lost, 0: lost}, _FakeRanks(lost, lost), store))  # type: ignore[arg-type]
+    assert "rank 1" not in said and f"process {os.getpid()}" in said and "it was stopped" in said
+    killed = supervisor._End("died", code=-9)
+    said = str(supervisor._diagnose({1: lost, 0: killed}, _FakeRanks(killed, lost), store))  # type: ignore[arg-type]
+    assert said.startswith("rank 0 of 2 was killed by SIGKILL")

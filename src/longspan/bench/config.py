@@ -10,6 +10,7 @@ from tyro.conf import Positional  # imports no torch; tyro looks the annotation 
 
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
 from longspan.core.errors import LongspanError
+from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 What = Literal["link", "collectives", "attention", "step"]
 _MESHED, _COMPARED, _SHOWN = ("link", "collectives"), ("attention", "step"), ("collectives", "attention", "step")
@@ -105,8 +106,10 @@ class BenchConfig:
     """attention, step: one context of 512 tokens, 2 rounds; collectives: the 3 smallest sizes, 2 rounds: whether it
     runs."""
     timeout: int | None = None
-    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
-    default 60, with GPUs 300. Loading, a save or an export may take longer."""
+    """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
+    300. Loading, a save or an export may take longer."""
+    start_timeout: int = START_TIMEOUT_S
+    """Seconds within which all ranks must have started."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -165,6 +168,7 @@ class BenchConfig:
             check_number("--nproc", self.nproc, 1, LARGEST_JOB)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
         if self.compares:
             self._check_compared()
         if self.png is not None:

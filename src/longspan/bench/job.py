@@ -98,7 +98,7 @@ def check_compared(config: BenchConfig, ranks: int) -> None:
 
 
 def _shown_rank(config: BenchConfig, ranks: int) -> Any:
-    with launch.joined(config.timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heart:
         found = shown_worker(config, ranks, heart)
     return found if launch.is_first_rank() else None  # the others' is the same, and traces are large
 
@@ -116,7 +116,7 @@ def shown_worker(config: BenchConfig, ranks: int, heart: Heartbeat | None = None
 
     config.check()
     check_compared(config, ranks)
-    peers = meet(config.timeout) if heart is None else heart.peers
+    peers = meet(config.timeout, config.start_timeout) if heart is None else heart.peers
     settings = agreement.settings(config, leave_out=("json", "png", "trace"))  # only the first rank writes
     agreement.agree(peers, {**settings, **agreement.versions()}, alive=heart is not None)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +134,7 @@ def shown_worker(config: BenchConfig, ranks: int, heart: Heartbeat | None = None
 
 
 def _bench_rank(config: BenchConfig) -> Measurement:
-    with launch.joined(config.timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heart:
         return worker(config, heart)
 
 
@@ -154,7 +154,7 @@ def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
     from longspan.ranks.rendezvous import meet
 
     config.check()
-    peers = meet(config.timeout) if heart is None else heart.peers
+    peers = meet(config.timeout, config.start_timeout) if heart is None else heart.peers
     settings = agreement.settings(config, leave_out=("out", "name"))  # only the first rank writes
     agreement.agree(peers, {**settings, **agreement.versions()}, alive=heart is not None)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
@@ -179,18 +179,9 @@ def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
 
 def _check_out_together(config: BenchConfig) -> None:
     """The first rank writes the file, so it alone can tell whether that will do; all hear of it."""
-    import torch.distributed as dist
+    from longspan.checkpoint import Ranks
 
-    said: list[str | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            config.check_out()
-        except LongspanError as error:
-            said = [str(error)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(said, src=0)
-    if said[0] is not None:
-        raise LongspanError(said[0])
+    Ranks().first(config.check_out)
 
 
 def _when_and_where(config: BenchConfig, device: torch.device, count: int | None = None) -> str:

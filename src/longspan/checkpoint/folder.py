@@ -90,8 +90,11 @@ class Checkpoint:
         """
         if not path.is_dir():
             raise LongspanError(f"checkpoint {path} does not exist")
+        marker = path / MARKER
+        if marker.exists() and not marker.is_file():  # a pipe would be read without end
+            raise LongspanError(f"checkpoint file {marker} is damaged: it is no regular file")
         try:
-            found = _parse(path, (path / MARKER).read_bytes())
+            found = _parse(path, marker.read_bytes())
         except FileNotFoundError:
             raise LongspanError(f"checkpoint {path} is not complete: it has no {MARKER}") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

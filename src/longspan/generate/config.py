@@ -20,6 +20,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import flags_last
 from longspan.core.rope import RopeFlags
+from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 
 @flags_last
@@ -59,8 +60,10 @@ class ModelFlags(RopeFlags):
     json: bool = False
     """Print the report as JSON, and nothing else, on stdout (schema: docs/generate.md, docs/score.md)."""
     timeout: int | None = None
-    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
-    default 60, with GPUs 300. Loading may take longer."""
+    """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
+    300. Loading may take longer."""
+    start_timeout: int = START_TIMEOUT_S
+    """Seconds within which all ranks must have started."""
     rank_memory: float | None = None
     """GB that a rank may take for weights, activations and a cache, where it is planned beforehand whether they fit. By
     default those of its GPU, or on a CPU its share of the machine's."""
@@ -97,6 +100,7 @@ class ModelFlags(RopeFlags):
         self.rope()
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
 
 
 @dataclass(frozen=True)

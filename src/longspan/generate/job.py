@@ -61,7 +61,7 @@ def opened(config: GenerateConfig) -> Prompt:
 
 
 def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heart:
         from longspan.generate.rank import Generation
 
         generation = Generation(config, heart, prompt)

@@ -18,6 +18,7 @@ from longspan.generate.start import start
 from longspan.generate.stream import Progress, TextStream
 from longspan.hf.across_ranks import host_group
 from longspan.hf.kv_cache import ShardedCache
+from longspan.hf.support import decoder_layers
 from longspan.ranks.launch import Stopped, StopRequest
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Generation:
             self.model, room=room, dtype=config.cache, offload=config.cache_offload, latent=config.cache_latent
         )
         self._progress = Progress(self.prompt.tokens, self.first)
+        self._progress.follow(decoder_layers(self.model), config.chunk or self.prompt.tokens)
         self._forwards = 0
 
     def run(self) -> dict[str, Any]:
@@ -72,7 +74,9 @@ class Generation:
         stream = TextStream(self._tokenizer if self.first else None, shown, config.out)
         stream.before = self._progress.clear
         began = time.perf_counter()
-        with StopRequest(late=("not ended", "the text so far is all there is")) as stop:
+        with StopRequest(
+            stops="stopping after this token", late=("not ended", "the text so far is all there is")
+        ) as stop:
             hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
             try:
                 self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)

@@ -131,7 +131,7 @@ def open_text(config: ScoreConfig) -> Prompt:
 
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heart:
         return score_rank(config, heart, opened)
 
 
@@ -144,15 +144,20 @@ def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> 
     import torch
 
     from longspan.generate.start import start
+    from longspan.generate.stream import Progress
     from longspan.hf.logprobs import token_logprobs
+    from longspan.hf.support import decoder_layers
 
     prompt, sp, model = start(config, heart, opened, lambda: open_text(config), ring_impl=config.ring_impl)
     heart.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
+    progress = Progress(prompt.tokens, sp.replica_rank == 0)
+    progress.follow(decoder_layers(model), prompt.tokens)
     with torch.no_grad():
         found = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
     seconds = time.perf_counter() - began
+    progress.clear()
     if sp.replica_rank == 0 and config.out is not None:
         write(config.out, prompt.ids, found.numpy())
     mean = float(found.mean())

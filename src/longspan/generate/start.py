@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ def start(
     agreement.agree(heart.peers, facts, alive=True)
     heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     heart.at("loading", long=True)
+    if launch.is_first_rank():
+        print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr():
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar

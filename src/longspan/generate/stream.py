@@ -7,8 +7,10 @@ import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from torch import nn
 
 EVERY_S = 5.0
 """Seconds between lines of progress where there is no terminal, which rewrites one line."""
@@ -119,9 +121,33 @@ class Progress:
         self._tokens, self._shown = tokens, shown
         self._start = self._said = time.perf_counter()
         self._live = shown and sys.stderr.isatty()
+        self._read = 0
+        self._hooks: list[Any] = []
+
+    def follow(self, layers: Sequence[nn.Module], chunk: int) -> None:
+        """Also show how far a forward is, by its layers: the first chunk of a long prompt takes minutes.
+
+        Args:
+            layers: of the model, in order.
+            chunk: tokens of the prompt in a forward.
+        """
+
+        def after(number: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                tokens = min(chunk, self._tokens - self._read)
+                self._show(self._read + tokens * number // (len(layers) + 1))
+
+            return hook
+
+        if self._shown:
+            self._hooks = [layer.register_forward_hook(after(i)) for i, layer in enumerate(layers, 1)]
 
     def at(self, done: int) -> None:
         """So many tokens of the prompt are in the cache."""
+        self._read = done
+        self._show(done)
+
+    def _show(self, done: int) -> None:
         now = time.perf_counter()
         if not self._shown or (not self._live and (now - self._said < EVERY_S or done >= self._tokens)):
             return
@@ -131,7 +157,10 @@ class Progress:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Take the line away, and show nothing from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self._live:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
@@ -140,5 +169,6 @@ class Progress:
 
 def progress_line(done: int, tokens: int, seconds: float) -> str:
     """How far, how fast, and how long the rest takes at the speed so far."""
-    rate = done / max(seconds, 1e-9)
-    return f"prompt: {done:,} of {tokens:,} tokens, {rate:,.0f} tokens/s, {(tokens - done) / rate:,.0f} s left"
+    rate = max(done, 1) / max(seconds, 1e-9)
+    share = f"reading {100 * done // tokens} %"
+    return f"{share}: {done:,} of {tokens:,} tokens, {rate:,.0f} tokens/s, {(tokens - done) / rate:,.0f} s left"

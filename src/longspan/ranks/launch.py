@@ -48,11 +48,12 @@ class StopRequest:
     A second signal, later than `repeat_s` after the first, is no longer caught: it acts as it would have without
     this. (Ctrl-C reaches a rank twice at once, from the terminal and from the launcher.) A job that has not left this
     context `grace_s` seconds after the first signal is ended as it is, and `late` says what it has not done, and what
-    comes of it.
+    comes of it. The job's first rank says at once that it stops, and when (`stops`).
     """
 
     def __init__(
         self,
+        stops: str = "stopping",
         repeat_s: float = 2.0,
         grace_s: float = GRACE_S,
         late: tuple[str, str] = (
@@ -61,7 +62,7 @@ class StopRequest:
         ),
     ) -> None:
         self.signum: int | None = None
-        self._repeat_s, self._grace_s, self._late = repeat_s, grace_s, late
+        self._stops, self._repeat_s, self._grace_s, self._late = stops, repeat_s, grace_s, late
         self._timer: threading.Timer | None = None
         self._since = 0.0
         self._previous: dict[int, Any] = {}
@@ -85,6 +86,9 @@ class StopRequest:
             self._timer = threading.Timer(self._grace_s, self._give_up, (signum,))
             self._timer.daemon = True
             self._timer.start()
+            if is_first_rank():
+                # Not by sys.stderr, which a signal may have interrupted in the middle of a write.
+                os.write(2, f"longspan: {self._stops}; a second signal ends it at once\n".encode())
         elif time.monotonic() - self._since > self._repeat_s:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -119,8 +123,12 @@ def is_first_rank_here() -> bool:
 
 
 def _write_error(text: str) -> None:
+    _say(f"error: {text}")
+
+
+def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"longspan: error: {text}\n")
+        sys.stderr.write(f"longspan: {text}\n")
         sys.stderr.flush()
 
 
@@ -191,9 +199,12 @@ def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = G
         from torch.distributed.elastic.multiprocessing.errors import record
 
         check_nproc(nproc, None, f"a mesh of {nproc}")
+        if nproc > 1 and is_first_rank():
+            _say(f"waiting for {nproc} ranks")
         return record(_noticing_an_early_end)(entry, *args)
     if nproc == 1:
         return entry(*args)
+    _say(f"starting {nproc} ranks")
     return supervise(entry, args, nproc, grace_s)
 
 
@@ -209,19 +220,19 @@ def _noticing_an_early_end(entry: Callable[..., Any], *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def joined(timeout_s: float | None = None) -> Iterator[Heartbeat]:
+def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Heartbeat]:
     """Around all that a rank of a job does: it has met the others, and from then on its heart beats.
 
     A rank that is stopped, hung or cut off is named within `timeout_s` (by default 60, with GPUs 300), and every rank
     ends; `longspan.ranks.heartbeat` has the rules. Alone, nothing beats.
 
     Raises:
-        LongspanError: if a rank does not come within the time-out, or there is no such job.
+        LongspanError: if a rank does not come within `start_s` (by default 600 seconds), or there is no such job.
     """
     if started_elsewhere() and not is_first_rank():
         be_quiet()
     with ending_with_the_agent():
-        peers = meet(timeout_s)
+        peers = meet(timeout_s, start_s)
         with Heartbeat(peers, _end_of_a_lost_job) as heart:
             yield heart
 

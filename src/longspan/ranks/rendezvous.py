@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Default of --timeout in seconds: without and with GPUs.
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
+#: Default of --start-timeout in seconds: on a busy machine importing torch and transformers alone can take minutes.
+START_TIMEOUT_S = 600
 #: Seconds until a collective of the whole job gives up. Not what finds a rank that is gone (the heartbeat does):
 #: while a large model is exported, the other ranks wait for hours.
 GROUP_TIMEOUT_S = 24 * 3600
@@ -240,31 +242,35 @@ def use_loopback() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def meet(timeout_s: float | None = None) -> Peers:
+def meet(timeout_s: float | None = None, start_s: float | None = None) -> Peers:
     """Wait until every rank of the job is there.
 
     The job is the default process group's, if there is one, else the environment's.
 
+    Args:
+        timeout_s: of the `Peers`: when a rank that has arrived counts as lost.
+        start_s: how long to wait for ranks that start; by default `START_TIMEOUT_S`.
+
     Raises:
-        LongspanError: within about `timeout_s` seconds, naming the ranks that did not come, or the variables that
+        LongspanError: within about `start_s` seconds, naming the ranks that did not come, or the variables that
             describe a job nobody runs.
     """
     import torch.distributed as dist
 
     from longspan.compat.torch_api import default_store
 
-    timeout_s = timeout_s or default_timeout()
+    timeout_s, start_s = timeout_s or default_timeout(), start_s or START_TIMEOUT_S
     if dist.is_initialized():
         rank, world, job = dist.get_rank(), dist.get_world_size(), None
         store = default_store() if world > 1 else None
     else:
         job = read_job()
         rank, world = (job.rank, job.world_size) if job else (0, 1)
-        store = _connect(job, timeout_s) if job and world > 1 else None
+        store = _connect(job, start_s) if job and world > 1 else None
     if store is None:
         return Peers(rank, world, timeout_s, job=job)
     try:
-        session = _gather(store, rank, world, timeout_s, job)
+        session = _gather(store, rank, world, start_s, job)
     except RuntimeError as error:  # of the store's connection
         raise LongspanError(f"the job's store is gone, so the rank that holds it has ended: {error}") from error
     return Peers(rank, world, timeout_s, store, session, job)
@@ -341,7 +347,7 @@ def _no_such_job(job: Job, timeout_s: float, reason: str) -> LongspanError:
     return LongspanError(
         f"no connection to the job of {job} within {timeout_s:g} s, {reason}; if there is no such job, run `unset "
         f"{' '.join(VARIABLES)}`; if there is, see that rank 0 was started and that a firewall lets "
-        f"{job.address}:{job.port} through, or wait longer with --timeout"
+        f"{job.address}:{job.port} through, or wait longer with --start-timeout"
     )
 
 
@@ -374,7 +380,7 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None
     job_said = f"; the job is {job}, and if there is no such job, run `unset {' '.join(VARIABLES)}`" if job else ""
     raise LongspanError(
         f"{spell_ranks(absent)} of {world} did not arrive within {timeout_s:g} s{job_said}; if the ranks need longer "
-        "to start, give a longer --timeout"
+        "to start, give a longer --start-timeout (init_mesh: timeout=)"
     )
 
 

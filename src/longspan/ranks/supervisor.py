@@ -268,12 +268,17 @@ def _diagnose(failures: dict[int, _End], ranks: _Ranks, store: Any) -> BaseExcep
     for rank, end in failures.items():  # in the order in which they came
         if end.kind == "refused" and not end.lost_peer:
             return LongspanError(end.text)
-        if end.kind == "died":
+        if end.kind == "died" and end.code != LOST_CODE:
             return RankFailed(_spell_death(rank, nproc, end.code, ended))
         if end.kind == "exited":
             return RankFailed(f"rank {rank} of {nproc} called sys.exit({end.text}) before the job was done; {ended}")
-        if not end.lost_peer:
+        if end.kind != "died" and not end.lost_peer:
             return RankFailed(f"rank {rank} of {nproc} died (exit code 1): {end.text}; {ended}", end.traceback)
+    if any(end.kind == "died" for end in failures.values()):  # by their own choice: they had no store any more
+        return RankFailed(
+            f"the ranks lost contact with this process (the launcher, process {os.getpid()}), which holds the job's "
+            f"store and did not answer for --timeout seconds: it was stopped, or starved of processor time; {ended}"
+        )
     rank, end = next(iter(failures.items()))
     return RankFailed(
         f"rank {rank} of {nproc} lost a peer: {end.text}; every rank is still there or says the same, so look at the "

@@ -21,6 +21,7 @@ from longspan.core.layout import LayoutName
 from longspan.core.memory import Memory
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeFlags
+from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 
 @flags_last
@@ -174,8 +175,10 @@ class TrainConfig(MemoryFlags, RopeFlags):
     """Steps between reports; the reported step is profiled for its share of communication."""
 
     timeout: int | None = None
-    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
-    default 60, with GPUs 300. Loading, a save or an export may take longer."""
+    """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
+    300. Loading, a save or an export may take longer."""
+    start_timeout: int = START_TIMEOUT_S
+    """Seconds within which all ranks must have started."""
     grace: int = 25
     """Seconds that the ranks get to save and end after SIGTERM or Ctrl-C; then they are killed. Give longer where a
     step and a save take longer."""
@@ -325,6 +328,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
         check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
         if self.dropout not in (None, 0):
             raise LongspanError(
                 f"--dropout {self.dropout:g}: it takes 0 alone, which switches the model's dropout off; other values "

@@ -77,7 +77,7 @@ def _train(config: TrainConfig) -> None:
 
 
 def _train_rank(config: TrainConfig) -> None:
-    with launch.joined(config.timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heart:
         from transformers.utils.logging import disable_progress_bar
 
         from longspan.train.inputs import check_inputs

@@ -84,7 +84,7 @@ class Trainer:
         if config.deterministic:
             be_deterministic()
         self._at("start", long=True)
-        self.inputs = self._agreed_inputs(meet(config.timeout) if heart is None else heart.peers)
+        self.inputs = self._agreed_inputs(meet(config.timeout, config.start_timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
             mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
             self.sp = SequenceSharding(
@@ -207,7 +207,7 @@ class Trainer:
         say, outputs = display.say, self.outputs
         with display, outputs.metrics(self.first, self.step) as log:
             # Until here, and from the last save on, nothing is lost by a signal: it ends the rank at once.
-            with StopRequest(grace_s=config.grace) as stop:
+            with StopRequest(stops="stopping after this step", grace_s=config.grace) as stop:
                 self._say_what(display)
                 with self._batches() as batches:
                     while self.step < config.steps:

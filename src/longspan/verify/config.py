@@ -12,6 +12,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeFlags
+from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 _MOST_TOKENS = 1 << 30
 
@@ -86,8 +87,10 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     json: bool = False
     """Print the report as JSON, and nothing else, on stdout (schema: docs/verify.md)."""
     timeout: int | None = None
-    """Seconds after which a rank that does not come, or is stopped, hung or cut off, ends the job and is named. By
-    default 60, with GPUs 300. Loading, a save or an export may take longer."""
+    """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
+    300. Loading, a save or an export may take longer."""
+    start_timeout: int = START_TIMEOUT_S
+    """Seconds within which all ranks must have started."""
 
     @property
     def ranks(self) -> int:
@@ -157,6 +160,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
         for name in ("text_field", "data", "model", "resume", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))

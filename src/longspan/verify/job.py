@@ -46,7 +46,7 @@ def run(config: VerifyConfig) -> int:
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
-    with launch.stdout_to_stderr(), launch.joined(config.timeout) as heart:
+    with launch.stdout_to_stderr(), launch.joined(config.timeout, config.start_timeout) as heart:
         return worker(config, heart)
 
 
@@ -109,7 +109,7 @@ def _agreed_inputs(config: VerifyConfig, heart: Heartbeat | None) -> tuple[Input
 
     config.check()
     alive = heart is not None
-    peers = meet(config.timeout) if heart is None else heart.peers
+    peers = meet(config.timeout, config.start_timeout) if heart is None else heart.peers
     inputs = None
     with agreement.refusing_together(peers, alive=alive):
         if config.resume is None:
