@@ -6,20 +6,27 @@ import ast
 import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 import longspan
+from longspan.attn.mask import Mask
 from longspan.compat import torch_api, torch_attention, torch_checkpoint, transformers_api
 from longspan.compat.gone import TESTED, gone
 from longspan.core.errors import LongspanError
+from longspan.hf import registry, version_check
+from tests.models import build, sharding
+from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
 SOURCES = Path(longspan.__file__).parent
@@ -279,6 +286,55 @@ def test_a_library_of_no_known_version_is_named_all_the_same(monkeypatch: pytest
     assert str(gone("torch", "a.b", "this", "that")) == (
         "torch of an unknown version has no a.b, which longspan needs for this; use torch 2.11 to 2.13, or that"
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A version above those that are tested.
+
+
+def _parallelized_untested(ring: int, **changes: Any) -> list[str]:
+    """Parallelize twice on a version that counts as untested; return the warnings, and the error."""
+    sp = sharding(ring=ring)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setitem(TESTED, "transformers", ("5.5", "5.4"))
+        patch.setattr(version_check, "_checked", set())
+        for name, value in changes.items():
+            patch.setattr(registry, name, value)
+        try:
+            for _ in range(2):
+                longspan.parallelize(build("Llama"), sp, fsdp=False)
+            error = ""
+        except LongspanError as raised:
+            error = str(raised)
+    return [*(str(w.message) for w in caught if "newer than" in str(w.message)), error]
+
+
+def _other_name(forward: Any) -> str:
+    return {"cache": "past_key_values", "past_key_values": "cache"}[transformers_api.cache_name(forward)]
+
+
+def _without_padding(request: registry.MaskRequest, info: Any) -> Mask:
+    return Mask(causal=request.causal, window=request.window, chunk=request.chunk)
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
+    reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
+)
+def test_an_untested_version_is_named_and_checked_once(pool4: RankPool) -> None:
+    warning = (
+        f"transformers {transformers.__version__} is newer than 5.4, the newest version that longspan was tested with"
+    )
+    for ring in (1, 2):
+        found = pool4.run(_parallelized_untested, ring)
+        assert found == [[warning, ""], [""], [""], [""]]
+    for changes, what in (
+        ({"cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
+        ({"_mask": _without_padding}, r"logits of Llama with padding differ by"),
+    ):
+        errors = [said[-1] for said in pool4.run(partial(_parallelized_untested, 2, **changes))]
+        assert all(e.startswith(f"{warning}. A check of small models failed") and re.search(what, e) for e in errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

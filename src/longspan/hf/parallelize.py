@@ -49,6 +49,7 @@ from longspan.hf.support import (
     transformers_model,
 )
 from longspan.hf.tensor import TensorParallel, TensorStyle, check_style, tensor_plan
+from longspan.hf.version_check import check_version
 from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ def parallelize(
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
     agree_on_model(sp, facts, digests, problem)
+    check_version(sp, parallelize)
     assert inner is not None
     if dropout is not None:
         switch_dropout_off(inner)

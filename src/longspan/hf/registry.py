@@ -365,7 +365,9 @@ def bind_layers(
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):
-            layer.register_forward_pre_hook(_count_in_the_whole(sp, cache_name(layer.forward)), with_kwargs=True)
+            cache = cache_name(layer.forward)
+            layer.register_forward_pre_hook(_count_in_the_whole(sp, cache), with_kwargs=True)
+            layer.register_forward_hook(_check_counted(path, cache), with_kwargs=True)
     for module in _length_dependent_ropes(model):
         module.register_forward_pre_hook(_LongestPosition(binding), with_kwargs=True)
         module.register_forward_hook(_drop_last_position)
@@ -408,11 +410,14 @@ class _TokensBefore:
 
     def __init__(self, places: Tensor) -> None:
         self.before = places - torch.arange(len(places), device=places.device)
+        self.asked = False
 
     def get_seq_length(self, *_: Any) -> Tensor:
+        self.asked = True
         return self.before
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.asked = True
         return key, value
 
 
@@ -428,6 +433,18 @@ def _count_in_the_whole(sp: SequenceSharding, cache: str) -> Callable[..., Any]:
         elif isinstance(info, SequenceInfo):
             places = sp.with_layout(info.layout).positions(info.length)
         return args, kwargs if places is None else {**kwargs, cache: _TokensBefore(places)}
+
+    return hook
+
+
+def _check_counted(name: str, cache: str) -> Callable[..., None]:
+    def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        stand_in = kwargs.get(cache)
+        if isinstance(stand_in, _TokensBefore) and not stand_in.asked:
+            raise LongspanError(
+                f"layer {name} did not use its cache ({cache}), so it would count this rank's tokens instead of the "
+                f"whole sequence's; {HELP}"
+            )
 
     return hook
 
