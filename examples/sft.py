@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on long sequences: the two lines marked with <-- are all that differs from the plain script.
 
-pip install trl
+pip install ".[trl]"
 torchrun --nproc-per-node 4 examples/sft.py [--model NAME_OR_PATH] [--data chats.jsonl] [--context 8192] [--steps 20]
 """
 

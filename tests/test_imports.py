@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import longspan
+from longspan.cli import main
+from longspan.core.errors import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted({"longspan", *(m.name for m in pkgutil.walk_packages(longspan.__path__, "longspan."))})
@@ -162,3 +164,27 @@ def test_what_benchmarks_and_examples_import_is_there() -> None:
         if not hasattr(importlib.import_module(module), name) and f"{module}.{name}" not in MODULES:
             gone.append(f"{where}: from {module} import {name}")
     assert not gone
+
+
+def test_a_missing_optional_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        assert any(re.match(rf"{package.replace('_', '-')}\b", wanted) for wanted in extras[extra]), package
+    code = """
+import sys
+sys.modules["accelerate"] = None
+import longspan
+try:
+    longspan.trainer
+except longspan.LongspanError as error:
+    print(error)
+"""
+    assert _python("-c", code).stdout == (
+        "longspan.trainer needs accelerate, which is not installed; install longspan with its extra 'train' "
+        '(pip install ".[train]"), or pip install accelerate\n'
+    )
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert main(["train", "--data", "pydoc", "--out", "never-written"]) == 2
+    assert "longspan train needs tensorboard, which is not installed" in capsys.readouterr().err

@@ -69,7 +69,15 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"longspan.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'longspan' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        from longspan.core.errors import missing_package, not_installed
+
+        package = missing_package(error)
+        if package is None:
+            raise
+        raise not_installed(f"longspan.{name}", package) from error
     globals()[name] = value
     return value
 

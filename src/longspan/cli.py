@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from longspan.core.checked import check_text, means_a_path, nearest, path_of, read_toml, spell
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {
@@ -32,6 +32,11 @@ COMMANDS = {
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "what fits, which mesh, and what it costs; needs no torch"),
     "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),
+}
+
+_NEEDS = {
+    "train": ("transformers", "safetensors", "datasets", "tensorboard", "pyarrow"),
+    **dict.fromkeys(("generate", "score", "verify"), ("transformers", "safetensors")),
 }
 
 _USAGE = """usage: longspan COMMAND [--from FILE.toml] [--flag value ...]
@@ -93,6 +98,7 @@ def _run(command: str, args: list[str]) -> int:
         module = importlib.import_module(module_name)
         config_class = getattr(module, config_name)
         config, origins = _parse(config_class, args, prog=f"longspan {command}", summary=text)
+        require(f"longspan {command}", *_NEEDS.get(command, ()))
         code = int(module.run(config))
         sys.stdout.flush()
     except BrokenPipeError:

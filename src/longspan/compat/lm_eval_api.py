@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 
 
 def harness_command_line() -> Any:
@@ -13,6 +13,7 @@ def harness_command_line() -> Any:
     Versions: lm-eval 0.4.13. Public way: the command `lm_eval`, which knows no models of other packages. When gone, or
     not installed: LongspanError.
     """
+    require("lm-evaluation-harness", "lm_eval")
     try:
         from lm_eval._cli import HarnessCLI
     except ImportError as error:

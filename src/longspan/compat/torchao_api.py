@@ -37,7 +37,7 @@ def _adamw8bit() -> Any:
             continue
     raise LongspanError(
         "--optimizer adamw8bit needs torchao (torchao.optim.AdamW8bit), and it is not there or cannot be imported: "
-        "pip install torchao, on every machine; or leave --optimizer at adamw"
+        'pip install ".[adamw8bit]" (torchao), on every machine; or leave --optimizer at adamw'
     )
 
 

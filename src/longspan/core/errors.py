@@ -1,5 +1,24 @@
 """The one exception type for input a user can put right."""
 
+from __future__ import annotations
+
+import importlib.util
+
+#: The extra of pyproject.toml that installs an optional package.
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "lm_eval": "eval",
+    "matplotlib": "plot",
+    "peft": "peft",
+    "pyarrow": "train",
+    "safetensors": "hf",
+    "tensorboard": "train",
+    "torchao": "adamw8bit",
+    "transformers": "hf",
+    "trl": "trl",
+}
+
 
 class LongspanError(ValueError):
     """Bad input, with the numbers and the way out in its message.
@@ -7,3 +26,37 @@ class LongspanError(ValueError):
     Raised before any collective runs and from facts that are the same on every rank, so that either all ranks
     raise it or none does. The command line prints it as one line, without a traceback.
     """
+
+
+def require(use: str, *packages: str) -> None:
+    """Raise if an optional package is not installed; none is imported.
+
+    Args:
+        use: what needs them, as the user wrote it: "longspan train", "--png".
+        packages: keys of `EXTRAS`.
+
+    Raises:
+        LongspanError: naming the package and the extra that installs it.
+    """
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise not_installed(use, package)
+
+
+def missing_package(error: BaseException | None) -> str | None:
+    """The optional package whose absence an import failed by; transformers raises an error of its own from it."""
+    while error is not None:
+        package = (getattr(error, "name", None) or "").partition(".")[0]
+        if package in EXTRAS:
+            return package
+        error = error.__cause__
+    return None
+
+
+def not_installed(use: str, package: str) -> LongspanError:
+    """The error for an optional package that is not there."""
+    extra, name = EXTRAS[package], package.replace("_", "-")
+    return LongspanError(
+        f"{use} needs {name}, which is not installed; install longspan with its extra {extra!r} "
+        f'(pip install ".[{extra}]"), or pip install {name}'
+    )

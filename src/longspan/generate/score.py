@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.core.checked import LARGEST_COUNT, check_number, check_output, check_processes
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 from longspan.generate.config import ModelFlags
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
@@ -62,6 +62,8 @@ class ScoreConfig(ModelFlags):
             check_output("--out", self.out, example="scores.jsonl")
             if self.out.suffix not in _ENDINGS:
                 raise LongspanError(f"--out {self.out} must end in {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]}")
+            if self.out.suffix == ".parquet":
+                require(f"--out {self.out}", "pyarrow")
 
 
 def run(config: ScoreConfig) -> int:

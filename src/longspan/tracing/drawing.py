@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import require
 from longspan.tracing.spans import COMMUNICATION, Figures, RankTrace, figures, imbalance, union, without
 
 COLOURS = {
@@ -27,8 +26,7 @@ def check_matplotlib(flag: str) -> None:
     Raises:
         LongspanError: with the way out.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise LongspanError(f"{flag} draws with matplotlib, which is not installed: pip install matplotlib")
+    require(flag, "matplotlib")
 
 
 def said_of(found: Figures) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, not_installed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def draw(grid: dict[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
-        raise LongspanError("drawing needs matplotlib: pip install matplotlib") from None
+        raise not_installed("drawing", "matplotlib") from None
     job, gpu, lines = grid["job"], grid["hardware"], grid["lines"]
     if not lines:
         raise LongspanError(
