@@ -6,6 +6,8 @@
 #   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
 #   GPU_ARGS="--quick"    passed on to the report of `make gpu`
 #   SEED=7                the seed of `make fuzz`, instead of a new one
+#   MINUTES=30            how long `make fuzz` draws whole models, instead of 10
+#   FUZZ_ARGS="--family causal/llama"   passed on to its whole models
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,6 +16,8 @@ PYTEST_ARGS ?=
 CHAOS_ARGS ?=
 GPU_ARGS ?=
 SEED ?=
+MINUTES ?= 10
+FUZZ_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -110,9 +114,10 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
 
-fuzz: $(STAMP)  ## the tests that draw their inputs, with a new seed, which is printed; `make fuzz SEED=7` draws the same again
+fuzz: $(STAMP)  ## tests that draw their inputs, then whole models against plain transformers, by a printed seed (SEED=7: again)
 	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); echo "make fuzz SEED=$$seed"; \
-	    $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) || \
+	    $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) && \
+	    $(BIN)/python -m tests.fuzz --seed $$seed --minutes $(MINUTES) $(FUZZ_ARGS) || \
 	    { echo "the same again: make fuzz SEED=$$seed"; exit 1; }
 
 chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, by a seed, and what became of them (about 20 minutes)

@@ -73,7 +73,7 @@ def quiet() -> None:
     PrinterCallback.on_log = lambda *_, **__: None  # type: ignore[method-assign]
 
 
-def plain(out: Path, family: str = "Llama", lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
+def plain(out: Path, family: Any = "Llama", lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
     """The log of a run on one process, whose evaluation is one batch: its loss is then the mean over all tokens."""
     from transformers import Trainer
 
@@ -124,7 +124,7 @@ def as_launched() -> Iterator[None]:
 
 
 def made(
-    mesh: dict[str, int], out: Path, family: str = "Llama", lora: bool = False, fsdp: bool = True, **changes: Any
+    mesh: dict[str, int], out: Path, family: Any = "Llama", lora: bool = False, fsdp: bool = True, **changes: Any
 ) -> Any:
     """A sharded trainer."""
     from transformers import Trainer
@@ -136,15 +136,17 @@ def made(
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size")
     }
     changes.pop("resume_from_checkpoint", None)
-    own = {name: changes.pop(name) for name in ("callbacks", "compute_metrics", "compute_loss_func") if name in changes}
+    mine = ("callbacks", "compute_metrics", "compute_loss_func", "memory", "logits", "kernel", "tensor_style")
+    own = {name: changes.pop(name) for name in mine if name in changes}
     return longspan.trainer(Trainer)(
         _model(family, lora), arguments(out, **batch, **changes), collate, Samples(64, 1), Samples(10, 2),
         sp=sp, fsdp=fsdp, **own,
     )  # type: ignore[call-arg, arg-type]  # fmt: skip
 
 
-def _model(family: str, lora: bool) -> Any:
-    model = build(family)
+def _model(family: Any, lora: bool) -> Any:
+    """Of the family by its name, or what a function makes."""
+    model = family() if callable(family) else build(family)
     if not lora:
         return model
     from peft import LoraConfig, get_peft_model

@@ -202,10 +202,13 @@ def truth_of(model: Any, whole: dict[str, Any]) -> Truth:
     return truth_by(model, lambda m: run_of(m, whole))
 
 
-def truth_by(model: Any, run: Callable[[Any], Run]) -> Truth:
-    """The truth by a way of running a model; `run` gets `model` itself last, and copies of it before."""
+def truth_by(model: Any, run: Callable[[Any], Run], wide: Callable[[Any], Any] = widened) -> Truth:
+    """The truth by a way of running a model; `run` gets `model` itself last, and copies of it before.
+
+    `wide` makes the copy that counts as exact, of a model that cannot run in fp64 a plain one.
+    """
     nudges = [nudged(model, seed) for seed in range(NUDGES)]
-    exact = run(widened(model))
+    exact = run(wide(model))
     single = run(model)
     for other in map(run, nudges):
         keep_furthest(single.gradients, other.gradients, exact.gradients)

@@ -1,0 +1,106 @@
+"""Draw whole models, batches, meshes, options and jobs, and compare each with plain transformers in one process.
+
+    python -m tests.fuzz [--minutes M] [--seed N] [--family NAME ...] [--ranks N ...]
+    python -m tests.fuzz --case '{"family": "causal/llama", "mesh": {"ring": 2}}'
+
+Families are those of transformers' own lists of causal and masked language models. A case is equal (loss, logits,
+every gradient, generated ids, logs), or refused by a LongspanError that is the same on every rank, or it failed: other
+numbers, another exception, a rank that hangs or refuses alone. "plain" counts what transformers itself cannot run. The
+exit code is 1 if any failed. The same seed draws the same cases, as many as there is time for; each failure prints the
+case that shows it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tests.fuzz.cases import MESHES, Case, drawn
+from tests.fuzz.families import families
+from tests.fuzz.run import Outcome, judge, refusal
+from tests.pool import RankPool
+
+BLOCK = 12
+"""Cases that follow each other on the same number of ranks: starting ranks takes as long as several cases."""
+
+
+class Pools:
+    """The pool for the plain run, and that of the last number of ranks."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, RankPool] = {}
+
+    def __call__(self, ranks: int) -> RankPool:
+        for other in self.pools.keys() - {1, ranks}:
+            self.pools.pop(other).close()
+        return self.pools.setdefault(ranks, RankPool(ranks, warm=("torch", "transformers")))
+
+    def close(self) -> None:
+        for pool in self.pools.values():
+            pool.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=None, help="of the cases; by default a new one, which is printed")
+    parser.add_argument("--minutes", type=float, default=10.0, help="no case begins later")
+    parser.add_argument("--case", type=Case.read, help="run this case alone")
+    parser.add_argument("--family", nargs="+", help="only these, as causal/llama")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=list(MESHES), default=list(MESHES))
+    args = parser.parse_args(argv)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    pools = Pools()
+    try:
+        if args.case is not None:
+            outcome = judge(args.case, pools)
+            print(f"{outcome.kind}: {outcome.text}")
+            return int(outcome.kind == "failed")
+        seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
+        return campaign(pools, seed, args.minutes, args.family or families(), args.ranks)
+    finally:
+        pools.close()
+
+
+def campaign(pools: Pools, seed: int, minutes: float, names: list[str], ranks: list[int]) -> int:
+    print(f"seed {seed}, {len(names)} families, {minutes:g} minutes", flush=True)
+    end, counts, reasons = time.monotonic() + 60 * minutes, Counter[str](), Counter[str]()
+    number, accepted = 0, functools.cache(lambda family: refusal(family, pools) is None)
+    while time.monotonic() < end:
+        world = random.Random(f"{seed} {number // BLOCK}").choice(ranks)
+        rng = random.Random(f"{seed} case {number}")
+        case = drawn(rng, _family(rng, names, accepted), world)
+        start = time.monotonic()
+        outcome = judge(case, pools)
+        counts[outcome.kind] += 1
+        report(number, case, outcome, time.monotonic() - start)
+        if outcome.kind == "refused":
+            reasons[outcome.text[:100]] += 1
+        number += 1
+    print("\n" + "\n".join(f"{count:5} refused: {text}" for text, count in reasons.most_common(20)))
+    print(f"\nseed {seed}: {number} cases: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    return int(counts["failed"] > 0)
+
+
+def _family(rng: random.Random, names: list[str], accepted: Callable[[str], bool]) -> str:
+    """One of the names; one that is refused whatever is asked of it only now and then."""
+    for family in rng.sample(names, len(names)):
+        if accepted(family) or rng.random() < 0.05:
+            return family
+    return names[0]
+
+
+def report(number: int, case: Case, outcome: Outcome, seconds: float) -> None:
+    text = outcome.text if outcome.kind == "failed" else outcome.text.strip().rpartition("\n")[2][:110]
+    print(f"{number:5} {outcome.kind:8}{seconds:5.1f} s  {case.family} {case.job} {case.mesh}  {text}", flush=True)
+    if outcome.kind == "failed":
+        print(f"      again: python -m tests.fuzz --case '{case}'", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

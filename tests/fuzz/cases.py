@@ -1,0 +1,241 @@
+"""One drawn case: a model, a batch, a mesh, options and a job. It prints as JSON, and is read from that again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Case:
+    """What `python -m tests.fuzz --case` takes, as JSON; what is left out is as here.
+
+    Attributes:
+        family: one of `tests.fuzz.families.families()`.
+        config: what its config has other than the small default.
+        double: fp64 on the ranks too, not fp32.
+        lora: PEFT adapters on every linear layer.
+        seed: of weights and tokens.
+        mesh: sizes of the axes.
+        sharding: keywords of `SequenceSharding`.
+        options: keywords of `parallelize`; `memory` may be the fields of a `longspan.Memory`.
+        rows: of the batch, for each replica.
+        length: tokens of a row.
+        padding: left, right, both, holes, or row: the last row is padding alone.
+        documents: the key of the batch that marks packed documents: position_ids, document_ids, seq_idx, cu_seq_lens_q.
+        positions: offset: position ids given, from 3; mask: counted over real tokens, as `generate` does.
+        labels: all, few, or edge: also where the last token of left-hand padding predicts the first real one.
+        embeds: `inputs_embeds` in the place of ids.
+        types: `token_type_ids` given.
+        job: step, generate or trainer.
+        steps: of an SGD optimizer.
+        micro: batches for each step, all but the last in `no_sync`.
+        resume: after the first step a checkpoint is saved, and loaded into a new model.
+        generation: keywords of `generate`, or of TrainingArguments.
+    """
+
+    family: str
+    config: dict[str, Any] = field(default_factory=dict)
+    double: bool = False
+    lora: bool = False
+    seed: int = 0
+    mesh: dict[str, int] = field(default_factory=lambda: {"ulysses": 2})
+    sharding: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: int = 2
+    length: int = 21
+    padding: str = ""
+    documents: str = ""
+    positions: str = ""
+    labels: str = "all"
+    embeds: bool = False
+    types: bool = False
+    job: str = "step"
+    steps: int = 1
+    micro: int = 1
+    resume: bool = False
+    generation: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        plain = Case(self.family)
+        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return json.dumps({k: v for k, v in changed.items() if k in ("family", "mesh") or v != getattr(plain, k)})
+
+    @staticmethod
+    def read(text: str) -> Case:
+        return Case(**json.loads(text))
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for size in self.mesh.values():
+            ranks *= size
+        return ranks
+
+
+MESHES = {
+    1: [{}],
+    2: [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"data": 2}],
+    3: [{"ulysses": 3}, {"ring": 3}],
+    4: [
+        {"ulysses": 4}, {"ring": 4}, {"ring": 2, "ulysses": 2}, {"data": 2, "ulysses": 2}, {"data": 2, "ring": 2},
+        {"tensor": 2, "ulysses": 2}, {"tensor": 2, "ring": 2}, {"tensor": 4}, {"tensor": 2, "data": 2},
+    ],
+}  # fmt: skip
+
+
+def drawn(rng: random.Random, family: str, ranks: int) -> Case:
+    """A case for so many ranks. Half of what can be asked for is left alone, so that cases are not all refused."""
+
+    def maybe(chance: float, *values: Any) -> Any:
+        return rng.choice(values) if rng.random() < chance else None
+
+    mesh = rng.choice(MESHES[ranks])
+    job = rng.choices(["step", "generate", "trainer"], [10, 3, 0.7])[0]
+    job = "step" if family.startswith("masked") and job == "generate" else job
+    config = {
+        "num_key_value_heads": maybe(0.3, 1, 2, 4),
+        "vocab_size": maybe(0.3, 61, 67),
+        "tie_word_embeddings": maybe(0.3, True, False),
+        "sliding_window": maybe(0.3, 3, 8, 40),
+        "attention_chunk_size": maybe(0.3, 3, 8, 40),
+        "output_router_logits": maybe(0.15, True),
+        "attn_logit_softcapping": maybe(0.1, 1.0),
+    }
+    memory = maybe(0.4, "longest", "auto", {})
+    if memory == {}:
+        memory = {
+            "checkpointing": rng.choice(["none", "attention", "output", "layers"]),
+            "layers_per_checkpoint": maybe(0.2, 0, 2),
+            "offload": maybe(0.2, "disk", "host"),
+            "tiled_mlp": maybe(0.4, 0, 3),
+            "tiled_norms": maybe(0.4, True),
+            "recompute_mlp_act": maybe(0.3, False),
+            "head_chunks": maybe(0.4, 0, 2),
+        }
+        if memory["checkpointing"] == "none":
+            memory["layers_per_checkpoint"] = memory["offload"] = None
+        memory = _said(memory)
+    options = {
+        "fsdp": maybe(0.4, False),
+        "memory": memory,
+        "logits": maybe(0.2, True),
+        "tensor_style": maybe(0.5, "megatron-sp") if "tensor" in mesh else None,
+        "kernel": maybe(0.15, "tiled", "eager"),
+    }
+    sharding = {
+        "layout": maybe(0.3, "zigzag", "contiguous") if "ring" in mesh else None,
+        "exchange_chunks": maybe(0.2, 2, 4) if "ulysses" in mesh else None,
+        "ring_impl": maybe(0.3, "p2p", "allgather") if "ring" in mesh else None,
+    }
+    case = Case(
+        family=family, config=_said(config), double=rng.random() < 0.3, lora=rng.random() < 0.08,
+        seed=rng.randrange(1000), mesh=mesh, sharding=_said(sharding), options=_said(options),
+        rows=rng.choice([1, 1, 2, 3]), length=rng.choice([rng.randint(4, 12), rng.randint(13, 40)]), job=job,
+    )  # fmt: skip
+    if job == "generate":
+        generation = {
+            "max_new_tokens": rng.randint(1, 6),
+            "num_beams": maybe(0.2, 3),
+            "prefill_chunk_size": maybe(0.3, 3, 7),
+            "repetition_penalty": maybe(0.2, 1.3),
+        }
+        return replace(case, padding=maybe(0.4, "left") or "", lora=False, generation=_said(generation))
+    if job == "trainer":
+        args = {
+            "gradient_accumulation_steps": maybe(0.3, 2), "gradient_checkpointing": maybe(0.3, True),
+            "max_grad_norm": maybe(0.3, 0.0), "save_steps": maybe(0.4, 2),
+        }  # fmt: skip
+        return replace(case, double=False, generation=_said(args))
+    documents = maybe(0.25, "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q")
+    if documents == "cu_seq_lens_q":  # marks the documents of one row
+        mesh = {"ring" if axis == "data" else axis: size for axis, size in mesh.items()}
+        case = replace(case, rows=1, mesh=mesh if len(mesh) == len(case.mesh) else {"ring": ranks})
+    padding = "" if documents else maybe(0.4, "left", "right", "both", "holes", "row") or ""
+    steps = rng.choice([1, 1, 1, 2, 3])
+    return replace(
+        case,
+        padding=padding,
+        documents=documents or "",
+        positions=maybe(0.25, "offset", "mask") or "",
+        labels=rng.choice(["all", "all", "few", "edge"]),
+        embeds=rng.random() < 0.1,
+        types=rng.random() < 0.15,
+        steps=steps,
+        micro=rng.choice([1, 1, 2]),
+        resume=steps > 1 and rng.random() < 0.4,
+    )
+
+
+def _said(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass
+class Batch:
+    """One global batch.
+
+    Attributes:
+        whole: what the sharded model is given: every replica its rows.
+        plain: what one process is given.
+        real: bool [rows, length], which logits count.
+        documents: the borders of each row's documents, empty without any.
+    """
+
+    whole: dict[str, Any]
+    plain: dict[str, Any]
+    real: Tensor
+    documents: list[list[int]]
+
+
+def batch_of(case: Case, number: int, vocabulary: int) -> Batch:
+    """The batch of this number, the same wherever it is made."""
+    rng = random.Random(f"{case.seed} {number}")
+    g = torch.Generator().manual_seed(case.seed + 1000 * number)
+    n, rows = case.length, case.rows * case.mesh.get("data", 1)
+    ids = torch.randint(3, vocabulary, (rows, n), generator=g)
+    real = torch.ones(rows, n, dtype=torch.bool)
+    for row in range(rows):
+        left, right = (rng.randrange(n // 2) if case.padding in (side, "both") else 0 for side in ("left", "right"))
+        real[row, :left], real[row, n - right :] = False, False
+        if case.padding == "holes" and n > 4:
+            real[row, rng.randrange(1, n - 1)] = False
+    if case.padding == "row" and rows > 1:
+        real[-1] = False
+    ids = ids * real
+    documents = [sorted({0, n, *rng.sample(range(1, n), min(3, n - 1))}) for _ in range(rows)] if case.documents else []
+    labels = ids.masked_fill(~real, IGNORED)
+    if case.labels == "few":
+        labels[torch.rand(rows, n, generator=g) < 0.7] = IGNORED
+    if case.labels != "edge":
+        labels[:, 1:].masked_fill_(~real[:, :-1], IGNORED)
+    for row, borders in enumerate(documents):
+        labels[row, borders[:-1]] = IGNORED
+    labels[0, -1 if real[0, -1] else int(real[0].nonzero()[-1])] = 5  # never none at all
+    plain: dict[str, Any] = {"input_ids": ids, "labels": labels}
+    if case.padding:
+        plain["attention_mask"] = real.long()
+    if case.types:
+        plain["token_type_ids"] = (torch.arange(n) > n // 3).long().expand(rows, -1).contiguous()
+    if documents:
+        sizes = [[b - a for a, b in itertools.pairwise(borders)] for borders in documents]
+        plain["position_ids"] = torch.stack([torch.cat([torch.arange(s) for s in row]) for row in sizes])
+    elif case.positions == "offset":
+        plain["position_ids"] = torch.arange(3, n + 3).expand(rows, -1).contiguous()
+    elif case.positions == "mask":
+        plain["position_ids"] = (real.cumsum(-1) - 1).clamp(min=0)
+    whole = dict(plain)
+    if case.documents in ("document_ids", "seq_idx"):
+        whole[case.documents] = torch.stack([torch.arange(len(s)).repeat_interleave(torch.tensor(s)) for s in sizes])
+    elif case.documents == "cu_seq_lens_q":
+        whole["cu_seq_lens_q"] = whole["cu_seq_lens_k"] = torch.tensor(documents[0], dtype=torch.int32)
+    return Batch(whole, plain, real, documents)

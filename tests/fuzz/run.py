@@ -1,0 +1,390 @@
+"""One case: what plain transformers computes in one process, what the ranks compute, and how far they are apart."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import longspan
+from longspan import checkpoint
+from longspan.core.errors import LongspanError
+from longspan.hf.support import Place, check_model, is_masked_lm
+from tests import fitting
+from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
+from tests.fuzz.families import build, default_model
+from tests.models import Run, Truth, gradient_excess, gradients, rows_of, truth_by
+from tests.pool import RankError, RankHang, RankPool
+from tests.tolerance import excess, excess_of_rows
+
+LIMIT_S = 90.0
+Setup = Callable[[], contextlib.AbstractContextManager[Any]]
+TIE = 1e-4
+"""Two logits that are no further apart, relative to the largest, may change places by rounding."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """equal, refused, failed, or plain: plain transformers itself cannot run it. `text` says how, or why."""
+
+    kind: str
+    text: str = ""
+
+
+def judge(case: Case, pools: Callable[[int], RankPool], setup: Setup = contextlib.nullcontext) -> Outcome:
+    """What became of a case. The sharded run is within `setup`: a test plants faults by it."""
+    try:
+        truth = pools(1).run(plain_run, case, timeout=LIMIT_S)[0]
+    except RankError as error:
+        return Outcome("plain", _last(error))
+    except RankHang:
+        return Outcome("plain", f"no end within {LIMIT_S:g} s")
+    try:
+        found = pools(case.ranks).run(sharded_run, case, truth, setup, timeout=LIMIT_S)
+    except RankError as error:
+        return Outcome("failed", f"ranks {sorted(error.failures)} of {case.ranks} raised\n{_last(error, 25)}")
+    except RankHang as error:
+        return Outcome("failed", f"hung: {error}")
+    kinds = {outcome.kind for outcome in found}
+    texts = sorted({outcome.text for outcome in found})
+    if kinds == {"refused"} and len(texts) > 1:
+        return Outcome("failed", f"refused with another text on each rank: {texts}")
+    if len(kinds) > 1 and "refused" in kinds:
+        return Outcome("failed", f"refused by some ranks alone: {[(o.kind, o.text) for o in found]}")
+    return next((o for o in found if o.kind == "failed"), found[0])
+
+
+def refusal(family: str, pools: Callable[[int], RankPool]) -> Outcome | None:
+    """Why the small default of a family is refused whatever is asked of it, or cannot be made; None if it is not."""
+    try:
+        found: Outcome | None = pools(1).run(_refusal, family, timeout=LIMIT_S)[0]
+    except (RankError, RankHang) as error:
+        return Outcome("plain", _last(error) if isinstance(error, RankError) else "no end")
+    return found
+
+
+def _refusal(family: str) -> Outcome | None:
+    _quiet()
+    try:
+        try:
+            model = build(family, {}, 0)
+        except Exception as error:  # no small model: the default one, without weights, may be refused as well
+            with torch.device("meta"), contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+                check_model(default_model(family), Place(torch.device("cpu")), "auto")
+            raise error
+        check_model(model, Place(torch.device("cpu")), "auto")
+    except LongspanError as error:
+        return Outcome("refused", str(error))
+    return None
+
+
+def _last(error: RankError, lines: int = 3) -> str:
+    failure = next(iter(error.failures.values()))
+    return "\n".join([*failure.traceback.strip().splitlines()[-lines:], failure.message[:300]])
+
+
+def _model(case: Case) -> Any:
+    model = build(case.family, case.config, case.seed)
+    if case.double:
+        model = model.double()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped product of a mixture of experts has no fp64
+    if case.lora:
+        import peft
+
+        torch.manual_seed(case.seed)
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.0)
+        )
+    return model.train()
+
+
+def _batches(case: Case, model: Any) -> list[Batch]:
+    batches = [batch_of(case, i, model.config.get_text_config().vocab_size) for i in range(case.steps * case.micro)]
+    if case.embeds:
+        for batch in batches:
+            with torch.no_grad():
+                embeds = model.get_input_embeddings()(batch.plain["input_ids"])
+            for inputs in (batch.plain, batch.whole):
+                del inputs["input_ids"]
+                inputs["inputs_embeds"] = embeds
+    return batches
+
+
+# ---- Plain transformers.
+
+
+def plain_run(case: Case) -> Any:
+    """What one process computes."""
+    _quiet()
+    if case.job == "trainer":
+        with tempfile.TemporaryDirectory() as folder:
+            return fitting.plain(Path(folder), _trained(case), **_arguments(case))
+    if case.job == "generate":
+        expected = _generated(case, _model(case))
+        apart = dataclasses.replace(
+            case, generation={**case.generation, "use_cache": False, "prefill_chunk_size": None}
+        )
+        if not torch.equal(expected[0], _generated(apart, _model(case))[0]):
+            raise ValueError("plain transformers generates other tokens with its cache than without")
+        return expected
+    model = _model(dataclasses.replace(case, double=False))  # how large rounding is in fp32 is the limit for fp64 too
+    batches = _batches(case, model)
+    apart = bool(batches[0].documents) and _leaks(model, batches[0])
+
+    def run(model: Any) -> Run:
+        return _trained_plainly(case, model, batches, apart)
+
+    try:
+        truth = truth_by(model, run)
+    except RuntimeError:  # layers that cast to fp32 have no fp64
+        truth = truth_by(model, run, copy.deepcopy)
+    numbers = [truth.exact.loss, truth.exact.logits[batches[-1].real], *truth.exact.gradients.values()]
+    if not all(bool(torch.as_tensor(x).isfinite().all()) for x in numbers):
+        raise ValueError("plain transformers gives numbers that are not finite")
+    return truth
+
+
+def _leaks(model: Any, batch: Batch) -> bool:
+    """Whether plain transformers lets documents attend to each other, whatever their position ids say."""
+    border = batch.documents[0][1]
+    key = "inputs_embeds" if "inputs_embeds" in batch.plain else "input_ids"
+    changed = batch.plain[key].clone()
+    changed[:, :border] = changed[:, :border].flip(1) if changed.is_floating_point() else 3
+    with torch.no_grad():
+        a, b = (
+            model(**{**batch.plain, key: x}, use_cache=False).logits[0, border:] for x in (batch.plain[key], changed)
+        )
+    return not torch.equal(a, b) and float((a - b).abs().max()) > 1e-5 * float(a.abs().max())
+
+
+def _trained_plainly(case: Case, model: Any, batches: list[Batch], apart: bool) -> Run:
+    forward = _each_document if apart else lambda model, batch: model(**batch.plain, use_cache=False)
+    return _trained_by(case, model, batches, forward, lambda m: contextlib.nullcontext())
+
+
+def _each_document(model: Any, batch: Batch) -> Any:
+    """Each document through the model by itself, and the mean loss over all."""
+    rows = []
+    for row, borders in enumerate(batch.documents):
+        parts = []
+        for start, stop in itertools.pairwise(borders):
+            part = {k: x[row : row + 1, start:stop] for k, x in batch.plain.items() if k != "labels"}
+            parts.append(model(**part, use_cache=False).logits)
+        rows.append(torch.cat(parts, 1))
+    logits = torch.cat(rows)
+    labels = batch.plain.get("labels")
+    if labels is None:
+        return _Out(None, logits)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    labels = labels if is_masked_lm(inner) else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+    return _Out(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED), logits)
+
+
+@dataclass
+class _Out:
+    loss: Any
+    logits: Tensor
+
+
+def _trained_by(
+    case: Case,
+    model: Any,
+    batches: list[Batch],
+    forward: Callable[[Any, Batch], Any],
+    no_sync: Callable[[Any], Any],
+    between: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+) -> Run:
+    """Training steps, then logits: the first loss, gradients of the first step, and the last loss as `aux_loss`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    first, found, loss = 0.0, dict[str, Tensor](), 0.0
+    for step in range(case.steps):
+        for micro in range(case.micro):
+            with no_sync(model) if micro < case.micro - 1 else contextlib.nullcontext():
+                out = forward(model, batches[step * case.micro + micro])
+                (out.loss / case.micro).backward()
+            loss = float(out.loss.detach())
+            first = loss if step == micro == 0 else first
+        if step == 0:
+            found = gradients(model)
+        if case.steps > 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        if step == 0 and between is not None and case.resume:
+            model, optimizer = between(model, optimizer)
+    last = batches[-1]
+    model.eval()
+    with torch.no_grad():
+        unlabelled = [{k: x for k, x in inputs.items() if k != "labels"} for inputs in (last.whole, last.plain)]
+        logits = forward(model, dataclasses.replace(last, whole=unlabelled[0], plain=unlabelled[1])).logits
+    model.train()
+    return Run(first, logits.detach(), found, loss)
+
+
+# ---- The ranks.
+
+
+def sharded_run(case: Case, truth: Any, setup: Setup = contextlib.nullcontext) -> Outcome:
+    """On every rank: what it finds."""
+    _quiet()
+    try:
+        with setup():
+            return _sharded_run(case, truth)
+    except LongspanError as error:
+        return Outcome("refused", str(error))
+
+
+def _sharded_run(case: Case, truth: Any) -> Outcome:
+    if case.job == "trainer":
+        return _sharded_trainer(case, truth)
+    sp = longspan.SequenceSharding(longspan.init_mesh(**case.mesh), **case.sharding)
+    if case.job == "generate":
+        return _sharded_generation(case, sp, truth)
+    return _sharded_steps(case, sp, truth)
+
+
+def _options(case: Case) -> dict[str, Any]:
+    memory = case.options.get("memory", "fastest")
+    return {**case.options, "memory": longspan.Memory(**memory) if isinstance(memory, dict) else memory}
+
+
+def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> Outcome:
+    model = _model(case)
+    batches = _batches(case, model)
+    model = longspan.parallelize(model, sp, **_options(case))
+
+    def forward(model: Any, batch: Batch) -> Any:
+        mine = rows_of(batch.whole, sp.data_rank, sp.data_size)
+        out = model(**mine)
+        if out.logits is not None and not torch.is_grad_enabled():
+            placed = sp.with_layout(longspan.shard_batch(mine, sp)["longspan"].layout)
+            out = _Out(out.loss, placed.gather(out.logits, dim=1, length=case.length))
+        return out
+
+    found = _trained_by(case, model, batches, forward, longspan.no_sync, lambda m, o: _resumed(case, sp, m, o))
+    single, exact = truth.single, truth.exact
+    worst = {
+        "loss": excess(found.loss, single.loss, exact.loss),
+        "last loss": excess(found.aux_loss or 0.0, single.aux_loss or 0.0, exact.aux_loss or 0.0),
+        "losses alike": 0.0 if len(set(_of_all(found.loss))) == 1 else torch.inf,
+    }
+    real = batches[-1].real.chunk(sp.data_size)[sp.data_rank]
+    a, b = (run.logits.chunk(sp.data_size)[sp.data_rank][real] for run in (single, exact))
+    worst["logits"] = excess_of_rows(found.logits[real], a, b)
+    missing = exact.gradients.keys() ^ found.gradients.keys()
+    # A parameter that nothing reaches has no gradient, or zeros.
+    extra = {n for n in missing if n in found.gradients and not bool(found.gradients[n].any())}
+    if missing - extra:
+        return Outcome("failed", f"gradients that one side alone has: {sorted(missing - extra)}")
+    worst |= gradient_excess({n: x for n, x in found.gradients.items() if n not in extra}, truth)
+    name = max(worst, key=lambda n: worst[n])
+    return Outcome("equal" if worst[name] <= 1 else "failed", f"{name} {worst[name]:.3g} of the limit")
+
+
+def _of_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _resumed(case: Case, sp: Any, model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """What a new model is after a checkpoint of this one."""
+    with tempfile.TemporaryDirectory() as mine:
+        folder = Path(_of_all(mine)[0])
+        checkpoint.save(folder, 1, model, optimizer, {})
+        other = longspan.parallelize(_model(dataclasses.replace(case, seed=case.seed + 1)), sp, **_options(case))
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+        saved = checkpoint.latest(folder)
+        assert saved is not None
+        checkpoint.load(saved, other, optimizer)
+        dist.barrier()
+    return other, optimizer
+
+
+# ---- Generation.
+
+
+def _generated(case: Case, model: Any, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    from transformers import GenerationConfig
+
+    batch = batch_of(case, 0, model.config.get_text_config().vocab_size)
+    inputs = {"input_ids": batch.plain["input_ids"][rows], "attention_mask": batch.real.long()[rows]}
+    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    config = GenerationConfig(**case.generation, **fixed, return_dict_in_generate=True, output_logits=True)
+    out = model.eval().generate(**inputs, generation_config=config)
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+def _sharded_generation(case: Case, sp: longspan.SequenceSharding, expected: tuple[Tensor, Tensor]) -> Outcome:
+    model = longspan.parallelize(_model(case).eval(), sp, **_options(case))
+    rows = slice(sp.data_rank * case.rows, (sp.data_rank + 1) * case.rows)
+    ids, logits = _generated(case, model, rows)
+    beams = case.generation.get("num_beams", 1)
+    true_ids = expected[0][rows]
+    true_logits = expected[1][rows.start * beams : rows.stop * beams]
+    size = float(true_logits.abs().max())
+    if torch.equal(ids, true_ids):
+        apart = float((logits - true_logits).abs().max()) / size
+        return Outcome("equal" if apart <= TIE else "failed", f"logits are {apart:.2g} apart")
+    if beams > 1:
+        return Outcome("failed", f"other ids: {ids.tolist()} for {true_ids.tolist()}")
+    for row, (mine, theirs) in enumerate(zip(ids, true_ids, strict=True)):
+        differs = (mine != theirs).nonzero()
+        if len(differs) == 0:
+            continue
+        step = int(differs[0]) - case.length
+        scores = true_logits[row, step]
+        if abs(float(scores[mine[differs[0]]] - scores[theirs[differs[0]]])) > TIE * size:
+            return Outcome(
+                "failed", f"row {row}: other ids from new token {step}: {mine.tolist()} for {theirs.tolist()}"
+            )
+    return Outcome("equal", "ids differ by a tie")
+
+
+# ---- Trainer.
+
+
+def _trained(case: Case) -> Callable[[], Any]:
+    return lambda: _model(case)
+
+
+def _arguments(case: Case) -> dict[str, Any]:
+    save = {"save_strategy": "steps"} if "save_steps" in case.generation else {}
+    return {"max_steps": 4, "warmup_steps": 1, "eval_strategy": "steps", "eval_steps": 2, **save, **case.generation}
+
+
+def _sharded_trainer(case: Case, expected: list[dict[str, Any]]) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(_of_all(folder)[0])
+        args = {**_arguments(case), "family": _trained(case), **_options(case)}
+        log = fitting.sharded(case.mesh, out, args)
+        if "save_steps" in case.generation:
+            log = fitting.sharded(case.mesh, out, {**args, "resume_from_checkpoint": str(out / "checkpoint-2")})
+        dist.barrier()
+    for mine, theirs in zip(*([r for r in x if "train_runtime" not in r] for x in (log, expected)), strict=True):
+        for key in ("step", "loss", "grad_norm", "eval_loss"):
+            if (key in mine) != (key in theirs) or abs(mine.get(key, 0) - theirs.get(key, 0)) > 2e-4 * abs(
+                theirs.get(key, 0)
+            ):
+                return Outcome("failed", f"step {theirs['step']}: {key} {mine.get(key)} for {theirs.get(key)}")
+    return Outcome("equal")
+
+
+def _quiet() -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
