@@ -16,6 +16,7 @@ link (across).
 5. peers: attention of 16/4 heads, 2,048 tokens, at 200 and 100 Mbit/s and within: longspan, DeepSpeed, ALST, yunchang.
 6. covered: attention whose computing takes longer than its exchange, in chunks so small that what cannot be hidden (the
    first one's way in, the last one's way out) is little: what overlap leaves exposed there.
+7. default: attention of 16/4 heads with all heads at once, in 4 chunks, and as the measured link decides.
 
 A part that its share of the time does not suffice for is ended, and the report says so.
 """
@@ -110,6 +111,8 @@ def parts(quick: bool) -> list[Part]:
                                             "usp-swapped"), 0.06),
         Part("prefetch, 200 Mbit/s", 200, (*step, *fsdp, "256" if quick else "1024"), 0.10),
         Part("covered, 200 Mbit/s", 200, (*covered, "--methods", "ulysses", "ulysses-overlap"), 0.10),
+        Part("default, 200 Mbit/s", 200, (*attention[:-1], "--contexts", *(["256"] if quick else ["128", "2048"]),
+                                          "--methods", "ulysses", "ulysses-overlap", "ulysses-default"), 0.06),
     ]  # fmt: skip
     return every[:2] + every[5:6] + every[8:] if quick else every
 
@@ -258,15 +261,16 @@ def placement(part: dict[str, Any] | None) -> list[str]:
 def overlap(part: dict[str, Any]) -> list[str]:
     """Ulysses with its exchange beside the attention, and without."""
     lines = []
-    for context in contexts_of(part):
-        on, without = row_of(part, "ulysses-overlap", context), row_of(part, "ulysses", context)
+    named = {"ulysses-overlap": "with overlap", "ulysses-default": "by default"}
+    for context, method in ((context, method) for context in contexts_of(part) for method in named):
+        on, without = row_of(part, method, context), row_of(part, "ulysses", context)
         if on and without:
             pairs = zip(on["rounds"], without["rounds"], strict=True)
             lines.append(
-                f"- {part['part']}, {context:,} tokens: Ulysses with overlap takes "
+                f"- {part['part']}, {context:,} tokens: Ulysses {named[method]} takes "
                 f"{statistics.median(a / b for a, b in pairs):.2f} of its time without; exposed are "
                 f"{1e3 * on['exposed_seconds']:.0f} ms of {1e3 * on['communication_seconds']:.0f} in flight, "
-                f"{1e3 * without['exposed_seconds']:.0f} without."
+                f"{1e3 * without['exposed_seconds']:.0f} with all heads at once."
             )
             if part["part"].startswith("covered"):
                 left = on["exposed_seconds"] / max(without["exposed_seconds"], 1e-9)

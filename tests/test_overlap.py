@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.methods.ring import Ring
 from longspan.comm.all_to_all import Exchange
 from longspan.core.errors import LongspanError
+from longspan.core.routes import ExchangeLink, choose_exchange_chunks
 from tests.attention import one_device
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -77,14 +79,51 @@ def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.Monk
             found = len(method.chunks) if isinstance(method, ChunkedUlysses) else None
             assert found == expected, (kv_heads, asked)
             assert expected is None or (isinstance(method, ChunkedUlysses) and method.overlaps and not method.lean)
-        # Two hosts of one rank each: by rule, where there is enough to send, and a kernel that can.
+        # Two hosts of one rank each: by rule, where the exchange takes long, and with a kernel that can.
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
+        assert sp.exchange_link is not None
+        sp.exchange_link = ExchangeLink(1e-4, 1e-8)
         for tokens, kernel, beside in ((8, "auto", False), (1 << 14, "auto", True), (1 << 14, "sdpa", False)):
             qkv = [torch.zeros(1, tokens, 8, 16) for _ in range(3)]
             assert isinstance(longspan.prepare_attention(*qkv, sp, kernel=kernel).method, ChunkedUlysses) == beside
     alone = longspan.SequenceSharding(one_device().mesh, exchange_chunks=4)
     assert not isinstance(longspan.prepare_attention(q, k, v, alone).method, ChunkedUlysses)
+
+
+@pytest.mark.parametrize(
+    ("link", "sent", "chunks"),
+    [
+        (None, 1 << 30, 1),
+        (ExchangeLink(1e-3, 4e-8), 512 * 24 * 64 * 4, 4),  # 200 Mbit/s, 2 ranks a host: 126 ms
+        (ExchangeLink(1e-3, 4e-8), 64 << 10, 1),  # 4 ms, of which 1 is the start
+        (ExchangeLink(3e-5, 8e-11), 4 << 20, 1),  # 12.5 GB/s: 0.4 ms
+        (ExchangeLink(3e-5, 8e-11), 128 << 20, 4),
+    ],
+)
+def test_the_default_goes_by_the_time_of_the_exchange(link: ExchangeLink | None, sent: int, chunks: int) -> None:
+    assert choose_exchange_chunks(sent, link) == chunks
+
+
+def _chunks_by_default() -> tuple[Any, int, int]:
+    """Rank 1 measures a slow link, the others a fast one: the link of all, and the chunks and the exchanges."""
+    mesh = longspan.init_mesh(ring=2, ulysses=2)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+        assert longspan.SequenceSharding(mesh).exchange_link is not None  # as it is measured
+        seconds = (1e-4, 5e-2) if dist.get_rank() == 1 else (1e-5, 1e-5)
+        by_size = lambda self, size: seconds[size > 1 << 16]  # noqa: E731
+        with mock.patch.object(longspan.SequenceSharding, "_exchange_seconds", by_size):
+            sp = longspan.SequenceSharding(mesh)
+    q, k = torch.ones(1, 256, 16, 8), torch.ones(1, 256, 8, 8)
+    method = longspan.prepare_attention(q, k, k, sp).method
+    with count_sent() as sent:
+        longspan.attention(q, k, k, sp)
+    return sp.exchange_link, len(getattr(method, "chunks", "1")), sum("all_to_all" in e.op for e in sent)
+
+
+def test_all_ranks_of_a_ring_take_the_chunks_of_the_slowest_link(pool4: RankPool) -> None:
+    found = pool4.run(_chunks_by_default)
+    assert found == [(ExchangeLink(1e-4, (5e-2 - 1e-4) / ((1 << 20) - (4 << 10))), 4, 8)] * 4
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -242,7 +242,8 @@ def exchange_pieces(shapes: Shapes, sp: SequenceSharding) -> int:
     asked = sp.exchange_chunks
     if asked == "auto":
         sent = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
-        asked = choose_exchange_chunks(sent * shapes.dtype.itemsize, spans_hosts=sp.spans_hosts)
+        size = shapes.dtype.itemsize if sp.exchange_dtype == "exact" else 1
+        asked = choose_exchange_chunks(sent * size, sp.exchange_link)
     shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in shards)
     return max(1, min(asked, most))

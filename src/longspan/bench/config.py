@@ -70,9 +70,9 @@ class BenchConfig:
     """link: the hardware's name in the file."""
     methods: tuple[str, ...] = ()
     """attention, step: what to put side by side: tp, megatron-sp, fsdp, ulysses, ring, usp (every mesh with both axes,
-    or one, as usp-2x4: ulysses x ring), usp-swapped (ring inside), ulysses-overlap, ulysses-int8, ulysses-fp8,
-    fsdp-no-prefetch, ulysses-no-prefetch, deepspeed, alst, yunchang. By default the first six, and the peers that are
-    installed."""
+    or one, as usp-2x4: ulysses x ring), usp-swapped (ring inside), ulysses-overlap, ulysses-default, ulysses-int8,
+    ulysses-fp8, fsdp-no-prefetch, ulysses-no-prefetch, deepspeed, alst, yunchang. By default the first six, and the
+    peers that are installed."""
     contexts: tuple[int, ...] = (2048, 8192)
     """attention, step: tokens of a sequence (8k); each is measured."""
     model: str | None = None
@@ -85,7 +85,8 @@ class BenchConfig:
     head_dim: int = 64
     """attention, step: elements of a head. The hidden size is heads x head_dim."""
     exchange_chunks: int = 4
-    """attention, step: chunks in which ulysses-overlap sends the heads; every other method sends all at once."""
+    """attention, step: chunks in which ulysses-overlap sends the heads. ulysses-default chooses them by the link; every
+    other method sends all at once."""
     ffn: int = 2816
     """step: the MLP's intermediate size."""
     layers: int = 2

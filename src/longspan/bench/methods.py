@@ -122,6 +122,12 @@ KINDS: dict[str, Kind] = {
             options={"overlap": True},
             **_SEQUENCE,
         ),
+        Kind(
+            "ulysses-default",
+            lambda ranks: {"ulysses-default": Mesh(ulysses=ranks)},
+            options={"overlap": "auto"},  # as `SequenceSharding` chooses by the link
+            **_SEQUENCE,
+        ),
         *(
             # An approximation: a byte for each element that travels.
             Kind(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -96,18 +96,21 @@ class Shardings:
 
     def __init__(self, device: torch.device, chunks: int = 4) -> None:
         self.device, self.chunks = device, chunks
-        self._made: dict[tuple[Mesh, bool, int, CacheCode], SequenceSharding] = {}
+        self._made: dict[tuple[Mesh, bool, int | Literal["auto"], CacheCode], SequenceSharding] = {}
 
     def of(self, row: Row) -> SequenceSharding:
         """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
         options = row.kind.options
         dtype: CacheCode = options.get("exchange_dtype", "exact")
-        key = row.mesh, bool(options.get("swapped")), self.chunks if options.get("overlap") else 1, dtype
+        chunks: int | Literal["auto"] = 1
+        if overlap := options.get("overlap"):
+            chunks = "auto" if overlap == "auto" else self.chunks
+        key = row.mesh, bool(options.get("swapped")), chunks, dtype
         if key not in self._made:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, mesh: Mesh, swapped: bool, chunks: int, dtype: CacheCode) -> SequenceSharding:
+    def _make(self, mesh: Mesh, swapped: bool, chunks: int | Literal["auto"], dtype: CacheCode) -> SequenceSharding:
         kind = self.device.type
         made: DeviceMesh | OneDeviceMesh
         if swapped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections import OrderedDict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,7 @@ from longspan.core.cached import CODES, CacheCode
 from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, layout_names
+from longspan.core.routes import ExchangeLink
 from longspan.ranks.rendezvous import meet, read_job
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from longspan.core.regions import Region
 
 AXES = ("data", "ring", "ulysses", "tensor")
+_MEASURED_BYTES = 4 << 10, 1 << 20
+"""Buffers of the two exchanges that a link is measured by: a short one for its start, a long one for its rate."""
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
 
@@ -158,8 +162,8 @@ class SequenceSharding:
         exchange_chunks: in how many chunks of heads the Ulysses exchange goes, each under way while the attention of
             another is computed, there and back, forward and backward; at most the query heads of a rank (with a ring
             its KV heads). 1: all heads at once, and nothing beside. "auto": `OVERLAPPED_CHUNKS` where the ranks of a
-            Ulysses group are on several hosts and there is enough to send, else 1; see
-            `longspan.core.routes.choose_exchange_chunks`. The same numbers, to the bit in the forward.
+            Ulysses group are on several hosts and the exchange takes long on their link, which is measured here, once;
+            else 1; see `longspan.core.routes.choose_exchange_chunks`. The same numbers, to the bit in the forward.
         exchange_dtype: how q, k, v, outputs and their gradients travel through the Ulysses exchange. "exact": as they
             are. "int8" and "fp8" (e4m3) are LOSSY: a byte per element, and an fp32 scale per token and head in the same
             message, forwards and backwards; what is computed stays in the model's dtype. A number is then off by at
@@ -234,21 +238,43 @@ class SequenceSharding:
         self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
         self.replica_group = self._replica_group(mesh)
         self.replica_rank = self.rank * self.tensor_size + self.tensor_rank
-        self.spans_hosts = exchange_chunks == "auto" and self._spans_hosts()
+        self.exchange_link = self._measured_link() if exchange_chunks == "auto" and self._spans_hosts() else None
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
             # not concern all of them.
             dist.barrier(group=self.ring_group, device_ids=[self.device.index])
 
     def _spans_hosts(self) -> bool:
-        """Whether the ranks of some Ulysses group are on several hosts; agreed on by the ranks of each group."""
+        """Whether the ranks of some Ulysses group are on several hosts; agreed on by all that run a sequence."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
         if self.ulysses_group is None or self.ulysses_size == 1 or not here or dist.get_world_size() <= here:
             return False  # on every rank, or on none
         hosts = {rank // here for rank in dist.get_process_group_ranks(self.ulysses_group)}
         spans = torch.tensor(int(len(hosts) > 1), device=self.device)
-        dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self.ulysses_group)
+        dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self.replica_group)
         return bool(spans)
+
+    def _measured_link(self) -> ExchangeLink:
+        """Measure the exchange of a Ulysses group; the slowest rank's figures, on every rank that runs a sequence: a
+        ring goes through several such groups, and its ranks must have the same chunks.
+        """
+        times = [self._exchange_seconds(size) for size in _MEASURED_BYTES]
+        slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.replica_group)
+        short, long = slowest.tolist()
+        return ExchangeLink(short, max(0.0, long - short) / (_MEASURED_BYTES[1] - _MEASURED_BYTES[0]))
+
+    def _exchange_seconds(self, size: int) -> float:
+        """Return the seconds of an All-to-All of a buffer of `size` bytes, the fastest of five behind a first."""
+        sent = torch.zeros(-(-size // self.ulysses_size) * self.ulysses_size, dtype=torch.uint8, device=self.device)
+        received, took = torch.empty_like(sent), []
+        for _ in range(6):
+            start = time.perf_counter()
+            dist.all_to_all_single(received, sent, group=self.ulysses_group)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            took.append(time.perf_counter() - start)
+        return min(took[1:])
 
     def _sequence_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
         if self.ring_size == 1:

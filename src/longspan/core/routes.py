@@ -98,19 +98,40 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
 OVERLAPPED_CHUNKS = 4
 """Chunks of heads under `exchange_chunks="auto"`: of an exchange that computing covers a quarter stays exposed."""
 
-LEAST_OVERLAPPED = 4 << 20
-"""Bytes of a rank's q, k and v below which chunks cost more in starts of messages and kernels than they hide."""
+CHUNK_START_S = 1e-4
+"""Seconds that one more chunk costs beside its message: kernels and copies are started once more."""
+
+WORTH_CHUNKS = 8
+"""An exchange goes in chunks if it takes so many times as long as the starts that chunks add: if nothing computes
+beside it, at most an eighth is lost; if enough does, three quarters are hidden.
+"""
 
 
-def choose_exchange_chunks(sent_bytes: int, *, spans_hosts: bool) -> int:
-    """The rule for `exchange_chunks="auto"`: chunks pay where an exchange takes long beside attention. Inside a host it
-    does not; across hosts it does, unless there is little to send.
+@dataclass(frozen=True)
+class ExchangeLink:
+    """How long an All-to-All of a Ulysses group takes, as measured.
+
+    Attributes:
+        start_s: seconds of a message of no length.
+        per_byte_s: seconds of each byte of a rank's buffer, its own part included.
+    """
+
+    start_s: float
+    per_byte_s: float
+
+
+def choose_exchange_chunks(sent_bytes: int, link: ExchangeLink | None) -> int:
+    """Return the chunks of `exchange_chunks="auto"`: several where the exchange takes long on this link.
 
     Args:
         sent_bytes: q, k and v of a rank's tokens.
-        spans_hosts: whether the ranks of a Ulysses group are on several hosts.
+        link: between the ranks of a Ulysses group; None inside one host, where chunks gain nothing.
     """
-    return OVERLAPPED_CHUNKS if spans_hosts and sent_bytes >= LEAST_OVERLAPPED else 1
+    if link is None:
+        return 1
+    added = (OVERLAPPED_CHUNKS - 1) * (link.start_s + CHUNK_START_S)
+    takes = link.start_s + sent_bytes * link.per_byte_s
+    return OVERLAPPED_CHUNKS if takes >= WORTH_CHUNKS * added else 1
 
 
 SMALL = 1 << 20
