@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import warnings
@@ -17,10 +18,11 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import buckets
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.auto import hardware_of
+from longspan.hf.auto import config_shape, hardware_of
+from longspan.hf.shapes import shape_from_modules
 from longspan.memory.spill import DiskStore
 from longspan.memory.tiles import NormedLinear, Tiled
-from longspan.plan import Hardware
+from longspan.plan import Hardware, Job, Mesh, cost
 from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
@@ -404,6 +406,42 @@ def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert levers.memory.described() in said and "does not fit" in said and "attention of 2 layers" in said
     with pytest.raises(LongspanError, match=r"do not fit on one GPU.*Item by item"):
         model(**batch(rows=4, n=120000))
+
+
+UNKNOWN = {
+    "Gemma": {"head_dim": 8},
+    "Cohere2": {"sliding_window": 6},
+    "Starcoder2": {"sliding_window": 6},
+    "ModernBert": {},
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_auto_reads_a_family_that_the_planner_does_not_know(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = build(family, max_position_embeddings=4096, **UNKNOWN[family])
+    long = batch(rows=1, n=1500)
+    shape, cpu = shape_from_modules(plain), hardware_of(torch.device("cpu"))
+    jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
+    needed = [cost(shape, job, Mesh(), cpu).memory_total_bytes for job in jobs]  # room for one of them alone
+    room = _with(cpu, sum(needed) / 2)
+    monkeypatch.setattr("longspan.hf.levers.hardware_of", lambda device, _=None: room)
+    truth = gradients_of(copy.deepcopy(plain), long)
+    model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
+    model(**long).loss.backward()
+    assert model.longspan_hooks.levers.memory != FASTEST
+    for name, grad in gradients(model).items():
+        assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3Moe", "GptOss", "Gemma3Text", "Phi3", "GPTNeoX", "GPT2", "Olmo2"])
+def test_modules_say_what_the_planner_reads_of_a_config(family: str) -> None:
+    model = build(family)
+    read, known = shape_from_modules(model), config_shape(model.config)
+    assert read.params == known.params == sum(p.numel() for p in model.parameters())
+    assert [p.name for p in read.root] == [p.name for p in known.root] and read.tied == known.tied
+    for mine, theirs in zip(read.layers, known.layers, strict=True):
+        assert (mine.mixer, mine.mlp) == (theirs.mixer, theirs.mlp)
+        assert (mine.active_params, mine.mlp_params) == (theirs.active_params, theirs.mlp_params)
 
 
 def test_auto_leaves_out_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

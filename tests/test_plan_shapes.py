@@ -15,6 +15,7 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import positions_of
+from longspan.plan import cost, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window, exchange
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
@@ -435,16 +436,8 @@ def test_impossible_values_of_one_model_type(config: dict[str, Any], message: st
             {"model_type": "mamba", "state_size": 16, "hidden_size": 64},
             "it has state_size; it has no num_hidden_layers",
         ),
-        (
-            _llama(model_type="falcon_h1", mamba_d_state=8),
-            "it has mamba_d_state; it has no rms_norm_eps; its hidden_act",
-        ),
-        (_llama(model_type="bert", hidden_act="gelu"), "it has no rms_norm_eps; its hidden_act is 'gelu', not 'silu'"),
-        (_llama(model_type="olmoe", num_experts=8, rms_norm_eps=1e-5, hidden_act="silu"), "it has num_experts"),
-        (
-            _llama(model_type="new", sliding_window=8, rms_norm_eps=1e-5, hidden_act="silu"),
-            "it has sliding_window=8 but no layer_types to say where",
-        ),
+        (_llama(model_type="falcon_h1", mamba_d_state=8), "it has mamba_d_state"),
+        (_llama(model_type="t5gemma", is_encoder_decoder=True), "it has is_encoder_decoder"),
     ],
 )
 def test_model_types_that_are_not_supported(config: dict[str, Any], reason: str) -> None:
@@ -452,6 +445,22 @@ def test_model_types_that_are_not_supported(config: dict[str, Any], reason: str)
     model_type = config["model_type"]
     assert f"model_type {model_type!r} is not supported, and it cannot be read as a Llama's: {reason}" in message
     assert message.endswith(f"Supported are {', '.join(sorted(FAMILIES))}")
+
+
+@pytest.mark.parametrize(
+    ("config", "assumed"),
+    [
+        (_llama(model_type="gemma", hidden_act="gelu", head_dim=16), "its MLP, of hidden_act 'gelu', is assumed"),
+        (_llama(model_type="starcoder2", sliding_window=8), "sliding_window=8 is assumed of no layer"),
+        (_llama(model_type="olmoe", num_experts=8, num_experts_per_tok=2), "every layer is assumed to have experts"),
+    ],
+)
+def test_an_unknown_family_is_read_as_far_as_its_config_says(config: dict[str, Any], assumed: str) -> None:
+    shape = shape_from_config(config, "another")
+    assert shape.assumption is not None and assumed in shape.assumption
+    assert len(shape.layers) == 2 and shape.layers[0].mlp.ffn == 96
+    assert shape.layers[0].mlp.experts == config.get("num_experts", 1)
+    assert any(assumed in note for note in cost(shape, Job(context=512), Mesh(ulysses=2), read_hardware("h100")).notes)
 
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text", "gpt_neox")

@@ -46,11 +46,11 @@ def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardwa
     return dataclasses.replace(read_hardware(known), memory_bytes=held)
 
 
-def shape_of(config: Any) -> ModelShape:
+def config_shape(config: Any) -> ModelShape:
     """The planner's model of a Hugging Face config.
 
     Raises:
-        LongspanError: for a model that the planner does not know.
+        LongspanError: for a model that the planner does not know; `longspan.hf.shapes` reads any.
     """
     return shape_from_config(config.to_dict(), type(config).__name__.removesuffix("Config"))
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from longspan.core.buckets import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
-from longspan.hf.auto import hardware_of, levers_for, shape_of
+from longspan.hf.auto import hardware_of, levers_for
 from longspan.hf.registry import LayerBinding
+from longspan.hf.shapes import shape_of_model
 from longspan.hf.support import attention_layers, decoder_layers, draws
 from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import Chain, CheckpointedLayer, LayerCall
@@ -207,7 +208,7 @@ class Auto:
         style: of the tensor axis.
 
     Raises:
-        LongspanError: for a model that the planner does not know.
+        LongspanError: for a model that the planner cannot read.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class Auto:
     ) -> None:
         self.style = style
         self.sp, self.fsdp, self.largest, self.device = sp, fsdp, 0, sp.device
-        self.shape = shape_of(model.config.get_text_config())
+        self.shape = shape_of_model(model)
         asked = mp_policy.param_dtype if mp_policy is not None else None
         self.dtype = asked or next(model.parameters()).dtype
         self.hardware: Hardware | None = None

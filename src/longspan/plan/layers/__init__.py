@@ -7,7 +7,20 @@ in a file of its own, and is used by naming it in a family (`longspan.plan.model
 from longspan.plan.layers.base import Mixer
 from longspan.plan.layers.linear import Linear
 from longspan.plan.layers.mlp import Dense, Experts, Mlp
-from longspan.plan.layers.reach import Causal, Chunk, Reach, Window
+from longspan.plan.layers.reach import CAUSAL, Bidirectional, Causal, Chunk, Reach, Window
 from longspan.plan.layers.softmax import Softmax
 
-__all__ = ["Causal", "Chunk", "Dense", "Experts", "Linear", "Mixer", "Mlp", "Reach", "Softmax", "Window"]
+__all__ = [
+    "CAUSAL",
+    "Bidirectional",
+    "Causal",
+    "Chunk",
+    "Dense",
+    "Experts",
+    "Linear",
+    "Mixer",
+    "Mlp",
+    "Reach",
+    "Softmax",
+    "Window",
+]

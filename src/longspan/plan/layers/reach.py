@@ -16,7 +16,7 @@ MOST_CHUNKS = 1 << 18
 
 @dataclass(frozen=True)
 class Reach(ABC):
-    """What a query sees. Each is causal: nothing behind itself."""
+    """What a query sees."""
 
     name: ClassVar[str]
     """The kind of a layer that has it."""
@@ -69,6 +69,22 @@ class Causal(Reach):
 
 
 CAUSAL = Causal()
+
+
+@dataclass(frozen=True)
+class Bidirectional(Reach):
+    """Every token, before and behind it (BERT)."""
+
+    name: ClassVar[str] = "bidirectional"
+
+    def limited_to(self, n: int) -> Reach:
+        return self
+
+    def _pairs(self, n: int) -> float:
+        return float(n) * float(n)
+
+    def regions(self, run: Span, n: int) -> Iterator[Region]:
+        yield Region(0, n, 0, n)
 
 
 @dataclass(frozen=True)

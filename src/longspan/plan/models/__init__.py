@@ -6,7 +6,7 @@
 
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, MixerOf, MlpOf, register
-from longspan.plan.models.read import read_model, shape_from_config
+from longspan.plan.models.read import is_family, read_model, shape_from_config, shape_from_layers
 from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
 
 __all__ = [
@@ -18,7 +18,9 @@ __all__ = [
     "MlpOf",
     "ModelShape",
     "Parameter",
+    "is_family",
     "read_model",
     "register",
     "shape_from_config",
+    "shape_from_layers",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from longspan.core.rope import RopeState, rope_state
 from longspan.plan.layers import Mlp
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.config import Config
-from longspan.plan.models.families.llama import LLAMA_LIKE
+from longspan.plan.models.families.llama import EXPERT_COUNTS, LLAMA_LIKE, SPARSE_LLAMA_LIKE
 from longspan.plan.models.family import FAMILIES, Family, MixerOf
 from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
 from longspan.plan.models.weights import norm
@@ -80,8 +80,9 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape that transformers 5 gives to a config: a `config.json` as a dictionary.
 
     Keys that are left out have the defaults of the config class, except for the sizes that every model must state. Of a
-    multimodal model the text part is read. A config of another model type is read as a Llama's if it has all that a
-    Llama's has and nothing that a Llama has not; `assumption` then says so, as biases or norms may be missing.
+    multimodal model the text part is read. A config of another model type is read as a Llama's, with experts where
+    it counts some, unless it says that its layers are of another kind; `assumption` then says so, and what else was
+    assumed, as biases or norms may be missing. `longspan.hf.shapes` reads such a model from its modules.
 
     Args:
         config: the keys of a `config.json`.
@@ -98,9 +99,12 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     family = FAMILIES.get(model_type)
     assumption = None
     if family is None:
-        family = LLAMA_LIKE
+        sparse = any(config.get(key) for key in EXPERT_COUNTS)
+        family = SPARSE_LLAMA_LIKE if sparse else LLAMA_LIKE
         _refuse_unless_llama_like(config, name, family)
-        assumption = f"model_type {config.get('model_type')!r} is not known; read as a Llama's"
+        assumption = "; ".join(
+            [f"model_type {config.get('model_type')!r} is not known; read as a Llama's", *_assumed(config, sparse)]
+        )
     missing = family.missing(config)
     if missing:
         raise LongspanError(
@@ -110,19 +114,46 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     return _shape(Config(config, family.defaults, family.spellings, name), family, assumption)
 
 
+def is_family(config: Mapping[str, Any]) -> bool:
+    """Return whether `shape_from_config` knows the config's model type, so that every weight is exact."""
+    return str(config.get("model_type", "")).removesuffix("_text") in FAMILIES
+
+
+def shape_from_layers(
+    config: Mapping[str, Any],
+    name: str,
+    *,
+    d_model: int,
+    layers: tuple[LayerShape, ...],
+    root: tuple[Parameter, ...],
+    tied: bool,
+    rotary: bool,
+) -> ModelShape:
+    """Return the shape of a model whose layers and weights were read from the model itself.
+
+    Args:
+        config: its config, which says its positions and its dropout.
+        name: for messages.
+        d_model: hidden size.
+        layers: in order; equal layers are one object.
+        root: weights outside the layers, the embedding first.
+        tied: whether the head is the embedding.
+        rotary: whether positions are rotary, and not learnt.
+    """
+    c = Config(config, {}, {}, name)
+    end = c.optional("max_position_embeddings")
+    state = _positions(c, end, rotary=rotary, head_dim=layers[0].mixer.head_dim)
+    return ModelShape(name, d_model, root[0].shape[0], tied, end, layers, root, positions=state, refused=_refused(c))
+
+
 def _refuse_unless_llama_like(config: Mapping[str, Any], name: str, family: Family) -> None:
     foreign = sorted(key for key, value in config.items() if value and key.startswith(_FOREIGN))
-    missing = [key for key in (*family.missing(config), "rms_norm_eps") if config.get(key) is None]
-    activation = config.get("hidden_act")
+    missing = family.missing(config)
     reasons = []
     if foreign:
         reasons.append(f"it has {', '.join(foreign)}")
     if missing:
         reasons.append(f"it has no {', '.join(missing)}")
-    if activation not in ("silu", "swish"):
-        reasons.append(f"its hidden_act is {activation!r}, not 'silu'")
-    if config.get("sliding_window") and config.get("layer_types") is None and config.get("use_sliding_window", True):
-        reasons.append(f"it has sliding_window={config['sliding_window']} but no layer_types to say where")
     if reasons:
         raise LongspanError(
             f"{name}: model_type {config.get('model_type')!r} is not supported, and it cannot be read as a Llama's: "
@@ -130,16 +161,26 @@ def _refuse_unless_llama_like(config: Mapping[str, Any], name: str, family: Fami
         )
 
 
+def _assumed(config: Mapping[str, Any], sparse: bool) -> Iterator[str]:
+    """Say what is not as in a Llama, and how it is read."""
+    activation = config.get("hidden_act") or config.get("hidden_activation")
+    if activation not in (None, "silu", "swish"):
+        yield f"its MLP, of hidden_act {activation!r}, is assumed to have three matrices"
+    if config.get("sliding_window") and config.get("layer_types") is None and config.get("use_sliding_window", True):
+        yield f"sliding_window={config['sliding_window']} is assumed of no layer, as no layer_types say where"
+    if sparse:
+        yield "every layer is assumed to have experts"
+
+
 _OUTER = ("model_type", "tie_word_embeddings", "vision_config", "audio_config")
 """Keys of a multimodal model that its text part is read with."""
 
 # Keys of models that are more than, or other than, Llama's layers: state spaces and other recurrences, encoders,
-# experts, latent attention, normed or shared heads, other modalities.
+# latent attention, embeddings in every layer, other modalities.
 _FOREIGN = (
     "mamba", "ssm", "state_size", "d_state", "time_step", "conv_", "linear_", "attn_layer_", "recurrent", "rwkv",
-    "is_encoder_decoder", "encoder_", "decoder_", "num_decoder", "cross_attention", "add_cross_attention",
-    "num_experts", "num_local_experts", "n_routed_experts", "moe_", "kv_lora_rank", "q_lora_rank", "qk_", "use_qk",
-    "use_bidirectional", "num_kv_shared_layers", "hidden_size_per_layer_input", "parallel_attn", "use_parallel",
+    "is_encoder_decoder", "encoder_", "decoder_layers", "decoder_ffn", "decoder_attention", "num_decoder",
+    "cross_attention", "add_cross_attention", "kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input",
     "vision_", "audio_", "H_cycles", "L_cycles",
 )  # fmt: skip
 

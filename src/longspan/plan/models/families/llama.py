@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from longspan.plan.layers import Mlp, Softmax
@@ -30,7 +31,26 @@ def _phi3_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
 
 LOCAL_EXPERTS = {"num_experts": ("num_local_experts", "num_experts")}
 
-LLAMA_LIKE = Family(softmax(attention, chunk=True), dense(_llama_mlp), {"use_sliding_window": True}, listed=True)
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+LLAMA_LIKE = Family(
+    softmax(attention, chunk=True),
+    dense(_llama_mlp),
+    {"use_sliding_window": True},
+    {"sliding_window": ("sliding_window", "local_attention")},
+    listed=True,
+)
+
+SPARSE_LLAMA_LIKE = replace(
+    LLAMA_LIKE,
+    mlp=experts(routed_experts),
+    spellings={
+        **LLAMA_LIKE.spellings,
+        "num_experts": EXPERT_COUNTS,
+        "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"),
+        "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+    },
+)
 
 FAMILIES = {
     "llama": Family(softmax(attention), dense(_llama_mlp), {"max_position_embeddings": 2048}),
