@@ -157,6 +157,10 @@ def test_a_line_says_what_is_known() -> None:
     for part in ("step 10/100", "loss 2.5000", "1,234 tokens/s", "comm 25%", "mem 1.50 GiB", "ETA 0:03:00"):
         assert part in line
     assert "MFU" not in line
+    folded = _metrics(10, mfu=0.412).line(100, 80).split("\n")
+    assert max(map(len, folded)) <= 80 and "  ".join(part.strip() for part in folded) == _metrics(10, mfu=0.412).line(
+        100
+    )
     assert "MFU 41.2%" in _metrics(10, mfu=0.412).line(100)
     assert "comm" not in _metrics(10, communication=None).line(100)
 

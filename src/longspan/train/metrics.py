@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -86,8 +87,8 @@ class StepMetrics:
     offload_gb_per_s: float | None = None
     offload_waited: float | None = None
 
-    def line(self, steps: int) -> str:
-        """One line for a log."""
+    def line(self, steps: int, width: int | None = None) -> str:
+        """The figures for a log: one line, or as many as `width` columns take, none broken inside a figure."""
         parts = [
             f"step {self.step}/{steps}",
             f"loss {self.loss:.4f}",
@@ -104,7 +105,15 @@ class StepMetrics:
             parts.append(f"comm {self.communication:.0%}")
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
-        return "  ".join([*parts, f"ETA {_duration((steps - self.step) * self.step_s)}"])
+        parts.append(f"ETA {_duration((steps - self.step) * self.step_s)}")
+        lines = [""]
+        for part in parts:
+            longer = f"{lines[-1]}  {part}" if lines[-1] else part
+            if width is None or len(longer) <= width:
+                lines[-1] = longer
+            else:
+                lines.append(f"  {part}")
+        return "\n".join(lines)
 
 
 def _duration(seconds: float) -> str:
@@ -297,7 +306,7 @@ class Display:
             self._progress.update(self._task, completed=step)
         if metrics is None:
             return
-        self.say(metrics.line(self.steps))
+        self.say(metrics.line(self.steps, shutil.get_terminal_size().columns))
         if self._progress is not None:
             figures = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s"
             self._progress.update(self._task, figures=figures)
