@@ -75,7 +75,8 @@ def test_flags_are_the_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1M", 1 << 20), ("8_192", 8192), ("-1", -1)]
+    ("text", "number"),
+    [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1M", 1 << 20), ("8_192", 8192), ("-1", -1), ("1.5e3", 1500)],
 )
 def test_integers_may_have_a_unit(text: str, number: int) -> None:
     assert cli.parse_integer(text) == number

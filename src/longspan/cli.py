@@ -18,6 +18,7 @@ import signal
 import sys
 import typing
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -363,6 +364,9 @@ def _plain_rule(info: Any) -> Any:
     import tyro
 
     kind = info.type
+    words = [word for t in typing.get_args(kind) if typing.get_origin(t) is Literal for word in typing.get_args(t)]
+    if words and int in typing.get_args(kind):
+        return _integer_or(words)
     inner = [t for t in typing.get_args(kind) if t is not type(None)]
     if len(inner) == 1 and len(typing.get_args(kind)) == 2:
         kind = inner[0]
@@ -386,13 +390,39 @@ def _plain_rule(info: Any) -> Any:
     )
 
 
+def _integer_or(words: list[str]) -> Any:
+    """tyro's spec for an integer, or a word that stands for one."""
+    import tyro
+
+    def read(given: list[str]) -> int | str:
+        if given[0] in words:
+            return given[0]
+        try:
+            return parse_integer(given[0])
+        except ValueError as error:
+            raise ValueError(f"{error}, and not {' or '.join(words)}") from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"INT|{{{','.join(words)}}}",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, int) or value in words,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 def parse_integer(text: str) -> int:
-    """An integer, with k for 1024 and M for 1024 * 1024.
+    """An integer, with k for 1024 and M for 1024 * 1024, or as 1e6 or 1.5e6.
 
     Raises:
         ValueError: for anything else.
     """
-    match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)([kKmM]?)", text.strip())
-    if match is None or len(match[1]) > 30:
-        raise ValueError(f"{spell(text)} is not an integer (128k and 1M are 131072 and 1048576)")
-    return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    plain = text.strip()
+    match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)([kKmM]?)", plain)
+    if match is not None and len(match[1]) <= 30:
+        return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
+    if re.fullmatch(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?[eE]\+?[0-9]{1,2}", plain):
+        number = Decimal(plain)
+        if number == number.to_integral_value():
+            return int(number)
+    raise ValueError(f"{spell(text)} is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000)")
