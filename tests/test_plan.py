@@ -624,13 +624,16 @@ def test_bad_input_is_one_clear_line(args: list[str], said: str, capsys: pytest.
     assert error.startswith("longspan: error: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("context", ["1.5Q", "1.5M", "many", ""])
+@pytest.mark.parametrize("context", ["1.5Q", "1.5M", "many", "", "1e-3"])
 def test_a_context_that_is_no_number(context: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-2-7b", "--context", context]) == 2
-    assert "--context" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--context" in error and "could be instantiated" not in error and "1e6 is" in error
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("1M", 1 << 20), ("128k", 131072), ("131072", 131072)])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("1M", 1 << 20), ("128k", 131072), ("131072", 131072), ("1e6", 1_000_000)]
+)
 def test_contexts(text: str, tokens: int) -> None:
     assert parse(PlanConfig, ["--model", "x", "--context", text], prog="p", summary="x y").context == tokens
 
@@ -654,7 +657,7 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-2-70b", "--gpu", "a100-80gb", "--gpus", "8", "--context", "1000000", "--mode", "prefill"]
     report = json.loads(shown(capsys, *args, "--json", "--compare"))
-    assert report["schema"] == SCHEMA == "longspan.plan/2"
+    assert report["schema"] == SCHEMA == "longspan.plan/3"
     best = report["recommended"]
     assert best["mesh"] == {"data": 1, "ring": 1, "ulysses": 8, "tensor": 1} and best["fits"]
     for plan in report["plans"]:
@@ -668,7 +671,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_python_api_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--model", "qwen3-30b-a3b", "--gpu", "h200", "--gpus", "8", "--context", "64k"]
+    args = ["--model", "qwen3-30b-a3b", "--gpu", "h200", "--gpus", "8", "--context", "64k", "--memory", "fastest"]
     report = json.loads(shown(capsys, *args, "--json"))
     model, job, hardware = read_model("qwen3-30b-a3b"), Job(context=65536), CATALOGUE["h200"]
     found = search(model, job, 8, hardware)

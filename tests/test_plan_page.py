@@ -30,7 +30,7 @@ from longspan.plan.methods import compare
 from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
 from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import render
-from longspan.plan.views.report import to_dict
+from longspan.plan.views.report import command, to_dict
 from longspan.plan.views.settings import settings_grid
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
@@ -106,6 +106,8 @@ def test_a_point_keeps_the_best_the_recommended_and_the_pure_meshes() -> None:
         found = search(MODEL, job, gpus, HARDWARE)
         kept = [Mesh(*plan["mesh"]) for plan in data["points"][data["contexts"].index(131072)][j]["plans"]]
         in_order = [plan.mesh for plan in found.plans]
+        said = data["points"][data["contexts"].index(131072)][j]["command"]
+        assert said == (None if found.recommended is None else command(found.recommended))
         assert kept[:BEST] == in_order[:BEST]
         assert kept == [mesh for mesh in in_order if mesh in kept]
         legal = {mesh for mesh in (Mesh(ring=gpus), Mesh(ulysses=gpus), Mesh(tensor=gpus)) if mesh in in_order}
@@ -245,6 +247,7 @@ def test_sliders_change_bars_collectives_and_ranks(browser: Any, tmp_path: Path)
     bars, collectives = shown()
     _press(browser, "#context", RIGHT)
     assert _find(browser, "#context-value")[0].text == "256k tokens"
+    assert "256k tokens on 4 GPUs" in _find(browser, "#answer")[0].text
     later_bars, later_collectives = shown()
     assert later_bars != bars
     assert later_collectives != collectives
@@ -476,6 +479,7 @@ def test_the_switches_show_the_planners_figures(browser: Any, tmp_path: Path) ->
             held = cost(LLAMA, there, expected[0].mesh, CATALOGUE[kind]).memory_total_bytes
             assert int(circle.get_attribute("data-bytes")) == held
             assert ("over" in circle.get_attribute("class")) == (held > CATALOGUE[kind].memory_bytes)
+        assert _find(browser, "#shown-command")[0].text == _find(browser, "#plan-command")[0].text
         told = shlex.split(_find(browser, "#plan-command")[0].text)
         config = parse(PlanConfig, told[2:], prog="p", summary="x y")
         assert (config.job(), config.gpus, config.gpu, config.model) == (job, gpus, kind, LLAMA.name)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from longspan.cli import main, parse
-from longspan.core.counts import parameters
+from longspan.core.counts import parameters, size
 from longspan.plan import Job, Plan, read_hardware, read_model, search
 from longspan.plan.advice import what_would_do, would_do
 from longspan.plan.command import PlanConfig
@@ -157,8 +157,38 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     assert on_these or more or "No levers would do" in advice
 
 
+def test_the_recommended_mesh_is_in_the_table_and_waiting_for_weights_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["plan", "--model", "deepseek-v3", "--gpus", "64", "--mode", "decode"]) == 0
+    text = capsys.readouterr().out
+    table, details = text.split("memory per GPU, ")
+    assert re.search(rf"^ +{re.escape(details.splitlines()[0])} .*recommended", table, re.MULTILINE)
+    assert "planned only" in table and "number 22 of all" in table
+    assert re.search(r"gathers 1,32\d GB of weights per GPU and token, which takes 3\.\d+ s", " ".join(text.split()))
+    assert not re.search(r"\de-\d", text) and "6.91 kB" in text
+
+
+def test_a_plain_plan_finds_levers_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama-3.1-8b"]) == 0
+    text = capsys.readouterr().out
+    assert "recommended" in text and "--tiled-norms" in text
+    assert main(["plan", "--model", "llama-3.1-8b", "--memory", "fastest"]) == 1
+    said = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes that cannot")[0]
+    assert said.count("activations_hidden") == said.count("activations_mlp") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(0, "0 B"), (6912, "6.91 kB"), (999_600, "1 MB"), (776e3, "776 kB"), (80e9, "80.00 GB"), (1.314e12, "1,314 GB")],
+)
+def test_sizes(number: float, said: str) -> None:
+    assert size(number) == said
+
+
 def test_advice_in_the_json_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
-    args = ["--model", "llama-3.1-70b", "--context", "128k", "--gpus", "8"]
+    args = ["--model", "llama-3.1-70b", "--context", "128k", "--gpus", "8", "--memory", "fastest"]
     assert main(["plan", *args, "--json"]) == 1
     told: dict[str, Any] = json.loads(capsys.readouterr().out)["would_do"]
     assert main(["plan", *args]) == 1

@@ -22,7 +22,9 @@ import torch
 import transformers
 
 from longspan import checkpoint
+from longspan.cli import main
 from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
@@ -191,6 +193,27 @@ def test_the_longest_context_is_settled_before_anything_starts(config: TrainConf
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*would do"):
         settled(longer)
     assert settled(config) == (config, [])
+
+
+def test_a_mesh_that_plan_rejects_is_refused_in_the_same_words(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = "needs at least 16 query heads"
+    assert main(["plan", "--model", str(config.config), "--gpus", "16", "--context", "512", "--json"]) == 0
+    rejected = json.loads(capsys.readouterr().out)["rejected"]
+    (reason,) = {why for each in rejected if each["mesh"]["ulysses"] == 16 for why in each["reasons"] if wanted in why}
+    with pytest.raises(LongspanError, match=re.escape(reason)):
+        run(dataclasses.replace(config, ulysses=16, context=512, dry_run=True))
+
+
+def test_a_model_that_does_not_fit_takes_levers_unless_told(config: TrainConfig) -> None:
+    """Nothing is said of memory: the levers that fit are taken, and named."""
+    tight = dataclasses.replace(config, context=512, rank_memory=0.003)
+    found, said = settled(tight)
+    assert found.level == "fastest" and found.levels() != FASTEST and found.levels().described() in said[-1]
+    assert settled(dataclasses.replace(tight, memory="fastest"))[0].levels() == FASTEST
+    with pytest.raises(LongspanError, match=r"To start it all the same, give --memory fastest"):
+        settled(dataclasses.replace(tight, rank_memory=0.001))
 
 
 # --- going on

@@ -9,3 +9,12 @@ def parameters(count: float) -> str:
         return f"{count:,.0f} parameter{'' if count == 1 else 's'}"
     unit, name = next((u, n) for u, n in ((1e12, "T"), (1e9, "B"), (1e6, "M")) if count >= 0.9995 * u or n == "M")
     return f"{count / unit:.3g}{name} parameters"
+
+
+def size(number: float) -> str:
+    """Bytes with the unit that suits them, powers of 1000: "6.91 kB", "78.21 GB"."""
+    for limit, factor, unit in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB")):
+        if number < 0.9995 * limit:  # or three digits would make 1e+03 of it
+            return f"{number / factor:.3g} {unit}"
+    gb = number / 1e9
+    return f"{number / 1e12:.3g} TB" if gb >= 1e4 else f"{gb:,.0f} GB" if gb >= 1000 else f"{gb:.2f} GB"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryLevel
@@ -15,10 +15,14 @@ Flags = TypeVar("Flags")
 class MemoryFlags:
     """The levers that save memory."""
 
-    memory: MemoryLevel = "fastest"
+    unsaid: ClassVar[MemoryLevel] = "fastest"
+    """What `by-flags` means where no flag sets a lever."""
+
+    memory: Literal["by-flags", "fastest", "longest", "auto"] = "by-flags"
     """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: the
     fastest combination that fits by the planner, for each mesh (a disk is used where it is asked for, and not
-    otherwise). The flags below set one lever each, whatever this says."""
+    otherwise). The flags below set one lever each, whatever this says. by-flags: exactly what these flags say; without
+    any, plan and train take auto, and verify takes fastest."""
     checkpointing: Literal["by-memory", "none", "attention", "output", "layers"] = "by-memory"
     """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
     attention's output, its input alone. by-memory: as --memory says."""
@@ -67,9 +71,16 @@ class MemoryFlags:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def level(self) -> MemoryLevel:
+        """The levers together: as `memory` says, or what `by-flags` comes to."""
+        if self.memory != "by-flags":
+            return self.memory
+        return "fastest" if self.fixed() else self.unsaid
+
+    @property
     def chooses(self) -> bool:
         """Whether the planner chooses levers."""
-        return self.memory == "auto"
+        return self.level == "auto"
 
     def levels(self) -> Memory:
         """The levers that are asked for; of those that the planner chooses, the fixed ones over the fastest.
@@ -81,7 +92,7 @@ class MemoryFlags:
         # It chooses a checkpointing to go with them.
         if self.chooses and (fixed.get("offload", "none") != "none" or fixed.get("layers_per_checkpoint", 1) != 1):
             fixed.setdefault("checkpointing", "layers")
-        return replace(LONGEST if self.memory == "longest" else FASTEST, **fixed)
+        return replace(LONGEST if self.level == "longest" else FASTEST, **fixed)
 
 
 def flags_to_add(given: Memory, wanted: Memory) -> list[str]:

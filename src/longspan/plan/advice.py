@@ -49,7 +49,7 @@ def choose(
     least = least_memory(model, job, mesh, hardware, fixed)
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}, whatever is saved: with "
-        f"{least.job.memory.described()} it still {least.reasons[0]}. Item by item: "
+        f"{least.job.memory.described()} it still {least.short_of(0)[0]}. Item by item: "
         f"{spelled_items(least.memory_bytes)}. "
         f"{what_would_do(model, job, mesh.gpus, hardware, fixed, chooses=True)}"
     )

@@ -109,7 +109,7 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
     """What was found, and the job with the context and the levers of the plan that is recommended."""
     job, fixed = config.job(), config.fixed()
     if config.context == "max":
-        if config.memory == "longest":
+        if config.level == "longest":
             fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
         best = longest(model, job, config.gpus, hardware, fixed)
         if best is None:
@@ -120,7 +120,7 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
             )
         job = dataclasses.replace(best.job, memory=job.memory)
         found = search_levers(model, job, config.gpus, hardware, fixed)
-    elif config.memory == "auto":
+    elif config.level == "auto":
         found = search_levers(model, job, config.gpus, hardware, fixed)
     else:
         return job, search(model, job, config.gpus, hardware)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from longspan.core.cached import CacheCode, CacheOffload
 from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
+from longspan.core.memory import MemoryLevel
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeChoice, RopeFlags
 from longspan.plan.job import Job
@@ -23,6 +24,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
 
     Needs neither torch nor a GPU. A GB is 1e9 bytes.
     """
+
+    unsaid: ClassVar[MemoryLevel] = "auto"
 
     model: str
     """A built-in name (llama-3.1-8b, qwen3-30b-a3b, ...) or the path of a Hugging Face config.json or its folder."""
@@ -84,7 +87,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     compare: bool = False
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
-    """Print JSON (schema longspan.plan/2, see docs/plan.md) instead of tables."""
+    """Print JSON (schema longspan.plan/3, see docs/plan.md) instead of tables."""
     html: Path | None = None
     """Write one self-contained page with sliders for context and GPUs, and switches for checkpointing, levers, kind of
     GPU and batch."""

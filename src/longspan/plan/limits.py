@@ -101,8 +101,8 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
     yield from not_in_this_version(model, job, mesh)
 
 
-def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
-    """What of the mesh, the model and the job is planned, and not run."""
+def mesh_not_run(model: ModelShape, mesh: Mesh) -> list[str]:
+    """What of the mesh is planned, and not run."""
     said = [
         f"{axis}={getattr(mesh, axis)} is planned from its formulas: this version of longspan does not run it"
         for axis in AXES
@@ -110,6 +110,12 @@ def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     ]
     if mesh.tensor > 1 and not all(known_to_cut(layer) for layer, _ in model.layer_kinds):
         said.append(f"tensor={mesh.tensor} is planned from its formulas: longspan.parallelize cannot cut this family")
+    return said
+
+
+def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
+    """What of the mesh, the model and the job is planned, and not run."""
+    said = mesh_not_run(model, mesh)
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":

@@ -2,7 +2,7 @@
 
 `longspan.parallelize(memory="auto")` and `longspan train --memory auto` ask `longspan.plan.advice.choose`. The levers
 are looked for on a lattice of a hundred combinations: of a count either 1 or 0 ("as many as it takes"), and a disk only
-where it is asked for, since it is worn by what is written to it.
+where it is asked for, since it is worn by what is written to it. For more than 1,024 GPUs there are eight combinations.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from longspan.plan.cost.compute import optimizer_seconds
 from longspan.plan.cost.memory import memory as memory_items
 from longspan.plan.cost.offload import offloaded
 from longspan.plan.cost.times import step_times
-from longspan.plan.job import RUNS, Job, Mesh
-from longspan.plan.limits import mesh_refusal, refusal
+from longspan.plan.job import Job, Mesh
+from longspan.plan.limits import mesh_not_run, mesh_refusal, refusal
 from longspan.plan.search import (
     Plan,
     Search,
@@ -44,7 +44,7 @@ LONGEST_LOOKED_FOR = 1 << 32
 """Tokens at which the search for the longest context stops."""
 
 MOST_GPUS = 1 << 10
-"""GPUs that levers are chosen for mesh by mesh."""
+"""GPUs for which all combinations are tried on each mesh, and the longest context is searched."""
 
 _LATTICE: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
@@ -57,9 +57,20 @@ _LATTICE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None) -> list[Memory]:
-    """The combinations that are looked at, `fixed` levers as they are given."""
-    axes = dict(_LATTICE)
+_MANY_GPUS: dict[str, tuple[Any, ...]] = {
+    "layers_per_checkpoint": (1,),
+    "offload": ("none",),
+    "tiled_norms": (False,),
+    "head_chunks": (1,),
+    "cpu_offload": (False,),
+}
+
+
+def lattice(
+    job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None, *, many_gpus: bool = False
+) -> list[Memory]:
+    """The combinations that are looked at, `fixed` levers as they are given. With `many_gpus`, only eight."""
+    axes = {**_LATTICE, **(_MANY_GPUS if many_gpus else {})}
     if hardware.on_cpu:  # its ranks compute in the host's memory as it is
         axes |= {"offload": ("none",), "cpu_offload": (False,)}
     if not job.weight_sharding:  # it moves what FSDP holds
@@ -82,36 +93,43 @@ def lattice(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None
     return found
 
 
-def seconds_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of a step, as `longspan.plan.search.cost` has them."""
-    moved = offloaded(model, job, mesh, hardware).seconds
-    return sum(step_times(model, job, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware) + moved
-
-
 def fastest_levers(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> tuple[Memory, str] | None:
     """`longspan.plan.advice.choose`; None where nothing fits."""
-    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
+    many = mesh.gpus > MOST_GPUS
+    jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed, many_gpus=many)]
+    fitting = {each for each in jobs if fits_in_memory(model, each, mesh, hardware)}
+    if not fitting:
+        return None
+    times: dict[Job, tuple[float, float]] = {}
+
+    def seconds(each: Job) -> float:
+        on_gpu = replace(each, memory=replace(each.memory, offload="none"))  # what moves has its own seconds
+        if on_gpu not in times:
+            times[on_gpu] = step_times(model, on_gpu, mesh, hardware)
+        moved = offloaded(model, each, mesh, hardware).seconds
+        return sum(times[on_gpu]) + optimizer_seconds(model, each, mesh, hardware) + moved
 
     def order(each: Job) -> tuple[float, int]:
         # Of combinations that take the same time, to four digits, the one of fewest levers.
-        return float(f"{seconds_of(model, each, mesh, hardware):.4g}"), _levers(each.memory)
+        return float(f"{seconds(each):.4g}"), _levers(each.memory)
 
-    ordered = sorted(jobs, key=order)
-    for at, each in enumerate(ordered):
-        if not fits_in_memory(model, each, mesh, hardware):
-            continue
-        took = seconds_of(model, each, mesh, hardware)
-        why = f"memory: {each.memory.described()}; {took:,.1f} s a step by this model"
-        if at:
-            before = cost(model, ordered[at - 1], mesh, hardware)
-            why += (
-                f". What is faster ({at} of {len(ordered)} combinations) does not fit; the last of these, "
-                f"{before.job.memory.described()}, {before.reasons[0]}"
-            )
-        return each.memory, why
-    return None
+    bare = min(jobs, key=lambda each: _levers(each.memory))
+    asked = sum(value != getattr(FASTEST, name) for name, value in (fixed or {}).items())
+    # No lever makes a step shorter, but for head chunks, which an overlapped exchange may go in.
+    nothing_faster = bare in fitting and _levers(bare.memory) == asked and job.exchange_chunks == 1
+    ordered = [bare] if nothing_faster else sorted(jobs, key=order)
+    at = next(at for at, each in enumerate(ordered) if each in fitting)
+    memory = ordered[at].memory
+    why = f"memory: {memory.described()}; {seconds(ordered[at]):,.1f} s a step by this model"
+    if at:
+        before = cost(model, ordered[at - 1], mesh, hardware)
+        why += (
+            f". What is faster ({at} of {len(ordered)} combinations) does not fit; the last of these, "
+            f"{before.job.memory.described()}, {before.reasons[0]}"
+        )
+    return memory, why
 
 
 def _levers(memory: Memory) -> int:
@@ -139,18 +157,13 @@ def chosen_plan(
     if found is None:
         return least_memory(model, job, mesh, hardware, fixed)
     plan = planned(model, replace(job, memory=found[0]), mesh, hardware)
-    return replace(plan, notes=(found[1], *plan.notes))
+    return plan if found[0] == FASTEST else replace(plan, notes=(found[1], *plan.notes))
 
 
 def search_levers(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Search:
-    """`longspan.plan.search.search`, each mesh with the levers that `choose` takes.
-
-    Raises:
-        LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
-    """
-    check_number("gpus with --memory auto", gpus, 1, MOST_GPUS, whole=True)
+    """`longspan.plan.search.search`, each mesh with the levers that `choose` takes."""
 
     def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         return chosen_plan(model, job, mesh, hardware, fixed)
@@ -186,12 +199,24 @@ def longest(
     """
     check_values(model=model, job=job, hardware=hardware)
     check_number("gpus with --context max", gpus, 1, MOST_GPUS, whole=True)
+    reached, at_it = _furthest(model, job, leanest(job, hardware, fixed), gpus, hardware)
+    if not reached:
+        return None
+    plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in at_it]
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
+
+
+def _furthest(
+    model: ModelShape, job: Job, memories: list[Memory], gpus: int, hardware: Hardware
+) -> tuple[int, list[Mesh]]:
+    """The longest context, in multiples of 1,024 tokens, that fits by one of `memories`, and the meshes that hold it;
+    0 where none does."""
     candidates = [mesh for mesh in meshes(gpus) if may_run(model, job, mesh)]
     # Those that cut the sequence into most parts first: they are the likely ones, and what they reach bounds the rest.
     candidates.sort(key=lambda mesh: -mesh.sequence)
     reached, at_it = 0, list[Mesh]()
     for mesh in candidates:
-        for memory in leanest(job, hardware, fixed):
+        for memory in memories:
             with_it = replace(job, memory=memory)
             if reached and not _fits_at(model, with_it, reached + STEP, mesh, hardware):
                 if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
@@ -200,10 +225,7 @@ def longest(
             found = _whole(model, longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR))
             if found > reached:
                 reached, at_it = found, [mesh]
-    if not reached:
-        return None
-    plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in at_it]
-    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
+    return reached, at_it
 
 
 def longest_on(
@@ -230,8 +252,8 @@ def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Ha
 
 def may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
     """Whether this version runs the mesh, and it can hold the job at some context."""
-    runs = all(getattr(mesh, axis) == 1 for axis in ("data", "ring", "ulysses", "tensor") if axis not in RUNS)
-    return runs and mesh_refusal(model, replace(job, context=max(job.context, STEP * mesh.sequence)), mesh) is None
+    at_some_context = replace(job, context=max(job.context, STEP * mesh.sequence))
+    return not mesh_not_run(model, mesh) and mesh_refusal(model, at_some_context, mesh) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,13 +268,15 @@ class LeverRow:
         name: of the row.
         plan: the job with it.
         saved_bytes: less than with none, per GPU; below 0 where it takes more.
-        max_context: the longest that fits, in multiples of 1,024 tokens; 0 where none does.
+        max_context: the longest that fits on as many GPUs, in multiples of 1,024 tokens; 0 where none does.
+        max_mesh: the mesh that holds it; None where none does.
     """
 
     name: str
     plan: Plan
     saved_bytes: int
     max_context: int
+    max_mesh: Mesh | None
 
 
 def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
@@ -280,7 +304,8 @@ def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memor
 
 
 def lever_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> list[LeverRow]:
-    """Each lever alone, and together: bytes saved, time, longest context. Of training.
+    """Return a row for each lever, for several together, and for what `longest` finds: bytes saved and time on `mesh`,
+    and the longest context on any mesh of as many GPUs. Of training.
 
     Raises:
         LongspanError: for another mode, or if the mesh cannot hold the job.
@@ -288,9 +313,14 @@ def lever_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> l
     if job.mode != "train":
         raise LongspanError(f"--levers is about what a backward needs, and --mode is {job.mode}; take --mode train")
     rows: list[LeverRow] = []
-    for name, memory in _rows(job, mesh, hardware):
+    asked = [*_rows(job, mesh, hardware)]
+    found = longest(model, job, mesh.gpus, hardware)
+    if found is not None:
+        asked.append(("the longest context of all (--context max)", found.job.memory))
+    for name, memory in asked:
         plan = cost(model, replace(job, memory=memory), mesh, hardware)
         before = rows[0].plan.memory_total_bytes if rows else plan.memory_total_bytes
-        most = longest_context(model, plan.job, mesh, hardware, LONGEST_LOOKED_FOR) // STEP * STEP
-        rows.append(LeverRow(name, plan, before - plan.memory_total_bytes, most))
+        reached, held_by = _furthest(model, job, [memory], mesh.gpus, hardware)
+        on = mesh if mesh in held_by or not held_by else held_by[0]
+        rows.append(LeverRow(name, plan, before - plan.memory_total_bytes, reached, on if reached else None))
     return rows

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from longspan.core.checked import LARGEST_COUNT, check_number, spell
+from longspan.core.counts import size
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.compute import model_flops, optimizer_seconds
@@ -110,13 +111,15 @@ class Plan:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it does not fit, and the notes."""
-        if self.fits:
-            return self.notes
+        return (*self.short_of(), *self.notes)
+
+    def short_of(self, most: int = 2) -> tuple[str, ...]:
+        """Say which memory is too small, with the `most` largest items of the GPU's; empty where all fits."""
         short = []
         if self.headroom_bytes < 0:
+            largest = f" (most of it: {spelled_items(self.memory_bytes, most)})" if most else ""
             short.append(
-                f"needs {self.memory_total_bytes / GB:.1f} GB of {self.hardware.memory_bytes / GB:.1f} GB per GPU "
-                f"(most of it: {spelled_items(self.memory_bytes, 2)})"
+                f"needs {_rounded(self.memory_total_bytes)} of {_rounded(self.hardware.memory_bytes)} per GPU{largest}"
             )
         if not self.offloaded.fits(self.hardware):
             there, node = self.offloaded, self.hardware
@@ -125,7 +128,7 @@ class Plan:
                 f"needs {there.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
                 f"memory per node{on_disk} (of each GPU: {spelled_items(there.host_bytes)})"
             )
-        return (*short, *self.notes)
+        return tuple(short)
 
     @cached_property
     def max_context(self) -> int:
@@ -134,9 +137,14 @@ class Plan:
 
 
 def spelled_items(items: dict[str, int], most: int | None = None) -> str:
-    """Items with their GB, the largest first."""
+    """Items with their sizes, the largest first."""
     largest = sorted((name for name in items if items[name]), key=lambda name: -items[name])[:most]
-    return ", ".join(f"{name} {items[name] / GB:.1f} GB" for name in largest)
+    return ", ".join(f"{name} {_rounded(items[name])}" for name in largest)
+
+
+def _rounded(number: float) -> str:
+    """GB with one digit; what is less than a tenth of one, in its own unit."""
+    return f"{number / GB:.1f} GB" if number >= 0.1 * GB else size(number)
 
 
 @dataclass(frozen=True)
@@ -172,19 +180,34 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     compute, exposed = step_times(model, job, mesh, hardware)
     optimizer = optimizer_seconds(model, job, mesh, hardware)
     there = offloaded(model, job, mesh, hardware)
+    comm = communication(model, job, mesh, hardware)
+    step = compute + optimizer + exposed + there.seconds
     return Plan(
         model=model,
         job=job,
         mesh=mesh,
         hardware=hardware,
         memory_bytes=memory(model, job, mesh, hardware),
-        comm=communication(model, job, mesh, hardware),
+        comm=comm,
         compute_seconds=compute + optimizer,
         exposed_seconds=exposed,
-        step_seconds=compute + optimizer + exposed + there.seconds,
-        notes=(*notes(model, job, mesh), *_said_of(there)),
+        step_seconds=step,
+        notes=(*notes(model, job, mesh), *_said_of(there), *_said_of_weights(comm, job, step)),
         offloaded=there,
     )
+
+
+def _said_of_weights(comm: tuple[Collective, ...], job: Job, step: float) -> Iterator[str]:
+    """Say where a step mostly waits for weights: of decoding, FSDP gathers all of them for every token."""
+    gathers = [each for each in comm if each.op == "all_gather" and each.what.startswith("weights of")]
+    took = sum(each.seconds for each in gathers)
+    if took > step / 2:
+        unit = {"train": "step", "prefill": "prefill", "decode": "token"}[job.mode]
+        gathered = size(sum(each.bytes_total for each in gathers))
+        yield (
+            f"FSDP gathers {gathered} of weights per GPU and {unit}, which takes {took:.3g} s, more than half of it; a "
+            f"tensor axis gathers less, and --no-fsdp, where whole weights fit, nothing"
+        )
 
 
 def _said_of(there: Offloaded) -> Iterator[str]:

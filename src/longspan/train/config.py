@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from longspan.core.cached import CacheCode
 from longspan.core.checked import (
@@ -18,7 +18,7 @@ from longspan.core.checked import (
 )
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
-from longspan.core.memory import Memory
+from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeFlags
 from longspan.ranks.rendezvous import START_TIMEOUT_S
@@ -32,6 +32,8 @@ class TrainConfig(MemoryFlags, RopeFlags):
     Alone, this starts its ranks itself; under torchrun (several machines) it joins them. SIGTERM or Ctrl-C saves a
     checkpoint and ends with code 143 or 130; the same command then goes on from there.
     """
+
+    unsaid: ClassVar[MemoryLevel] = "auto"
 
     data: str = ""
     """Text: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of English that comes

@@ -119,15 +119,12 @@ def check_inputs(config: TrainConfig) -> Inputs:
     """`open_inputs`, and read the first sequence: all that can go wrong before any weight is loaded.
 
     Raises:
-        LongspanError: as `open_inputs`, for a model that `--tensor` cannot cut, for text that is unreadable or too
-            short for one sequence, for an `--out` that another run uses or that cannot be written, and for an `OUT/hf`
-            that longspan did not write.
+        LongspanError: as `open_inputs`, for text that is unreadable or too short for one sequence, for an `--out` that
+            another run uses or that cannot be written, and for an `OUT/hf` that longspan did not write.
     """
     # Nothing is made yet: what is refused, here or by the ranks, leaves nothing behind.
     check_output("--out", config.checkpoints, folder=True)
     inputs = open_inputs(config, verify=False)
-    if config.tensor > 1:
-        _check_tensor(config, inputs.model_config)
     next(iter(inputs.sequences(config.tokens)))
     try:
         # Under torchrun one of the ranks may have it already.
@@ -179,14 +176,6 @@ def _check_vocabulary(config: TrainConfig, model_config: Any, tokenizer: Any) ->
             f"--tokenizer {config.tokenizer_name} has {len(tokenizer)} ids, the model's vocabulary only {size}; use "
             f"the model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
         )
-
-
-def _check_tensor(config: TrainConfig, model_config: Any) -> None:
-    """Look for what speaks against cutting the model's weights, in the model itself."""
-    from longspan.hf.tensor import tensor_plan
-
-    model = model_origin(config, model_config).on_meta()
-    tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:

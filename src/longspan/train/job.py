@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 
 from longspan.core.checked import check_processes
@@ -33,16 +32,10 @@ def run(config: TrainConfig) -> int:
             f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
-    if config.memory == "auto" or config.context == "max":
-        from longspan.train.levers import settled
-
-        config, said = settled(config)
-        config.check()
-        if not launch.under_torchrun() or os.environ.get("RANK") == "0":
-            print(*said, sep="\n", flush=True)
     if config.dry_run:
         from longspan.train.dry import dry_run
 
+        config = _settled(config)
         if launch.is_first_rank():
             print(*dry_run(config), sep="\n", flush=True)
         return 0
@@ -50,6 +43,7 @@ def run(config: TrainConfig) -> int:
         check_processes(config.ranks, config.mesh)
         from longspan.train.inputs import check_inputs, finished
 
+        config = _settled(config)
         nothing_to_do = finished(config, check_inputs(config))
         if nothing_to_do is not None:
             print(nothing_to_do, flush=True)
@@ -61,6 +55,17 @@ def run(config: TrainConfig) -> int:
             print(f"longspan: {stop.why_not}", file=sys.stderr)
         raise
     return 0
+
+
+def _settled(config: TrainConfig) -> TrainConfig:
+    """The config with the context and levers that the planner chooses; the first rank says which."""
+    from longspan.train.levers import settled
+
+    config, said = settled(config)
+    config.check()
+    if said and launch.is_first_rank():
+        print(*said, sep="\n", flush=True)
+    return config
 
 
 def _train(config: TrainConfig) -> None:
@@ -85,6 +90,7 @@ def _train_rank(config: TrainConfig) -> None:
 
         if launch.started_elsewhere():
             with agreement.refusing_together(heart.peers, alive=True):
+                config = _settled(config)
                 check_inputs(config)
         disable_progress_bar()  # one per rank for every file that is read or written
         Trainer(config, heart).run()

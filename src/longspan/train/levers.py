@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from longspan.core.errors import LongspanError
-from longspan.core.memory import LONGEST, Memory
+from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.auto import BASE_OF_A_RANK as BASE
-from longspan.hf.auto import device_memory, hardware_of, shape_of
+from longspan.hf.auto import device_memory, hardware_of
 from longspan.plan.advice import choose
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory import STEP, longest_on
@@ -15,20 +15,22 @@ from longspan.train.config import TrainConfig
 
 
 def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """The config with a context and levers that are named one by one, and what to say of them.
+    """Return the config with a context and levers that are named one by one, and what to say of them.
 
     From the config, the model's config and the device's size alone, so every rank of several machines that are alike
     settles the same; what is not is refused when they compare their settings.
 
     Raises:
-        LongspanError: where nothing fits, with the sum, item by item, and what would do.
+        LongspanError: for a model that `--tensor` cannot cut; for a mesh that cannot hold its heads, as `longspan plan`
+            says it; and where nothing fits, with the sum, item by item, and what would do.
     """
-    if config.memory != "auto" and config.context != "max":
-        return config, []
     import torch
 
+    from longspan.hf.levers import LeverModules
     from longspan.hf.pretrained import read_model_config
-    from longspan.train.inputs import model_flag
+    from longspan.hf.shapes import shape_of_model
+    from longspan.hf.tensor import tensor_plan
+    from longspan.train.inputs import model_flag, model_origin
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     held = None if config.rank_memory is None else 1e9 * config.rank_memory
@@ -38,7 +40,8 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     hardware = hardware_of(device, held)
     # As it is: how long it reaches with the RoPE scaling that is asked for follows from both.
     model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
-    shape = shape_of(model_config)
+    model = model_origin(config, model_config).on_meta()
+    shape = shape_of_model(model)
     job = Job(
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
@@ -47,8 +50,19 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         tensor_style=config.tensor_style,
     )
     mesh = Mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
+    if config.tensor > 1:
+        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
+    for layer, _ in shape.layer_kinds:
+        problem = layer.mixer.ulysses_refusal(job, mesh)
+        if problem is not None:
+            raise LongspanError(problem)
+    if config.level != "auto" and config.context != "max":
+        return config, []
     fixed = config.fixed()
-    if config.memory == "longest":
+    routes = getattr(model_config.get_text_config(), "output_router_logits", False)
+    if LeverModules(model).untiled is not None or routes:
+        fixed.setdefault("tiled_mlp", 1)
+    if config.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
     if config.context == "max":
@@ -61,7 +75,14 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
         said.append(f"--context max: {context:,} tokens{bound}")
         job = dataclasses.replace(job, context=context)
-    levers, why = choose(shape, job, mesh, hardware, fixed)
+    try:
+        levers, why = choose(shape, job, mesh, hardware, fixed)
+    except LongspanError as error:
+        if config.memory != "by-flags" or config.context == "max":
+            raise
+        raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
+    if config.memory == "by-flags" and levers == FASTEST and config.context != "max":
+        return config, []
     said.append(why)
     return _with(dataclasses.replace(config, context=job.context), levers), said
 

@@ -7,6 +7,7 @@ the running code to the byte in the tests. LASP-2 is a formula (its source stand
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -112,15 +113,18 @@ def between(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     if not runs_between(len(layers), job):
         return found
     group = layers_per_checkpoint(len(layers), job.memory.layers_per_checkpoint)
-    for at, layer in enumerate(layers):
-        last = min(at // group * group + group, len(layers)) - 1
-        if at == last:
-            continue
-        found += layer_tensor(model, layer, replace(job, mode="prefill", batch=mesh.data), mesh)
+    lasts = [min(at // group * group + group, len(layers)) - 1 for at in range(len(layers))]
+    # Layers of one kind send the same: cost each kind once.
+    runs = Counter(
+        (layer, at < last - 1) for at, (layer, last) in enumerate(zip(layers, lasts, strict=True)) if at < last
+    )
+    for (layer, gathers), count in runs.items():
+        sent = layer_tensor(model, layer, replace(job, mode="prefill", batch=mesh.data), mesh)
         if job.memory.checkpointing == "layers":
-            found += _forward_alone(functools.partial(layer.mixer.sent, mesh=mesh), job)
-        if at < last - 1:
-            found += layer_weights(layer, job, mesh)[:1]
+            sent += _forward_alone(functools.partial(layer.mixer.sent, mesh=mesh), job)
+        if gathers:
+            sent += layer_weights(layer, job, mesh)[:1]
+        found += [replace(each, calls=each.calls * count) for each in sent]
     return found
 
 

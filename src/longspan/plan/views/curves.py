@@ -16,6 +16,7 @@ from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
+from longspan.plan.views.report import command
 
 BEST = 6
 """Plans kept of every point, beside the pure meshes and the recommended one."""
@@ -118,6 +119,7 @@ def _point(found: Search, gpus: int, collectives: _Table, notes: _Table) -> dict
         "legal": len(found.plans),
         "rejected": len(found.rejected),
         "recommended": None if found.recommended is None else kept.index(found.recommended),
+        "command": None if found.recommended is None else command(found.recommended),
         "plans": [_compact(plan, collectives, notes) for plan in kept],
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from longspan.plan.memory import LeverRow
 from longspan.plan.views.columns import Column, Columns
 from longspan.plan.views.levers import published
-from longspan.plan.views.units import gb, seconds, size
+from longspan.plan.views.units import seconds, size
 
 
 def lever_table(rows: Sequence[LeverRow], gpus: int) -> Columns:
@@ -21,7 +21,7 @@ def lever_table(rows: Sequence[LeverRow], gpus: int) -> Columns:
     columns = [
         Column("lever", [*(row.name for row in rows), *names], folds=True),
         Column("memory", [*(size(row.plan.memory_total_bytes) for row in rows), *blank], right=True),
-        Column("saved", [*(_saved(row.saved_bytes) for row in rows), *blank], spare=1, right=True),
+        Column("saved", [*(_saved(row.saved_bytes) for row in rows), *blank], spare=4, right=True),
         Column("host / node", [*(_size(t.host_node_bytes) for t in there), *blank], spare=2, right=True),
         Column("disk / node", [*(_size(t.disk_node_bytes) for t in there), *blank], spare=3, right=True),
         Column("step", [*(seconds(row.plan.step_seconds) for row in rows), *blank], right=True),
@@ -31,9 +31,10 @@ def lever_table(rows: Sequence[LeverRow], gpus: int) -> Columns:
             [*(f"{row.max_context:,}" for row in rows), *(f"{found.context:,}" for found in theirs)],
             right=True,
         ),
+        Column("on", [*(str(row.max_mesh or "") for row in rows), *blank], spare=1),
     ]
     return Columns(
-        f"levers on {first.mesh}, at {first.job.context:,} tokens, on GPUs of {gb(first.hardware.memory_bytes)} GB",
+        f"levers on {first.mesh}, at {first.job.context:,} tokens, on GPUs of {size(first.hardware.memory_bytes)}",
         columns,
         [*(None if row.plan.fits else "red" for row in rows), *("dim" for _ in theirs)],
         [len(rows)] if theirs else [],

@@ -69,6 +69,7 @@ def levers_dict(rows: Sequence[LeverRow], gpus: int) -> dict[str, Any]:
                 "disk_node_bytes": row.plan.offloaded.disk_node_bytes,
                 "step_seconds": row.plan.step_seconds,
                 "max_context": row.max_context,
+                "max_mesh": None if row.max_mesh is None else asdict(row.max_mesh),
             }
             for row in rows
         ],

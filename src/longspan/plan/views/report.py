@@ -17,7 +17,7 @@ from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
 
-SCHEMA = "longspan.plan/2"
+SCHEMA = "longspan.plan/3"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
 
 
@@ -231,6 +231,8 @@ def _started(plan: Plan, name: str, words: list[str]) -> str:
 
 def memory_flags(memory: Memory) -> list[str]:
     """The flags of `longspan plan` and `longspan train` that say these levers."""
+    if memory == Memory():
+        return ["--memory fastest"]
     if memory == Memory(checkpointing="layers"):
         return ["--grad-checkpointing"]
     lean = replace(memory, offload="none", offload_folder="", cpu_offload=False) == LONGEST

@@ -11,7 +11,7 @@ from longspan.core.counts import parameters
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
-from longspan.plan.limits import not_in_this_version
+from longspan.plan.limits import GB, not_in_this_version
 from longspan.plan.memory import LeverRow
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
@@ -19,7 +19,7 @@ from longspan.plan.search import Plan, Search, spelled_items
 from longspan.plan.views.columns import Column, Columns
 from longspan.plan.views.lever_table import lever_table
 from longspan.plan.views.report import command
-from longspan.plan.views.units import GB, gb, seconds, size
+from longspan.plan.views.units import seconds, size
 
 REASONS = 3
 """Reasons against meshes that are printed; the JSON has all."""
@@ -119,11 +119,16 @@ def _verdict(plan: Plan, found: Search) -> str:
 
 
 def _meshes(found: Search, top: int) -> Columns:
-    plans = found.plans[:top]
+    plans = list(found.plans[:top])
+    best = found.recommended
+    if best is not None and all(plan is not best for plan in plans):
+        plans[-1:] = [best]
     ways = {_round(plan) for plan in plans} - {""}
     captions = [f"rings: {way}" for way in ways] if len(ways) == 1 else []
     if any(plan.fits and not plan.runs for plan in plans):
         captions.append("planned only: from formulas, this version does not run it")
+        if best is not None and best is plans[-1]:
+            captions.append(f"recommended: the fastest that runs, number {found.plans.index(best) + 1} of all")
     left = len(found.plans) - top
     if left > 0:
         captions.append(f"and {left} more (--top {len(found.plans)} shows all)")
@@ -146,9 +151,9 @@ def _meshes(found: Search, top: int) -> Columns:
 def _memory(plan: Plan) -> Columns:
     held = {name: nbytes for name, nbytes in plan.memory_bytes.items() if nbytes}
     columns = [
-        Column("GB", [f"{gb(n)} GB" for n in (*held.values(), plan.memory_total_bytes)], right=True),
+        Column("size", [size(n) for n in (*held.values(), plan.memory_total_bytes)], right=True),
         Column("item", [*held, "total"]),
-        Column("what", [*(ITEMS[name] for name in held), f"of {gb(plan.hardware.memory_bytes)} GB"], folds=True),
+        Column("what", [*(ITEMS[name] for name in held), f"of {size(plan.hardware.memory_bytes)}"], folds=True),
     ]
     return Columns(f"memory per GPU, {_named(plan)}", columns, sections=[len(held)], header=False)
 
@@ -200,7 +205,7 @@ def _nothing_fits(found: Search, advice: str) -> Text:
         else "no context fits, however short"
     )
     said = (
-        f"nothing fits; the nearest is {nearest.mesh}: {nearest.reasons[0]}. Item by item: "
+        f"nothing fits; the nearest is {nearest.mesh}: {nearest.short_of(0)[0]}. Item by item: "
         f"{spelled_items(nearest.memory_bytes)}. As it was asked for, {so_far}. {advice}"
     )
     return Text(said.rstrip(), style="bold red")

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-GB = 1e9
+from longspan.core.counts import size
 
-
-def gb(size: float) -> str:
-    """Bytes in GB (1e9), with as many digits as are worth reading."""
-    value = size / GB
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
-
-
-def size(number: float) -> str:
-    """Bytes with the unit that suits them, powers of 1000."""
-    for limit, factor, unit in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB")):
-        if number < limit:
-            return f"{number / factor:.3g} {unit}"
-    return f"{gb(number)} GB" if number < 1e13 else f"{number / 1e12:.3g} TB"
+__all__ = ["seconds", "size"]
 
 
 def seconds(value: float) -> str:
