@@ -11,20 +11,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import longspan
-from tests.models import build, sharding
+from tests.models import MORE, build, sharding
 
 PROMPT, NEW = 37, 8
 CHANGES: dict[str, dict[str, Any]] = {
-    "DeepseekV3": {
-        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-        "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
-    },
-    "DeepseekV2": {
-        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-        "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-        "moe_intermediate_size": 24, "n_shared_experts": 1,
-    },
+    "DeepseekV3": MORE["DeepseekV3"],
+    "DeepseekV2": {**MORE["DeepseekV2"], "q_lora_rank": 24},
     "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
                 "max_position_embeddings": 16},
     "longrope": {"rope_parameters": {

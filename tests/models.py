@@ -101,8 +101,29 @@ MORE: dict[str, dict[str, Any]] = {
         "altup_num_inputs": 2,
         "activation_sparsity_pattern": [0.5, 0.0],
     },
-}
+    "Olmoe": {**EXPERTS, "num_experts": 4},
+    "Glm4": {"head_dim": 8},
+    "DeepseekV2": {
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24, "n_shared_experts": 1,
+    },
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
+    },
+    "GraniteMoe": {**EXPERTS, "num_local_experts": 4},
+    "HunYuanDenseV1": {"head_dim": 8},
+    "HunYuanMoEV1": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+}  # fmt: skip
 """Families that only some tests build."""
+
+UNEVEN: dict[str, Any] = {
+    "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 50, "vocab_size": 61,
+    "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Of a Llama of which no tensor axis divides heads, features or vocabulary."""
 
 MASKED = {"Albert", "DistilBert", "Bert", "ModernBert", "MobileBert", "Esm"}
 """Masked language models: bidirectional, and the logits at a token predict that token."""

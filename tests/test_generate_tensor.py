@@ -14,7 +14,7 @@ from longspan.hf.tensor import TensorStyle
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models import shape_from_config
 from tests.generating import PROMPT, check_generated, generated, prompt
-from tests.models import build
+from tests.models import UNEVEN, build
 from tests.pool import RankPool
 
 Cut = tuple[dict[str, int], TensorStyle, bool]
@@ -34,11 +34,16 @@ MESHES: dict[str, list[Cut]] = {
     "Gemma3Text": [({"tensor": 2, "ring": 2}, "megatron-sp", False), ({"tensor": 2, "ulysses": 2}, "tp", True)],
     "GptOss": [({"tensor": 2, "ulysses": 2}, "tp", False), ({"tensor": 4}, "megatron-sp", True)],
     "Mixtral": [({"tensor": 2, "ring": 2}, "tp", True), ({"tensor": 4}, "megatron-sp", False)],
+    "uneven": [({"tensor": 4}, "tp", False), ({"tensor": 2, "ulysses": 2}, "megatron-sp", True)],
+    "Olmo2": [({"tensor": 4}, "megatron-sp", True)],
+    "Phi3": [({"tensor": 2, "ring": 2}, "tp", False)],
+    "DeepseekV3": [({"tensor": 4}, "tp", False)],
+    "Llama4Text": [({"tensor": 2, "ulysses": 2}, "tp", False)],
 }
 
 
 def _made(name: str) -> Any:
-    return build(name, **WIDE).eval()
+    return (build("Llama", **UNEVEN) if name == "uneven" else build(name, **WIDE)).eval()
 
 
 def _cut(name: str, mesh: dict[str, int], style: TensorStyle, fsdp: bool) -> tuple[Any, longspan.SequenceSharding]:

@@ -277,7 +277,7 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
 
 def test_no_command_for_what_this_version_does_not_run() -> None:
     for model, job, mesh, said in (
-        (replace(read_model("gpt-1.2b"), vocab=50304), Job(context=1024), Mesh(tensor=2), "cannot cut this family"),
+        (replace(read_model("gpt-1.2b"), vocab=50304), Job(context=1024), Mesh(tensor=2), "not counted exactly"),
         (LLAMA, Job(context=8192, tiled_loss=False), Mesh(ulysses=2), "this version"),
     ):
         plan = cost(model, job, mesh, A100)

@@ -14,7 +14,7 @@ from longspan import LongspanError
 from longspan.comm.tensor import TensorGroup
 from longspan.core.memory import Memory
 from tests.fakes import fake_world
-from tests.models import Truth, batch, build, compare, truth_of, widened
+from tests.models import UNEVEN, Truth, batch, build, compare, truth_of, widened
 
 Case = tuple[dict[str, int], dict[str, Any]]
 
@@ -22,6 +22,7 @@ EIGHT = {"num_attention_heads": 8}
 BIASED = {**EIGHT, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
 KEPT = Memory(checkpointing="attention", recompute_mlp_act=True, head_chunks=2)
 SP: dict[str, Any] = {"tensor_style": "megatron-sp"}
+ON_4: list[Case] = [({"tensor": 4}, {**SP, "fsdp": False}), ({"tensor": 2, "ring": 2}, {"memory": KEPT})]
 
 # Every mesh of 4 ranks with a tensor axis, both styles, with FSDP and without; and what else may be asked for. Of two
 # KV heads, four ranks share each.
@@ -59,6 +60,28 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
         [({"tensor": 4}, {}), ({"tensor": 2, "data": 2}, SP), ({"tensor": 2, "ulysses": 2}, {"fsdp": False})],
     ),
     "Qwen3Moe": ({"output_router_logits": True}, [({"tensor": 2, "ring": 2}, SP)]),
+    "uneven": (
+        UNEVEN,
+        [
+            ({"tensor": 4}, {}),
+            ({"tensor": 4}, {**SP, "fsdp": False}),
+            ({"tensor": 2, "ulysses": 2}, SP),
+            ({"tensor": 2, "ring": 2}, {"memory": "longest"}),
+            ({"tensor": 2, "data": 2}, {"logits": True}),
+        ],
+    ),
+    # Norms over all heads, of queries and of keys that two ranks share.
+    "Olmo2": ({**UNEVEN, "num_attention_heads": 4, "num_key_value_heads": 2}, ON_4),
+    "Olmo3": ({}, [({"tensor": 2, "ring": 2}, {**SP, "memory": "longest"})]),
+    "Olmoe": ({"output_router_logits": True, "num_experts": 7}, ON_4),
+    "Phi3": ({"vocab_size": 61}, ON_4),
+    "Glm4": ({"vocab_size": 61, "intermediate_size": 50, "attention_bias": True}, ON_4),
+    "DeepseekV2": ({}, ON_4),
+    "DeepseekV3": ({"num_attention_heads": 6, "num_key_value_heads": 6, "attention_bias": True}, ON_4),
+    "GraniteMoe": ({"output_router_logits": True}, [({"tensor": 2, "ring": 2}, SP)]),
+    "HunYuanDenseV1": ({}, [({"tensor": 4}, SP)]),
+    "HunYuanMoEV1": ({}, [({"tensor": 2, "ulysses": 2}, {})]),
+    "Llama4Text": ({"num_local_experts": 7, "num_experts_per_tok": 1}, ON_4),
 }
 ON_8 = {
     "Llama": (  # every mesh with the axis
@@ -84,7 +107,7 @@ ON_8 = {
 
 
 def a_model(family: str, **changes: Any) -> Any:
-    return build(family, vocab_size=64, **changes)
+    return build("Llama" if family == "uneven" else family, **{"vocab_size": 64, **changes})
 
 
 def sharding(mesh: dict[str, int]) -> longspan.SequenceSharding:
@@ -189,12 +212,16 @@ _OPTIONS: dict[str, Any] = {
     ("family", "changes", "tensor", "said"),
     [
         ("Llama", {"num_attention_heads": 4}, 8, ("tensor=8", "4 query heads", "try `tensor=4, ulysses=2`")),
-        ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 2, ("3 key", "tensor=1")),
-        ("Llama", {"vocab_size": 63}, 2, ("63 entries", "tensor=1", "pad_to_multiple_of=2")),
-        ("Llama", {"intermediate_size": 50}, 4, ("50 features", "mlp", "tensor=2, ulysses=2")),
+        ("Llama", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, 8, ("6 query", "tensor=4")),
+        ("Llama", {"intermediate_size": 5}, 4, ("5 features", "mlp", "tensor=2, ulysses=2")),
         ("Mixtral", {"num_local_experts": 6}, 4, ("6 experts", "tensor=2")),
         ("GPT2", {}, 2, ("no tensor-parallel plan", "gpt2", "tensor=1")),
-        ("Olmo2", {}, 2, ("colwise_gather_output", "q_proj", "tensor=1")),
+        (
+            "Llama",
+            {"base_model_tp_plan": {"layers.*.self_attn.q_proj": "colwise_gather_output"}},
+            2,
+            ("colwise_gather_output", "q_proj", "any order", "tensor=1"),
+        ),
         ("Llama", {"attention_dropout": 0.5}, 2, ("draws", "set it to 0")),
     ],
 )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from longspan.hf.gradients import no_sync as no_sync
     from longspan.hf.in_backward import optimizer_in_backward as optimizer_in_backward
     from longspan.hf.kv_cache import ShardedCache as ShardedCache
+    from longspan.hf.levers import compile_layers as compile_layers
     from longspan.hf.loading import from_pretrained as from_pretrained
     from longspan.hf.logprobs import token_logprobs as token_logprobs
     from longspan.hf.loss import causal_lm_loss as causal_lm_loss
@@ -44,6 +45,7 @@ _HOME = {
     "TrainerMixin": "longspan.trainers.mixin",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.loss",
+    "compile_layers": "longspan.hf.levers",
     "explain": "longspan.hf.explain",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.nonfinite",

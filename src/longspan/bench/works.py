@@ -25,6 +25,7 @@ from longspan.bench.tensor import Tensors
 from longspan.comm.mesh import AXES, OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.core.cached import CacheCode
+from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.plan.job import Mesh
 
@@ -162,6 +163,8 @@ def sequence_attention(row: Row, case: Case) -> Work:
 def tensor_attention(row: Row, case: Case) -> Work:
     """Attention on my heads of all tokens, and the two sums of hidden states of a layer."""
     group = case.shardings.of(row).mesh.get_group("tensor")  # type: ignore[union-attr]
+    if case.heads % group.size() or case.kv_heads % group.size():
+        raise LongspanError(f"tensor={group.size()} does not divide {case.heads} query and {case.kv_heads} KV heads")
     tensors = Tensors(group, by_tokens=row.kind.job.get("tensor_style") == "megatron-sp")
     one = SequenceSharding(OneDeviceMesh(case.device.type))
     q, k, v, grad = case.tensors()

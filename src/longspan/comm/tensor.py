@@ -17,6 +17,41 @@ from torch import Tensor
 
 from longspan.comm import gather
 from longspan.comm.mesh import find_group, group_name
+from longspan.core.buckets import Span, even_span
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which entries of a weight's dimension each rank of a group computes with.
+
+    Attributes:
+        length: of the whole dimension.
+        spans: for each rank its entries, in the order in which its module sees them.
+    """
+
+    length: int
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def even(self) -> bool:
+        """Whether each rank computes with the entries that `DTensor` gives it."""
+        size = len(self.spans)
+        return all(spans == (even_span(self.length, r, size),) for r, spans in enumerate(self.spans))
+
+    def pieces(self, rank: int) -> list[tuple[int, int, int]]:
+        """A rank's spans, cut by the rank that holds them: `(holder, start, stop)`."""
+        each = -(-self.length // len(self.spans))
+        found = []
+        for start, stop in self.spans[rank]:
+            while start < stop:
+                end = min(stop, (start // each + 1) * each)
+                found.append((start // each, start, end))
+                start = end
+        return found
+
+    def of_whole(self, x: Tensor, dim: int, rank: int) -> Tensor:
+        """A rank's entries of a whole tensor."""
+        return _joined([x.narrow(dim, start, stop - start) for start, stop in self.spans[rank]], dim)
 
 
 @dataclass(frozen=True)
@@ -94,10 +129,38 @@ class TensorGroup:
         out: Tensor = torch.ops.longspan.tensor_join(x_BTD.transpose(0, 1), self.size, self.rank, self.name)
         return out.transpose(0, 1)[:, :length].contiguous()
 
-    def whole_last(self, x: Tensor) -> Tensor:
-        """All ranks' parts of the last dimension, of which every rank makes the same: mine has the gradient of mine."""
-        joined: Tensor = torch.ops.longspan.tensor_join(x.movedim(-1, 0), self.size, self.rank, self.name)
-        return joined.movedim(0, -1)
+    def whole_last(self, x: Tensor, length: int) -> Tensor:
+        """All ranks' parts of a last dimension of `length` entries, cut as `DTensor` does. Every rank makes the same:
+        mine has the gradient of mine."""
+        short = -(-length // self.size) - x.shape[-1]  # of the last ranks
+        part = F.pad(x, (0, short)) if short else x
+        joined: Tensor = torch.ops.longspan.tensor_join(part.movedim(-1, 0), self.size, self.rank, self.name)
+        return joined[:length].movedim(0, -1)
+
+    def fetch(self, x: Tensor, dim: int, parts: Parts) -> Tensor:
+        """Return my entries of a tensor that lies over the ranks as `DTensor` cuts it, by one all-to-all.
+
+        The gradient of an entry that several ranks fetch is summed where it lies.
+        """
+        rows = x.movedim(dim, 0)
+        first, _ = even_span(parts.length, self.rank, self.size)
+        send = [
+            [rows[a - first : b - first] for holder, a, b in parts.pieces(r) if holder == self.rank]
+            for r in range(self.size)
+        ]
+        mine = parts.pieces(self.rank)
+        receive = [sum(b - a for holder, a, b in mine if holder == r) for r in range(self.size)]
+        sent = _joined([piece for pieces in send for piece in pieces] or [rows[:0]], 0)
+        found = exchange_rows(sent, [sum(map(len, pieces)) for pieces in send], receive, self)
+        # They arrive in the order of their holders.
+        arrival = sorted(range(len(mine)), key=lambda i: mine[i][0])
+        split = found.split([mine[i][2] - mine[i][1] for i in arrival])
+        pieces = dict(zip(arrival, split, strict=True))
+        return _joined([pieces[i] for i in range(len(mine))], 0).movedim(0, dim)
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 @torch.library.custom_op("longspan::tensor_copy", mutates_args=())

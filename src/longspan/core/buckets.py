@@ -35,6 +35,16 @@ def gradient_buckets(
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
+Span = tuple[int, int]
+"""First entry of a dimension, and one past the last."""
+
+
+def even_span(length: int, rank: int, size: int) -> Span:
+    """Return the entries that `DTensor` and FSDP2 give to one of `size` ranks: the last ranks have fewer."""
+    each = -(-length // size)
+    return min(rank * each, length), min((rank + 1) * each, length)
+
+
 HEAD_TILE = ((1 << 27, 1024), (1 << 22, 64))
 """Of logits that are made tile by tile, elements of a tile and the fewest tokens: 512 MiB of fp32 on a GPU, 16 MiB on a
 CPU. Each tile reads and writes the gradient of the whole head, so it has many tokens."""

@@ -92,6 +92,25 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
     return tuple(_share(start, stop, group) for start, stop in itertools.pairwise(cut))
 
 
+def split_groups(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:
+    """Cut the heads of one attention layer along KV groups: no rank has part of two groups.
+
+    With fewer ranks than KV heads each rank has whole groups; with more, each has query heads of one group.
+
+    Args:
+        q_heads: query heads of the model.
+        kv_heads: KV heads of the model; divides `q_heads`.
+        ranks: of the tensor group.
+
+    Returns:
+        One `HeadShard` per rank. A rank has no head if there are more ranks than query heads.
+    """
+    check_heads(q_heads, kv_heads)
+    group = q_heads // kv_heads
+    cut = _cut_along_groups(kv_heads, group, ranks)
+    return tuple(_share(start, stop, group) for start, stop in itertools.pairwise(cut))
+
+
 def chunk_heads(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadShard, ...], ...]:
     """Cut every rank's heads into runs of whole KV groups, so that each KV head of a rank is in one run.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm.objects import together
-from longspan.compat.torch_api import version_of
+from longspan.compat.torch_api import not_compiled, version_of
 from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import is_on_cpu
@@ -128,6 +128,7 @@ class ForwardHooks:
             self.head.loss = levers.memory.head_loss
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
 
+    @not_compiled
     def enter(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         cache = take_cache(dict(zip(self.signature.parameters, args, strict=False)) | kwargs)
         if isinstance(cache, ShardedCache):
@@ -174,6 +175,7 @@ class ForwardHooks:
             self.pooled.begin(batch, cut)
         return (), cut
 
+    @not_compiled
     def leave(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
         cached, self.cached = self.cached, None
         if cached is not None and cached.cache is not None:
@@ -234,6 +236,7 @@ class ForwardHooks:
         self.binding.max_position = tokens.max_position
         return (), {**cut, self.cache_name: cache}
 
+    @not_compiled
     def keep_last(self, decoder: nn.Module, args: Any, output: Any) -> Any:
         """After the last layer: the last token's hidden states alone, on every rank, if its logits are all that is
         wanted. They lie on one rank.
@@ -249,6 +252,7 @@ class ForwardHooks:
         output["last_hidden_state"] = hidden
         return output
 
+    @not_compiled
     def give_back(self, model: PreTrainedModel, args: Any, output: Any) -> None:
         """After FSDP's own hooks: what a forward without gradients has gathered, no backward would release."""
         if not torch.is_grad_enabled() and not self.wants_deferred:
@@ -272,6 +276,7 @@ class ForwardHooks:
         finally:
             self.wants_loss_alone = False
 
+    @not_compiled
     def loss(
         self,
         logits: Tensor | DeferredLogits,
@@ -305,7 +310,7 @@ class ForwardHooks:
 
     def _check_nothing_was_added(self, output: Any) -> None:
         """Another term of the loss would be that of one rank's tokens, and its gradient summed over the ranks."""
-        if torch.compiler.is_compiling() or self.computed is None:  # compiled, tensors have no identity
+        if self.computed is None:
             return
         computed, version = self.computed
         found = output.get("loss") if isinstance(output, dict) else output[0]

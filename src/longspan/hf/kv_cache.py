@@ -32,7 +32,7 @@ from longspan.comm.shard import shard
 from longspan.core.cached import OFFLOADS, holds_latent
 from longspan.core.checked import as_path, check_count, check_flag, check_number, checked_call
 from longspan.core.errors import LongspanError
-from longspan.core.heads import split_heads
+from longspan.core.heads import split_groups, split_heads
 from longspan.core.places import RUN, Places
 from longspan.hf.batch import SequenceInfo, VisibleKeys
 
@@ -408,10 +408,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         A store counts the heads of a tensor rank.
         """
         (q_heads, kv_heads), (start, stop) = store.heads, store.mine
-        size = self.sp.tensor_size
-        if size > 1:
-            q_heads, kv_heads = q_heads * size, _kv_heads(self.config, q_heads * size)
-            first = self.sp.tensor_rank * kv_heads // size
+        if self.sp.tensor_size > 1:
+            config = self.config.get_text_config()
+            q_heads = config.num_attention_heads
+            kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+            first = split_groups(q_heads, kv_heads, self.sp.tensor_size)[self.sp.tensor_rank].kv_start
             start, stop = start + first, stop + first
         return (q_heads, kv_heads), (start, stop)
 
@@ -455,15 +456,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 store.shared = facts.get("shared", 0)  # a folder of an older version has none
                 parts_of_one = (1 if store.shared else 2) * (1 if cache.codec.name == "exact" else 2)
                 names = [str(n) for n in range(parts_of_one)]
-                store.heads = q_heads // sp.tensor_size, max(1, kv_heads // sp.tensor_size)
+                here = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
+                store.heads = here.q_heads, here.kv_heads
                 shards = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)
                 mine = shards[sp.ulysses_rank]
                 store.mine = mine.kv_start, mine.kv_stop
                 runs = tuple(cache.places.runs[sp.ring_rank])
                 heads = cache._of_all(store)[1]
                 tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, heads)
-                here = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
-                store.fill(here, facts["start"])
+                filled = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
+                store.fill(filled, facts["start"])
 
         together(read, sp.replica_group)
         return cache
@@ -503,10 +505,6 @@ def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor
     assert sp.group is not None
     dist.broadcast(found, group=sp.group, group_src=owner)
     return found
-
-
-def _kv_heads(config: Any, q_heads: int) -> int:
-    return getattr(config.get_text_config(), "num_key_value_heads", None) or q_heads
 
 
 def _facts(config: Any) -> dict[str, str]:

@@ -16,9 +16,9 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.hf.auto import hardware_of, levers_for
 from longspan.hf.registry import LayerBinding
 from longspan.hf.shapes import shape_of_model
-from longspan.hf.support import attention_layers, decoder_layers, draws
+from longspan.hf.support import attention_layers, decoder_layers, draws, transformers_model
 from longspan.memory.activations import RecomputedActivations
-from longspan.memory.checkpointing import Chain, CheckpointedLayer, LayerCall
+from longspan.memory.checkpointing import COMPILED, Chain, CheckpointedLayer, LayerCall, forward_of
 from longspan.memory.offload import store_for
 from longspan.memory.tiles import NormedLinear, Tiled
 
@@ -186,6 +186,17 @@ class Levers:
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)
         self.store.reserve(per_token * tokens.shape[:2].numel())
 
+    def compile(self, options: dict[str, Any]) -> None:
+        """Compile what each layer computes: within its checkpoint, and around what runs tile by tile."""
+        made: dict[Any, Any] = {}
+        for layer in self.layers:
+            forward = type(layer).forward
+            if forward not in made:
+                made[forward] = torch.compile(forward, **options)
+            setattr(layer, COMPILED, made[forward])
+            if not isinstance(layer.forward, CheckpointedLayer):
+                layer.forward = lambda *args, layer=layer, **kwargs: forward_of(layer)(layer, *args, **kwargs)
+
     def _checkpointed(self, layer: nn.Module) -> CheckpointedLayer:
         bound = _bindings(layer)
 
@@ -195,6 +206,32 @@ class Levers:
 
         drawing = any(draws(module) for module in layer.modules())
         return CheckpointedLayer(layer, FASTEST, None, tell, draws=drawing, chain=self.chain)
+
+
+def compile_layers(model: nn.Module, **options: Any) -> None:
+    """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
+
+    Each layer is compiled by itself, inside of its activation checkpoint. Graphs break at attention, at collectives and
+    at modules that run tile by tile: they run as they are, so every memory option stays, and no logits are made.
+    Without gradients, in `model.eval()` and in generation, layers are not compiled.
+
+        model = longspan.parallelize(model, sp, memory="longest")
+        longspan.compile_layers(model, dynamic=True)
+
+    Args:
+        model: as `longspan.parallelize` returned it.
+        options: of `torch.compile`; not `fullgraph=True`, as there are several graphs.
+
+    Raises:
+        LongspanError: for a model that is not parallelized, or `fullgraph=True`.
+    """
+    inner: Any = transformers_model(model)
+    hooks = getattr(inner, "longspan_hooks", None)
+    if hooks is None:
+        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    if options.get("fullgraph"):
+        raise LongspanError("fullgraph=True: a layer is several graphs, with attention between them; leave it out")
+    hooks.levers.compile(options)
 
 
 class Auto:

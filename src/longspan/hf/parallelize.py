@@ -25,7 +25,7 @@ from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.comm.arguments import check_sharding
 from longspan.core.checked import check_flag, checked_call, spell
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, split_heads
+from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
 from longspan.hf.alike import BatchCheck
@@ -331,8 +331,8 @@ def _shards_of(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard,
     config = model.config.get_text_config()
     q_heads: int = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    q_heads, kv_heads = q_heads // sp.tensor_size, max(1, kv_heads // sp.tensor_size)
-    return split_heads(q_heads, kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+    mine = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
+    return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
 
 
 def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:

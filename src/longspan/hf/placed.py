@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor, Shard
 
-from longspan.hf.weight_files import rows_of
+from longspan.core.buckets import even_span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +36,10 @@ def box_of(p: Tensor, sp: SequenceSharding, rank: int, tensor_rank: int) -> Box:
     starts = [0] * len(shape)
     dim, parts = _tensor_cut(p)
     if parts > 1:
-        shape[dim] //= parts
-        starts[dim] = tensor_rank * shape[dim]
+        starts[dim], stop = even_span(shape[dim], tensor_rank, parts)
+        shape[dim] = stop - starts[dim]
     if isinstance(p, DTensor) and "tensor" not in (p.device_mesh.mesh_dim_names or ())[:1]:
-        first, stop = rows_of(shape[0], rank, sp.world_size)
+        first, stop = even_span(shape[0], rank, sp.world_size)
         starts[0], shape[0] = starts[0] + first, stop - first
     return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
 

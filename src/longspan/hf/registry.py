@@ -22,6 +22,7 @@ from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.cache.attend import attend, kept_from
 from longspan.cache.latent import Latents, expand, latents_of
+from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import cache_name, parts_of, register_attention, set_attention
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.core.errors import LongspanError
@@ -108,6 +109,7 @@ class MaskRequest:
         return Mask(self.causal, self.window, self.chunk).pairwise(i, j)
 
 
+@not_compiled  # it reads closures, and gives no tensor
 def longspan_mask(
     *_: Any,
     mask_function: Any = _CAUSAL,
@@ -179,6 +181,7 @@ def _spell(function: Any) -> str:
     return f"{name}({', '.join(parts)})" if parts else name
 
 
+@not_compiled  # a plan is made once a batch; collectives are not a compiler's to move
 def longspan_attention(
     module: nn.Module,
     query: Tensor,

@@ -16,6 +16,8 @@ and sum the gradient of a layer's input once for each of its first products, whe
 
 from __future__ import annotations
 
+import copy
+import itertools
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -25,10 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from longspan.comm.tensor import TensorGroup
-from longspan.compat.torch_api import own_parameters
+from longspan.comm.tensor import Parts, TensorGroup
+from longspan.compat.torch_api import not_compiled, own_parameters
+from longspan.core.buckets import even_span
 from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
+from longspan.core.heads import HeadShard, split_groups
 from longspan.hf.experts import ExpertParallel
 from longspan.hf.kv_cache import CachedInfo, last_token
 from longspan.hf.support import attention_layers, decoder_of, draws
@@ -47,15 +51,42 @@ if TYPE_CHECKING:
 TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")
 
-_QKV = {f"layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"}
-PLANS: dict[str, dict[str, str]] = {
-    "gpt_oss": {**_QKV, "layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.experts": "moe_tp_experts"},
-}
-"""Plans of families that transformers brings none for, by `model_type`."""
-
 _EXPERTS = "moe_tp_experts"
 _COVERED = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # of weights inside experts
 _GRADIENT = "replicated_with_grad_allreduce"
+
+_ATTENTION = {**{f"layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"}, "layers.*.self_attn.o_proj": "rowwise"}
+_MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
+_HUNYUAN = {**_ATTENTION, **{f"layers.*.self_attn.{x}_layernorm": _GRADIENT for x in ("query", "key")}}
+_LATENT = {  # every rank makes the latent vectors of all heads
+    **{f"layers.*.self_attn.{x}": _GRADIENT for x in ("q_a_proj", "kv_a_proj_with_mqa")},
+    **{f"layers.*.self_attn.{x}_a_layernorm": _GRADIENT for x in ("q", "kv")},
+    **{f"layers.*.self_attn.{x}": "colwise" for x in ("q_proj", "q_b_proj", "kv_b_proj")},
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+PLANS: dict[str, dict[str, str]] = {
+    "gpt_oss": {**_ATTENTION, "layers.*.mlp.experts": _EXPERTS},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "granitemoe": _ATTENTION,
+    "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
+    "hunyuan_v1_moe": _HUNYUAN,
+}
+"""By `model_type`, what transformers' plan of a family leaves out."""
+
+_WHOLE_OUTPUT = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
+"""transformers gathers these outputs; here each rank makes the outputs of its own heads and features, as elsewhere."""
+
+FUSED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), ()),  # norms over all heads
+    "phi3": ("qkv_proj", "gate_up_proj"),
+    **dict.fromkeys(("glm", "glm4"), ("gate_up_proj",)),
+}
+"""By `model_type`, for families with these styles: projections whose outputs are queries, then keys, then values; or
+gate, then up."""
+
+_OF_KV = ("k_proj", "v_proj", "k_norm")
+"""Weights of attention with an entry for each KV head; the others have one for each query head."""
 
 
 @dataclass
@@ -66,13 +97,18 @@ class TensorPlan:
         rules: of every parameter, by its name.
         regions: modules that compute with parts of weights, "attention" or "mlp", or with a part of the tokens, "moe".
         experts: modules of which each rank holds some experts.
-        vocabulary: ids of the embedding.
+        norms: norms over the queries, or the keys, of all heads: how much each of this rank's entries counts, so that
+            the entries of all ranks count once.
+        heads: the heads of each rank; set on layers that cut the output of a fused projection (`fused`).
+        fused: those layers.
     """
 
     rules: dict[str, Rule] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
-    vocabulary: int = 0
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    heads: tuple[HeadShard, ...] = ()
+    fused: list[str] = field(default_factory=list)
 
 
 def tensor_plan(model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> TensorPlan:
@@ -120,7 +156,8 @@ class _Planner:
         config = self.model.config.get_text_config()
         brought = getattr(config, "base_model_tp_plan", None) or {}
         # The embedding is cut by the vocabulary, whatever a plan says; since 5.24 it is all that some plans name.
-        plan = {p: s for p, s in brought.items() if not s.startswith("embedding")} or PLANS.get(config.model_type)
+        brought = {p: s for p, s in brought.items() if not s.startswith("embedding")}
+        plan = {**brought, **PLANS.get(config.model_type, {})}
         if not plan:
             self._refuse(f"transformers brings no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
         decoder, found = self.names[decoder_of(self.model)], dict[str, str]()
@@ -131,23 +168,59 @@ class _Planner:
             for path in self.modules:
                 if of_experts or not wanted.fullmatch(path):
                     continue
-                if style not in ("colwise", "rowwise", _GRADIENT, _EXPERTS):
+                known = _WHOLE_OUTPUT.get(style, style)
+                if known not in ("colwise", "rowwise", _GRADIENT, _EXPERTS):
                     self._refuse(f"its plan has the style {style!r} for layer {path}, which is not known here")
-                found[path] = style
+                if known != style and config.model_type not in FUSED:
+                    self._refuse(
+                        f"its plan has the style {style!r} for layer {path}, whose outputs may be of any order"
+                    )
+                found[path] = known
         return found
 
     def _check_heads(self) -> None:
         config = self.model.config.get_text_config()
         self.q_heads: int = config.num_attention_heads
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.q_heads
-        if self.q_heads % self.size:
-            self._refuse_size("query heads", self.q_heads)
-        if self.kv_heads % self.size and self.size % self.kv_heads:
-            self._refuse_size("key and value heads", self.kv_heads, of=("a multiple or a divisor", self.kv_heads))
+        self.model_type: str = config.model_type
+        self.made.heads = split_groups(self.q_heads, self.kv_heads, self.size)
+        if not all(shard.q_heads for shard in self.made.heads):
+            self._refuse_size("query heads", self.q_heads, cut=False)
         for path, layer in self.attention.items():
             own = getattr(layer, "num_key_value_heads", self.kv_heads), getattr(layer, "num_heads", self.q_heads)
             if own != (self.kv_heads, self.q_heads):
                 self._refuse(f"layer {path} has {own[1]} query and {own[0]} KV heads, not as its config")
+
+    def _of_heads(self, path: str, width: int, name: str = "") -> Parts:
+        """Which of the entries of all query or KV heads each rank has."""
+        kv = (name or path.rpartition(".")[2]) in _OF_KV
+        count = self.kv_heads if kv else self.q_heads
+        if width % count:
+            self._refuse(f"{path} has {width} features, which are no multiple of its {count} heads")
+        each = width // count
+        heads = [(h.kv_start, h.kv_stop) if kv else (h.q_start, h.q_stop) for h in self.made.heads]
+        return Parts(width, tuple(((start * each, stop * each),) for start, stop in heads))
+
+    def _of_features(self, path: str, width: int) -> Parts:
+        """Which features between the matrices of an MLP each rank has."""
+        spans = [even_span(width, rank, self.size) for rank in range(self.size)]
+        if not all(start < stop for start, stop in spans):
+            self._refuse_size(f"features between its matrices in {path}", width)
+        return Parts(width, tuple((span,) for span in spans))
+
+    def _outputs(self, path: str, width: int, attends: bool) -> Parts:
+        """Which outputs of a first product each rank computes."""
+        own = path.rpartition(".")[2]
+        if own not in FUSED.get(self.model_type, ()):
+            return self._of_heads(path, width) if attends else self._of_features(path, width)
+        if not attends:
+            return _in_turn([self._of_features(path, width // 2)] * 2)
+        each = width // (self.q_heads + 2 * self.kv_heads)
+        if each * (self.q_heads + 2 * self.kv_heads) != width:
+            self._refuse(f"{path} has {width} features, not as many as its queries, keys and values")
+        self.made.fused.append(path.rpartition(".")[0])
+        counts = {"q_proj": self.q_heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
+        return _in_turn([self._of_heads(path, each * count, name) for name, count in counts.items()])
 
     def _linear(self, path: str, style: str) -> None:
         module = self.modules[path]
@@ -158,26 +231,24 @@ class _Planner:
         at = f"{path}.base_layer" if base is not module else path
         owner = path.rpartition(".")[0]
         attends = owner in self.attention
-        width = base.out_features if style == "colwise" else base.in_features
-        rows = self._kv_rows(path, base) if attends and style == "colwise" else None
-        if rows is None and width % self.size:
-            what = "features between its matrices" if not attends else "features of its heads"
-            self._refuse_size(f"{what} in {path}", width)
         if style == "colwise":
-            cut = Rule(partial=True, rows=rows) if rows is not None else Rule(0)
+            cut = self._cut(self._outputs(path, base.out_features, attends), 0, path)
             self._rule(base, at, weight=cut, bias=cut)
             self._adapters(module, path, Rule(partial=True), cut, cut)
         else:
-            self._rule(base, at, weight=Rule(1), bias=Rule(partial=True, first=True))
-            self._adapters(module, path, Rule(1), Rule(partial=True), Rule(partial=True, first=True))
+            width = base.in_features
+            cut = self._cut(self._of_heads(path, width) if attends else self._of_features(path, width), 1, path)
+            self._rule(base, at, weight=cut, bias=Rule(partial=True, first=True))
+            self._adapters(module, path, cut, Rule(partial=True), Rule(partial=True, first=True))
         self.made.regions[owner] = "attention" if attends else "mlp"
 
-    def _kv_rows(self, path: str, base: nn.Linear) -> tuple[int, int] | None:
-        """Which outputs this rank computes where several ranks share a KV head; None where they do not."""
-        if self.kv_heads >= self.size or path.rpartition(".")[2] not in ("k_proj", "v_proj"):
-            return None
-        width, head = base.out_features // self.kv_heads, self.rank * self.kv_heads // self.size
-        return head * width, (head + 1) * width
+    def _cut(self, parts: Parts, dim: int, path: str) -> Rule:
+        """How a weight lies over the ranks, of which each computes with its parts."""
+        if parts.even:
+            return Rule(dim)
+        if self.kv_heads < self.size and path.rpartition(".")[2] in _OF_KV:
+            return Rule(partial=True, parts=parts)  # small, and needed by several ranks: every rank holds all of it
+        return Rule(dim, parts=parts)
 
     def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
         for name, _ in module.named_parameters(recurse=False):
@@ -214,7 +285,7 @@ class _Planner:
         inner = [name for name, _ in module.named_parameters() if name not in weights]
         if not isinstance(count, int) or inner or any(len(p) != count for p in weights.values()):
             self._refuse(f"layer {path} ({type(module).__name__}) does not hold its experts in one tensor a weight")
-        if count % self.size:
+        if not all(start < stop for start, stop in (even_span(count, r, self.size) for r in range(self.size))):
             self._refuse_size(f"experts in {path}", count)
         self._rule(module, path, **dict.fromkeys(weights, Rule(0)))
         self.made.regions[owner] = "moe"
@@ -228,13 +299,12 @@ class _Planner:
             self._refuse(f"its embedding is a {type(embedding).__name__}")
         for module in (embedding, head):
             entries = len(module.weight)
-            if entries % self.size:
-                self._refuse_size(f"entries of the vocabulary in {self.names[module]}", entries, pad=True)
+            if even_span(entries, self.size - 1, self.size)[0] == entries:
+                self._refuse_size(f"entries of the vocabulary in {self.names[module]}", entries)
             if next(module.children(), None) is not None:
                 self._refuse(f"{self.names[module]} has adapters")
             cut = {name: Rule(0) for name, _ in module.named_parameters(recurse=False)}
             self._rule(module, self.names[module], **cut)
-        self.made.vocabulary = len(head.weight)
 
     def _rest(self, styles: dict[str, str], moe: tuple[str, ...]) -> None:
         """Weights that no style names: whole on every rank."""
@@ -248,9 +318,13 @@ class _Planner:
                 of_tokens = self.style == "megatron-sp" and self._in_layers(name)
                 self.made.rules[name] = Rule(partial=of_tokens or region is not None)
             elif own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):
-                self.made.rules[name] = Rule(0)
-            elif styles.get(owner) == _GRADIENT:
+                self.made.rules[name] = self._cut(self._of_heads(name, self.q_heads), 0, owner)
+            elif any(style == _GRADIENT and name.startswith(f"{path}.") for path, style in styles.items()):
                 self.made.rules[name] = Rule(partial=True)
+            elif self._normalizes_all_heads(owner, region):
+                parts = self._of_heads(owner, p.numel())
+                self.made.rules[name] = self._cut(parts, 0, owner)
+                self.made.norms[owner] = _weights(parts, self.rank)
             else:
                 self._refuse(f"its plan does not say how {name} is cut")
         for module in self.model.modules():
@@ -260,6 +334,17 @@ class _Planner:
                     "would need alike; set it to 0"
                 )
 
+    def _normalizes_all_heads(self, path: str, region: str) -> bool:
+        """Whether a module is a root-mean-square norm over the queries, or the keys, of all heads at once."""
+        owner, _, own = path.rpartition(".")
+        norm, projection = self.modules[path], self.modules.get(f"{owner}.{own[0]}_proj")
+        return (
+            owner == region
+            and own in ("q_norm", "k_norm")
+            and isinstance(getattr(norm, "variance_epsilon", None), float)
+            and [tuple(p.shape) for p in norm.parameters()] == [(getattr(projection, "out_features", None),)]
+        )
+
     def _in_layers(self, name: str) -> bool:
         """Whether a weight is used with tokens of the residual stream."""
         decoder = self.names[decoder_of(self.model)]
@@ -268,21 +353,37 @@ class _Planner:
     def _refuse(self, why: str) -> NoReturn:
         raise LongspanError(f"`tensor={self.size}` cannot cut {self.name}: {why}; use `{self._mesh(1)}`")
 
-    def _refuse_size(self, what: str, count: int, of: Any = None, pad: bool = False) -> NoReturn:
+    def _refuse_size(self, what: str, count: int, cut: bool = True) -> NoReturn:
         total = self.size * self.others
-        fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count))
-        more = f", or pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={self.size})" if pad else ""
+        fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count if cut else t))
         raise LongspanError(
-            f"`tensor={self.size}` does not divide the {count} {what} of {self.name}; try `{self._mesh(fits)}`{more}"
+            f"`tensor={self.size}` would leave a rank without any of the {count} {what} of {self.name}; try "
+            f"`{self._mesh(fits)}`"
         )
 
     def _fits(self, t: int, count: int) -> bool:
-        counts = (self.q_heads, count)
-        kv = self.kv_heads % t == 0 or t % self.kv_heads == 0
-        return kv and all(x % t == 0 for x in counts)
+        heads = split_groups(self.q_heads, self.kv_heads, t)
+        return all(shard.q_heads for shard in heads) and even_span(count, t - 1, t)[0] < count
 
     def _mesh(self, tensor: int) -> str:
         return f"tensor={tensor}, ulysses={self.size * self.others // tensor}"
+
+
+def _in_turn(every: list[Parts]) -> Parts:
+    """Of several outputs one after the other each rank's parts of each."""
+    starts = list(itertools.accumulate((parts.length for parts in every), initial=0))
+    spans = [
+        tuple((start + a, start + b) for start, parts in zip(starts, every, strict=False) for a, b in parts.spans[rank])
+        for rank in range(len(every[0].spans))
+    ]
+    return Parts(starts[-1], tuple(spans))
+
+
+def _weights(parts: Parts, rank: int) -> list[float]:
+    """For each entry of this rank 1 / the number of ranks that have it too."""
+    spans = [span for spans in parts.spans for span in spans]
+    mine = [entry for start, stop in parts.spans[rank] for entry in range(start, stop)]
+    return [1 / sum(start <= entry < stop for start, stop in spans) for entry in mine]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,13 +415,19 @@ class TensorParallel:
         for path, kind in plan.regions.items():
             module = model.get_submodule(path)
             enter, leave = self._moe_hooks() if kind == "moe" else (self._enter, self._leave)
-            module.register_forward_pre_hook(enter, with_kwargs=True)
-            module.register_forward_hook(leave)
+            module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
+            module.register_forward_hook(not_compiled(leave))
         for path in plan.experts:
             ExpertParallel(model.get_submodule(path), self.group)
+        for path, shares in plan.norms.items():
+            norm = model.get_submodule(path)
+            width = next(norm.parameters()).numel()
+            self._normalize_together(norm, torch.tensor(shares, device=sp.device), width)
+        for path in plan.fused:
+            _set_heads(model.get_submodule(path), plan.heads[self.group.rank])
         self._set_embedding(model.get_input_embeddings())
         assert head is not None
-        self._set_head(head, plan.vocabulary)
+        self._set_head(head)
 
     def _cut_weights(self, model: nn.Module, rules: dict[str, Rule]) -> None:
         made: dict[int, tuple[nn.Parameter, Rule]] = {}
@@ -338,8 +445,9 @@ class TensorParallel:
             if own:
                 shards = Shards(module, self.group, own)
                 module.longspan_shards = shards
-                module.register_forward_pre_hook(lambda *_, shards=shards: shards.show())
-                module.register_forward_hook(lambda *_, shards=shards: shards.hide(), always_call=True)
+                module.register_forward_pre_hook(not_compiled(lambda *_, shards=shards: shards.show()))
+                hide = not_compiled(lambda *_, shards=shards: shards.hide())
+                module.register_forward_hook(hide, always_call=True)
 
     def _cut(self, p: nn.Parameter, rule: Rule) -> nn.Parameter:
         placement = Replicate() if rule.dim is None else Shard(rule.dim)
@@ -374,29 +482,54 @@ class TensorParallel:
 
     def _moe_hooks(self) -> tuple[Any, Any]:
         """A mixture of experts works on this rank's tokens in both styles: its router, and experts by an All-to-All."""
-        length = [0]
+        length, rows = [0], [0]
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def mine(x: Tensor) -> Tensor:
-                length[0] = x.shape[1]
+                rows[0], length[0] = x.shape[:2]
                 return self.group.my_tokens(x)
 
             return _with_hidden(args, kwargs, mine) if self.style == "tp" else None
 
+        def whole(x: Tensor) -> Tensor:  # Llama-4's has all rows' tokens in one dimension
+            return self.group.whole_tokens(x.reshape(rows[0], -1, x.shape[-1]), length[0])
+
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if self.style != "tp":
                 return output
-            return _with_first(output, lambda x: self.group.whole_tokens(x, length[0]))
+            return _with_first(output, whole)
 
         return enter, leave
+
+    def _normalize_together(self, norm: Any, shares: Tensor, width: int) -> None:
+        """A norm over all heads: its mean square is that of all ranks.
+
+        Args:
+            norm: sees this rank's entries, and adds `variance_epsilon` to their mean square.
+            shares: how much each of them counts.
+            width: entries of all ranks.
+        """
+        compute, epsilon = type(norm).forward, norm.variance_epsilon
+
+        def forward(x: Tensor) -> Tensor:
+            squares = x.to(torch.float32).pow(2)  # as transformers' norms do, whatever the dtype
+            total = self.group.sum_out((squares * shares).sum(-1, keepdim=True))
+            # Each rank normalizes its own heads by the total, so its gradient is the sum of theirs.
+            mean = self.group.copy_in(total) / width
+            norm.variance_epsilon = mean - squares.mean(-1, keepdim=True) + epsilon
+            try:
+                return compute(norm, x)  # type: ignore[no-any-return]
+            finally:
+                norm.variance_epsilon = epsilon
+
+        norm.forward = forward  # not tile by tile, where another forward had taken its place
 
     # --- the vocabulary
 
     def _set_embedding(self, embedding: Any) -> None:
-        width = embedding.num_embeddings // self.group.size
-        part = Vocabulary(self.group, self.group.rank * width, width)
+        part = Vocabulary.of(self.group, embedding.num_embeddings)
         pad = embedding.padding_idx
-        embedding.padding_idx = pad - part.start if pad is not None and 0 <= pad - part.start < width else None
+        embedding.padding_idx = pad - part.start if pad is not None and 0 <= pad - part.start < part.width else None
         mine: list[Tensor] = []
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -411,12 +544,13 @@ class TensorParallel:
             # No view: FSDP puts a hook on what a module returns.
             return self.group.sum_out(x) if self.style == "tp" else self.group.scatter_tokens(x).clone()
 
-        embedding.register_forward_pre_hook(enter, with_kwargs=True)
-        embedding.register_forward_hook(leave)
+        embedding.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
+        embedding.register_forward_hook(not_compiled(leave))
 
-    def _set_head(self, head: Head, vocabulary: int) -> None:
-        width = vocabulary // self.group.size
-        head.vocabulary = Vocabulary(self.group, self.group.rank * width, width)
+    def _set_head(self, head: Head) -> None:
+        assert isinstance(head.module, nn.Linear)
+        size = head.module.out_features
+        head.vocabulary = Vocabulary.of(self.group, size)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def whole(x: Tensor) -> Tensor:
@@ -427,7 +561,7 @@ class TensorParallel:
             return _with_hidden(args, kwargs, whole)
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            return self.group.whole_last(output).contiguous() if isinstance(output, Tensor) else output
+            return self.group.whole_last(output, size).contiguous() if isinstance(output, Tensor) else output
 
         head.module.register_forward_pre_hook(enter, with_kwargs=True)
         head.module.register_forward_hook(leave)
@@ -472,6 +606,13 @@ def check_style(style: Any, size: int) -> None:
     """
     if style not in STYLES:
         raise LongspanError(f"tensor_style={spell(style)} is unknown; choose {' or '.join(map(repr, STYLES))}")
+
+
+def _set_heads(layer: Any, heads: HeadShard) -> None:
+    """A layer that cuts the output of a fused projection by its numbers of heads."""
+    layer.config = copy.copy(layer.config)
+    layer.config.num_attention_heads = heads.q_heads
+    layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,12 +114,6 @@ class WeightFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, by key."""
         return {key: place.shape for key, place in self.places.items()}
-
-
-def rows_of(length: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of a tensor with `length` rows that FSDP2 gives to one of `size` ranks, first and one past the last."""
-    each = math.ceil(length / size)
-    return min(rank * each, length), min((rank + 1) * each, length)
 
 
 def _or_none(find: Any) -> str | None:

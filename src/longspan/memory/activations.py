@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.compat.torch_api import ELEMENTWISE, saved_tensors_are_hooked, version_of
+from longspan.compat.torch_api import ELEMENTWISE, not_compiled, saved_tensors_are_hooked, version_of
 from longspan.core.errors import LongspanError
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
@@ -25,8 +25,8 @@ _FEWEST = 1 << 10  # elements of a tensor that is worth it
 class RecomputedActivations:
     """An MLP that keeps what its matrices gave, in the place of its `forward`.
 
-    Where hooks on saved tensors are in force already (a layer under gradient checkpointing keeps nothing anyway), in a
-    forward without gradients, and under a compiler, which weighs the same by itself, the module runs as it is.
+    The module runs as it is without gradients, and where hooks on saved tensors are in force already (a layer under
+    gradient checkpointing keeps nothing anyway).
 
     Args:
         module: the MLP.
@@ -38,10 +38,16 @@ class RecomputedActivations:
     def __init__(self, module: nn.Module) -> None:
         self.compute: Callable[..., Any] = module.forward
         self.on = True
+        self._recomputing = not_compiled(self._recompute)  # a compiler breaks its graph here
         module.forward = self._forward  # the instance's: hooks around the call stay
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self.on or not torch.is_grad_enabled() or saved_tensors_are_hooked():
+        if not self.on or not torch.is_grad_enabled():
+            return self.compute(*args, **kwargs)
+        return self._recomputing(*args, **kwargs)
+
+    def _recompute(self, *args: Any, **kwargs: Any) -> Any:
+        if saved_tensors_are_hooked():
             return self.compute(*args, **kwargs)
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             return self.compute(*args, **kwargs)

@@ -108,6 +108,17 @@ class LayerCall:
         return self.kept[self.at - 1]
 
 
+COMPILED = "longspan_compiled"
+"""Name under which a layer has its class's forward compiled, if it is to be (`longspan.compile_layers`)."""
+
+
+def forward_of(layer: nn.Module) -> Callable[..., Any]:
+    """Return what computes a layer, called with the layer first: compiled in training."""
+    compiled = layer.__dict__.get(COMPILED) if layer.training else None
+    # The class as it is now: FSDP makes another one of it.
+    return compiled or type(layer).forward
+
+
 class CheckpointedLayer:
     """A layer that keeps its input alone, in the place of its `forward`.
 
@@ -142,8 +153,7 @@ class CheckpointedLayer:
         return self._checkpointed(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The class as it is now: FSDP makes another one of it.
-        return type(self.layer).forward(self.layer, *args, **kwargs)
+        return forward_of(self.layer)(self.layer, *args, **kwargs)
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         keeps = self.memory.checkpointing in ("attention", "output")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.compat.torch_api import register_tree
+from longspan.compat.torch_api import not_compiled, register_tree
 from longspan.core.errors import LongspanError
 from longspan.memory.shards import as_local, seeing_local, trained_parameters
 from longspan.memory.vocabulary import Vocabulary
@@ -74,6 +74,11 @@ class DeferredLogits:
         with torch.no_grad():
             width = self.of(self.hidden.detach().reshape(-1, self.hidden.shape[-1])[:0]).shape[-1]
         return torch.Size((*self.hidden.shape[:-1], width))
+
+    @property
+    def widest(self) -> int:
+        """Entries of a token's logits on the rank that has most of them."""
+        return self.shape[-1] if self.head.vocabulary is None else self.head.vocabulary.widest
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,7 +202,8 @@ class Head:
         self.loss = "tiled"
         self.vocabulary: Vocabulary | None = None
         self.gather: Callable[[], None] | None = None
-        module.forward = self._forward  # the instance's: hooks around the call, FSDP's among them, stay
+        # The instance's: hooks around the call, FSDP's among them, stay. A compiler breaks its graph here.
+        module.forward = not_compiled(self._forward)
 
     def trained(self) -> dict[str, Tensor]:
         """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
@@ -227,6 +233,6 @@ class Head:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         armed, self.armed = self.armed, False
-        if armed and len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+        if armed and len(args) == 1 and not kwargs:
             return DeferredLogits(self, _Identity.apply(args[0]))  # type: ignore[no-untyped-call]
         return self.compute(*args, **kwargs)

@@ -140,6 +140,6 @@ def _numbers(
 
 
 def _parts(logits: DeferredLogits, tokens: int) -> Iterator[slice]:
-    rows = head_tile(logits.shape[-1], logits.device.type == "cpu")
+    rows = head_tile(logits.widest, logits.device.type == "cpu")
     for start in range(0, tokens, rows):
         yield slice(start, start + rows)

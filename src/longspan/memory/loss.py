@@ -148,7 +148,7 @@ class _DeferredSum(torch.autograd.Function):
 
 def _tile_of(logits: DeferredLogits, hidden_TD: Tensor, of_hidden: bool, of_parameters: list[bool]) -> Any:
     """The function that computes a tile: loss, and gradients, added to what they belong to."""
-    rows = head_tile(logits.shape[-1], hidden_TD.device.type == "cpu")
+    rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
     plain = logits.plain
     if plain is not None and (of_hidden or any(of_parameters)):
         return _PlainTile(logits.head, logits.head.weight, rows, len(hidden_TD))
@@ -249,7 +249,7 @@ def _of_tile(
     p_TV = x.sub_(highest_T).exp_()
     sum_T = p_TV.sum(-1, keepdim=True)
     if part is not None:
-        numbers = [sum_T[:, 0], label_T, *([] if mean_T is None else [mean_T / part.group.size])]
+        numbers = [sum_T[:, 0], label_T, *([] if mean_T is None else [mean_T * (part.width / part.size)])]
         sum_T, label_T, *means = part.group.sum_out(torch.stack(numbers)).unbind()
         sum_T, mean_T = sum_T[:, None], means[0] if means else None
     lse_T = (sum_T.log() + highest_T)[:, 0]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from longspan.compat.torch_api import own_parameters
 
 if TYPE_CHECKING:
-    from longspan.comm.tensor import TensorGroup
+    from longspan.comm.tensor import Parts, TensorGroup
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,16 @@ class Rule:
         dim: the dimension that is cut; None: every rank holds all of it.
         partial: each rank's gradient is a part, to be summed over the group (else, of a whole weight, all ranks have
             the same).
-        rows: of a weight that every rank holds: the rows that this one computes with.
+        parts: the entries of the dimension that each rank computes with, where it does not hold exactly those. They are
+            fetched from the ranks that hold them, each time that the module is called. With `dim=None` they are rows of
+            a weight that every rank holds.
         first: of a weight that every rank holds: only the first rank's counts, the others see zeros (a bias that is
             added to a part of a sum).
     """
 
     dim: int | None = None
     partial: bool = False
-    rows: tuple[int, int] | None = None
+    parts: Parts | None = None
     first: bool = False
 
 
@@ -62,8 +64,10 @@ class Shards:
         x: Tensor = p.to_local(grad_placements=p.placements)
         if rule.partial and p.requires_grad and torch.is_grad_enabled():
             x = self.group.copy_in(x)
-        if rule.rows is not None:
-            x = x[slice(*rule.rows)]
+        if rule.parts is not None and rule.dim is None:
+            x = rule.parts.of_whole(x, 0, self.group.rank)
+        elif rule.parts is not None and rule.dim is not None:
+            x = self.group.fetch(x, rule.dim, rule.parts)
         if rule.first and self.group.rank:
             x = x * 0
         return x

@@ -60,7 +60,7 @@ class Tiled:
         self.compute: Callable[..., Any] = seeing_local(module, module.forward)
         self.bare = Bare(module, self.compute)
         self.probed, self.on = False, True
-        self._tiled = not_compiled(self._by_tiles)  # a compiler breaks its graph here
+        self._tiled, self._alone = not_compiled(self._by_tiles), not_compiled(self._forward_alone)  # graphs break here
         module.forward = self._forward  # the instance's: hooks around the call stay
 
     def trained(self) -> dict[str, Tensor]:
@@ -75,11 +75,11 @@ class Tiled:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or kwargs or len(args) != 1:
             return self.compute(*args, **kwargs)
-        return self._tiled(args[0]) if torch.is_grad_enabled() else self._forward_alone(args[0])
+        return self._tiled(args[0]) if torch.is_grad_enabled() else self._alone(args[0])
 
     def _forward_alone(self, hidden: Tensor) -> Any:
         """Without gradients nothing is kept, but intermediates of all tokens would exist at once."""
-        if torch.compiler.is_compiling() or _count(hidden) <= self.rows(_count(hidden), hidden.is_cpu):
+        if _count(hidden) <= self.rows(_count(hidden), hidden.is_cpu):
             return self.compute(hidden)
         if not self.probed:
             self._probe(hidden)
@@ -228,10 +228,14 @@ class NormedLinear:
     def __init__(self, module: nn.Linear) -> None:
         self.compute: Callable[..., Any] = module.forward
         self.on = True
+        self._normed = not_compiled(self._without_input)  # a compiler breaks its graph here
         module.forward = self._forward  # type: ignore[method-assign]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        source = None if not self.on or torch.compiler.is_compiling() or kwargs or len(args) != 1 else _taken(args[0])
+        return self._normed(*args, **kwargs) if self.on else self.compute(*args, **kwargs)
+
+    def _without_input(self, *args: Any, **kwargs: Any) -> Any:
+        source = None if kwargs or len(args) != 1 else _taken(args[0])
         if source is None:
             return self.compute(*args, **kwargs)
         given = args[0].untyped_storage().data_ptr(), args[0].numel()  # the hook lives on: it must not hold the tensor

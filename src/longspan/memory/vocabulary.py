@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.tensor import TensorGroup
+from longspan.core.buckets import even_span
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,24 @@ class Vocabulary:
         group: the ranks that hold all of it.
         start: the first id that is mine.
         width: how many are mine.
+        size: ids of all ranks.
     """
 
     group: TensorGroup
     start: int
     width: int
+    size: int
+
+    @classmethod
+    def of(cls, group: TensorGroup, size: int) -> Vocabulary:
+        """This rank's part of `size` ids, as `DTensor` cuts them."""
+        start, stop = even_span(size, group.rank, group.size)
+        return cls(group, start, stop - start, size)
 
     @property
-    def size(self) -> int:
-        """Ids of all ranks."""
-        return self.width * self.group.size
+    def widest(self) -> int:
+        """Ids of the rank that has most: all ranks cut their tokens into the same tiles."""
+        return -(-self.size // self.group.size)
 
     def find(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         """Which labels are mine, and the index of each, `[T, 1]` (any, of those that are not)."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from longspan.core.buckets import even_span
 from longspan.core.errors import LongspanError
+from longspan.core.heads import split_groups
 from longspan.plan.cost.tensor import known_to_cut
 from longspan.plan.job import AXES, RUNS
 
@@ -48,9 +50,6 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that are planned; take more ulysses or data"
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
-    if model.vocab % mesh.tensor:
-        fits = math.gcd(model.vocab, mesh.tensor)
-        return f"tensor={mesh.tensor} does not divide the vocabulary of {model.vocab}; try tensor={fits}, or pad it"
     for layer, _ in model.layer_kinds:
         problem = (
             layer.mixer.length_refusal(job.context)
@@ -66,10 +65,10 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     q, kv, width, what = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
     if layer.mlp.experts > 1:
         width, what = layer.mlp.experts, "the number of experts"
-    if q % t or (kv % t and t % kv):
-        return f"tensor={t} does not divide the model's {q} query and {kv} KV heads; try tensor={math.gcd(q, t)}"
-    if width % t:
-        return f"tensor={t} does not divide {what} {width}; try tensor={math.gcd(width, t)}"
+    if not all(shard.q_heads for shard in split_groups(q, kv, t)):
+        return f"tensor={t} leaves a rank without any of the model's {q} query heads; try tensor={math.gcd(q, t)}"
+    if even_span(width, t - 1, t)[0] == width:
+        return f"tensor={t} leaves a rank with nothing of {what} {width}; try tensor={math.gcd(width, t)}"
     return None
 
 
@@ -109,7 +108,7 @@ def mesh_not_run(model: ModelShape, mesh: Mesh) -> list[str]:
         if getattr(mesh, axis) > 1 and axis not in RUNS
     ]
     if mesh.tensor > 1 and not all(known_to_cut(layer) for layer, _ in model.layer_kinds):
-        said.append(f"tensor={mesh.tensor} is planned from its formulas: longspan.parallelize cannot cut this family")
+        said.append(f"tensor={mesh.tensor} is planned from its formulas: what this family sends is not counted exactly")
     return said
 
 

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from longspan.core.buckets import layers_held, layers_per_checkpoint
-from longspan.core.heads import HeadShard, split_heads
+from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.places import is_cut
 from longspan.plan.job import layout_of
 
@@ -71,6 +71,5 @@ def mixing_passes(job: Job) -> tuple[int, int]:
 @functools.lru_cache(maxsize=4096)
 def heads_of(q_heads: int, kv_heads: int, tensor: int, ulysses: int) -> tuple[HeadShard, ...]:
     """Which heads each Ulysses rank computes, of those that tensor parallelism leaves it."""
-    q = -(-q_heads // tensor)
-    kv = max(1, kv_heads // tensor)
-    return split_heads(q, kv if q % kv == 0 else q, ulysses)
+    most = max(split_groups(q_heads, kv_heads, tensor), key=lambda shard: (shard.q_heads, shard.kv_heads))
+    return split_heads(most.q_heads, most.kv_heads, ulysses)

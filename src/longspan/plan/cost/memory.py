@@ -334,7 +334,7 @@ def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dic
     the head's: logits, and the gradients of its input and of its weights.
     """
     head = model.vocab * s.d // mesh.tensor * (s.b if gathers(job, mesh) else 4)
-    logits = s.tokens * (model.vocab // mesh.tensor) * s.b
+    logits = s.tokens * -(-model.vocab // mesh.tensor) * s.b
     tile = min(logits // s.b * 4, 4 * LOSS_TILE[s.on_cpu]) * (2 if s.b == 2 else 1)
     return [
         {"logits": 2 * logits + tile, "gradients": 0},
@@ -348,7 +348,7 @@ def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[
     """
     autocast, head, hidden = autocasts(job), model.vocab * s.d // mesh.tensor, _hidden(job, mesh, s)
     # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
-    rows, v = head_tile(model.vocab, s.on_cpu), model.vocab // mesh.tensor
+    rows, v = head_tile(model.vocab, s.on_cpu), -(-model.vocab // mesh.tensor)
     narrow = min(s.tokens, 2 * rows)  # without autocast: twice the rows, cast part by part
     tile = min(s.tokens, rows) * v * (4 if s.b == 4 else 8)
     if s.b == 2 and not autocast:

@@ -128,7 +128,7 @@ def _around_a_forward(model: ModelShape, job: Job, mesh: Mesh, tokens: int) -> l
     t = mesh.tensor
     both, half = _whole(tokens, model, job, mesh)
     _, last = _whole(1, model, job, mesh)
-    logits = model.vocab // t * (t - 1) * job.bytes_per_element * local_batch(job, mesh)
+    logits = -(-model.vocab // t) * (t - 1) * job.bytes_per_element * local_batch(job, mesh)
     if job.tensor_style == "tp":
         stream = [Sent("all_reduce", "tensor", "embeddings", both, method=False)]
     else:
@@ -152,7 +152,7 @@ def _around(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]
             Sent(op, "tensor", "embeddings and the head's input", half, 2, method=False)
             for op in ("all_gather", "reduce_scatter")
         ]
-    for rows, times in _softmax_rows(tokens, model.vocab // t, job, mesh, on_cpu).items():  # fp32, of each token
+    for rows, times in _softmax_rows(tokens, -(-model.vocab // t), job, mesh, on_cpu).items():  # fp32, of each token
         for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):
             size = 2 * 4 * numbers * rows * (t - 1) // t
             sent.append(Sent("all_reduce", "tensor", what, size, times, method=False))

@@ -46,7 +46,8 @@ def busiest(layer: Softmax, mesh: Mesh) -> Busiest:
 
 def of_my_tokens(layer: Softmax, mesh: Mesh) -> Busiest:
     """The same of a rank's own tokens, before an exchange: all heads that tensor parallelism leaves."""
-    q, kv = layer.q_heads // mesh.tensor, max(1, layer.kv_heads // mesh.tensor)
+    (mine,) = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, 1)
+    q, kv = mine.q_heads, mine.kv_heads
     return Busiest(q * layer.head_dim, kv * (layer.head_dim + layer.v_head_dim), q * layer.v_head_dim, q, kv)
 
 
