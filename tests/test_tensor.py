@@ -150,7 +150,20 @@ def _lora(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=wanted, init_lora_weights=False))
 
 
-def _lora_and_more(truth: Truth) -> dict[str, float]:
+def _expert_lora(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _lora_and_more(truth: Truth, of_experts: Truth) -> dict[str, float]:
+    for mesh, options in (({"tensor": 2, "ring": 2}, SP), ({"tensor": 4}, {"fsdp": False})):
+        sp = sharding(mesh)
+        model = longspan.parallelize(_expert_lora(a_model("Qwen3Moe", num_experts=8)), sp, **options)
+        compare(of_experts, model, batch(), sp)
     for mesh, options in ((({"tensor": 2, "ring": 2}), SP), ({"tensor": 4}, {"fsdp": False})):
         sp = sharding(mesh)
         model = longspan.parallelize(_lora(a_model("Qwen3")), sp, **options)
@@ -170,7 +183,8 @@ def _lora_and_more(truth: Truth) -> dict[str, float]:
 
 
 def test_lora_logprobs_and_the_norm_of_gradients(pool4: Any) -> None:
-    results = pool4.run(_lora_and_more, truth_of(_lora(a_model("Qwen3")), batch()), timeout=180)
+    truths = (truth_of(m, batch()) for m in (_lora(a_model("Qwen3")), _expert_lora(a_model("Qwen3Moe", num_experts=8))))
+    results = pool4.run(_lora_and_more, *truths, timeout=180)
     one = widened(a_model("Llama", **BIASED))
     inputs = batch()
     logits = one(input_ids=inputs["input_ids"], use_cache=False).logits

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.comm.tensor import TensorGroup, exchange_counts, exchange_rows
 from longspan.core.buckets import even_span
@@ -34,7 +34,8 @@ class ExpertParallel:
         self.experts: int = module.num_experts
         self.each = -(-self.experts // group.size)  # on every rank but the last
         start, stop = even_span(self.experts, group.rank, group.size)
-        module.num_experts = stop - start
+        self.weights = [name for name, _ in module.named_parameters(recurse=False)]
+        module.num_experts = self.here = stop - start
         takes_all = len(inspect.signature(module.forward).parameters) == 1
         module.forward = self._forward_routed if takes_all else self._forward  # the instance's: hooks stay
 
@@ -76,5 +77,5 @@ class ExpertParallel:
             out: Tensor = self.compute(rows_RD, numbers, torch.ones_like(numbers, dtype=rows_RD.dtype))
             return out
         # No token came: the weights still have a gradient, of zeros, as on the ranks that hold other parts of them.
-        module: nn.Module = self.module
-        return rows_RD + sum(p.flatten()[:0].sum() for p in module.parameters(recurse=False))
+        weights: list[Tensor] = [getattr(self.module, name) for name in self.weights]
+        return rows_RD + sum(w.flatten()[:0].sum() for w in weights)

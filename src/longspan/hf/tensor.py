@@ -97,6 +97,7 @@ class TensorPlan:
         rules: of every parameter, by its name.
         regions: modules that compute with parts of weights, "attention" or "mlp", or with a part of the tokens, "moe".
         experts: modules of which each rank holds some experts.
+        adapted: PEFT's modules around some of them, which read all weights in them.
         norms: norms over the queries, or the keys, of all heads: how much each of this rank's entries counts, so that
             the entries of all ranks count once.
         heads: the heads of each rank; set on layers that cut the output of a fused projection (`fused`).
@@ -106,6 +107,7 @@ class TensorPlan:
     rules: dict[str, Rule] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
+    adapted: list[str] = field(default_factory=list)
     norms: dict[str, list[float]] = field(default_factory=dict)
     heads: tuple[HeadShard, ...] = ()
     fused: list[str] = field(default_factory=list)
@@ -279,7 +281,11 @@ class _Planner:
                 self._refuse(f"its plan does not say how the attention layer {path} is cut")
 
     def _experts(self, path: str) -> None:
-        module, owner = self.modules[path], path.rpartition(".")[0]
+        module, owner, adapters = self.modules[path], path.rpartition(".")[0], dict[str, nn.Module]()
+        at = path
+        while isinstance(base := getattr(module, "base_layer", None), nn.Module):  # PEFT's, one for each adapted weight
+            adapters[at] = module
+            module, at = base, f"{at}.base_layer"
         count = getattr(module, "num_experts", None)
         weights = dict(module.named_parameters(recurse=False))
         inner = [name for name, _ in module.named_parameters() if name not in weights]
@@ -287,9 +293,33 @@ class _Planner:
             self._refuse(f"layer {path} ({type(module).__name__}) does not hold its experts in one tensor a weight")
         if not all(start < stop for start, stop in (even_span(count, r, self.size) for r in range(self.size))):
             self._refuse_size(f"experts in {path}", count)
-        self._rule(module, path, **dict.fromkeys(weights, Rule(0)))
+        self._rule(module, at, **dict.fromkeys(weights, Rule(0)))
+        for adapter in adapters.items():
+            self._expert_adapter(*adapter, count)
+        if adapters:
+            self.made.adapted.append(path)
         self.made.regions[owner] = "moe"
-        self.made.experts.append(path)
+        self.made.experts.append(at)
+
+    def _expert_adapter(self, path: str, adapter: nn.Module, count: int) -> None:
+        """LoRA on the weights of all experts: A has its rows expert by expert, B its columns rank by rank."""
+        spans = [even_span(count, r, self.size) for r in range(self.size)]
+        if any(stop - start == 1 for start, stop in spans):
+            self._refuse(f"layer {path} has LoRA on experts, and PEFT's works on 2 experts or more of a rank")
+        for name, p in adapter.named_parameters():
+            kind, own = name.partition(".")[0], name.rpartition(".")[2]
+            if kind == "base_layer":
+                continue
+            if kind not in ("lora_A", "lora_B") or own != "weight" or p.dim() != 2:
+                self._refuse(f"layer {path} has the adapter weight {name}, and only LoRA's A and B can be cut with it")
+            dim = 0 if kind == "lora_A" else 1
+            ranks = p.shape[dim] // count
+            each, blocks = (ranks, 1) if dim == 0 else (1, ranks)
+            parts = [
+                tuple((i * count + start * each, i * count + stop * each) for i in range(blocks))
+                for start, stop in spans
+            ]
+            self.made.rules[f"{path}.{name}"] = self._cut(Parts(p.shape[dim], tuple(parts)), dim, path)
 
     def _vocabulary(self) -> None:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -411,14 +441,16 @@ class TensorParallel:
         self.group = TensorGroup.of(sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
         self.mesh: DeviceMesh = sp.mesh["tensor"]  # type: ignore[index]
         self.tokens = 0
-        self._cut_weights(model, plan.rules)
+        self._cut_weights(model, plan.rules, plan.adapted)
         for path, kind in plan.regions.items():
             module = model.get_submodule(path)
             enter, leave = self._moe_hooks() if kind == "moe" else (self._enter, self._leave)
             module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
             module.register_forward_hook(not_compiled(leave))
         for path in plan.experts:
-            ExpertParallel(model.get_submodule(path), self.group)
+            here = ExpertParallel(model.get_submodule(path), self.group).here
+            for adapter in (x for x in plan.adapted if path.startswith(f"{x}.")):
+                _set_experts(model.get_submodule(adapter), here)
         for path, shares in plan.norms.items():
             norm = model.get_submodule(path)
             width = next(norm.parameters()).numel()
@@ -429,7 +461,7 @@ class TensorParallel:
         assert head is not None
         self._set_head(head)
 
-    def _cut_weights(self, model: nn.Module, rules: dict[str, Rule]) -> None:
+    def _cut_weights(self, model: nn.Module, rules: dict[str, Rule], adapted: list[str]) -> None:
         made: dict[int, tuple[nn.Parameter, Rule]] = {}
         for path, module in model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -445,9 +477,11 @@ class TensorParallel:
             if own:
                 shards = Shards(module, self.group, own)
                 module.longspan_shards = shards
-                module.register_forward_pre_hook(not_compiled(lambda *_, shards=shards: shards.show()))
+                called = next((x for x in adapted if f"{path}.".startswith(f"{x}.")), path)
+                reader = model.get_submodule(called)
+                reader.register_forward_pre_hook(not_compiled(lambda *_, shards=shards: shards.show()))
                 hide = not_compiled(lambda *_, shards=shards: shards.hide())
-                module.register_forward_hook(hide, always_call=True)
+                reader.register_forward_hook(hide, always_call=True)
 
     def _cut(self, p: nn.Parameter, rule: Rule) -> nn.Parameter:
         placement = Replicate() if rule.dim is None else Shard(rule.dim)
@@ -613,6 +647,13 @@ def _set_heads(layer: Any, heads: HeadShard) -> None:
     layer.config = copy.copy(layer.config)
     layer.config.num_attention_heads = heads.q_heads
     layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads
+
+
+def _set_experts(adapter: Any, count: int) -> None:
+    """PEFT's modules around experts, of which a rank has so many."""
+    while hasattr(adapter, "base_layer"):
+        adapter.num_experts = count
+        adapter = adapter.base_layer
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

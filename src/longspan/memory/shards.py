@@ -81,8 +81,12 @@ class Shards:
 
     def hide(self) -> None:
         """As it was before `show`."""
-        if self.held:
-            own_parameters(self.module).update(self.held.pop())
+        if not self.held:
+            return
+        held = self.held.pop()
+        for name in [name for name, _ in self.module.named_buffers(recurse=False) if name in held]:
+            delattr(self.module, name)  # PEFT's LoRA on experts takes a plain tensor for a buffer
+        own_parameters(self.module).update(held)
 
 
 def shards_of(module: nn.Module) -> Shards | None:
