@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.core.buckets import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
+from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.auto import hardware_of, levers_for
@@ -208,6 +209,7 @@ class Levers:
         return CheckpointedLayer(layer, FASTEST, None, tell, draws=drawing, chain=self.chain)
 
 
+@checked_call()
 def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
 
