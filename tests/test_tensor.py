@@ -63,11 +63,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "uneven": (
         UNEVEN,
         [
-            ({"tensor": 4}, {}),
             ({"tensor": 4}, {**SP, "fsdp": False}),
             ({"tensor": 2, "ulysses": 2}, SP),
             ({"tensor": 2, "ring": 2}, {"memory": "longest"}),
-            ({"tensor": 2, "data": 2}, {"logits": True}),
         ],
     ),
     # Norms over all heads, of queries and of keys that two ranks share.
