@@ -30,7 +30,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.shapes import shape_of_model
     from longspan.hf.tensor import tensor_plan
-    from longspan.train.inputs import model_flag, model_origin
+    from longspan.train.inputs import load_model_config, model_flag, model_origin
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     held = None if config.rank_memory is None else 1e9 * config.rank_memory
@@ -38,8 +38,10 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         ranks_here = min(config.ranks, config.nproc or config.ranks)
         held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
     hardware = hardware_of(device, held)
-    # As it is: how long it reaches with the RoPE scaling that is asked for follows from both.
-    model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
+    if config.context == "max":  # as it is: how long it reaches with the RoPE scaling asked for follows from both
+        model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
+    else:
+        model_config, _ = load_model_config(config)
     model = model_origin(config, model_config).on_meta()
     shape = shape_of_model(model)
     job = Job(
