@@ -20,10 +20,15 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
     """Return the shape of `model`, which may be on the meta device.
 
     Raises:
-        LongspanError: for a layer without attention, naming it.
+        LongspanError: for a model that is built in another way than the planner knows, with the reason.
     """
     config = model.config.get_text_config()
-    return config_shape(config) if is_family(config.to_dict()) else shape_from_modules(model)
+    if is_family(config.to_dict()):
+        return config_shape(config)
+    try:
+        return shape_from_modules(model)
+    except (AttributeError, IndexError, TypeError) as error:  # sizes under names that no other model has
+        raise LongspanError(f"the planner cannot read the sizes of {type(model).__name__}: {error}") from error
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -40,7 +45,7 @@ def shape_of(config: Any) -> ModelShape:
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever its class raises
         raise LongspanError(f"{type(config).__name__} cannot be made into a causal language model: {error}") from error
-    return shape_from_modules(model)
+    return shape_of_model(model)
 
 
 def shape_from_modules(model: PreTrainedModel) -> ModelShape:

@@ -43,7 +43,14 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     else:
         model_config, _ = load_model_config(config)
     model = model_origin(config, model_config).on_meta()
-    shape = shape_of_model(model)
+    if config.tensor > 1:
+        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
+    try:
+        shape = shape_of_model(model)
+    except LongspanError:
+        if config.memory == "auto" or config.context == "max":
+            raise
+        return config, []  # nothing is chosen of a model that the planner cannot read
     job = Job(
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
@@ -52,8 +59,6 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         tensor_style=config.tensor_style,
     )
     mesh = Mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
-    if config.tensor > 1:
-        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
     for layer, _ in shape.layer_kinds:
         problem = layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:
@@ -62,8 +67,8 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         return config, []
     fixed = config.fixed()
     routes = getattr(model_config.get_text_config(), "output_router_logits", False)
-    if LeverModules(model).untiled is not None or routes:
-        fixed.setdefault("tiled_mlp", 1)
+    if config.level == "auto" and (routes or LeverModules(model).untiled is not None):
+        fixed.setdefault("tiled_mlp", 1)  # what a model does not take is not chosen
     if config.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
