@@ -22,9 +22,23 @@ FUZZ_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
+OLDER := $(VENV)-older
 CONSTRAINTS := constraints.txt
 EXTRAS := train,trl,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
+
+LIBRARIES := accelerate datasets lm_eval peft torch transformers trl tyro
+NEWEST := .venv-newest
+NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+# The requirements of the package and of its extras, without their bounds.
+define REQUIREMENTS
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "plot", "trl", "eval", "dev", "hf"))], [])
+print(*{re.split("[<>=]", x)[0] for x in wanted if not x.startswith(("longspan", "torch>"))})
+endef
+export REQUIREMENTS
 
 # On CPU every rank is a process: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
@@ -43,13 +57,23 @@ ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench cha
 	plan plan_agrees plan_counts plan_figures plan_levers plan_page plan_shapes plan_tables readme regions saved syncs \
 	tiled tolerance tracing train verify_compare))
 
+# What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
+VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \
+	data examples generate generate_cli generate_tensor lm_eval loading models optimizer parallelize plan_agrees plan_cached \
+	plan_shapes readme tensor train train_tensor trainer trl verify))
+
+# Of that a piece for the oldest versions: models, generation, Trainer and TRL.
+OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
+	-k "compat or (test_every_family and (Llama or Mistral or GptOss or ModernBert)) or (test_padding and left) \
+	or turns or (test_the_log_is and (packed or (ring and not data))) or (goes_on and lora)"
+
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast ranks alone lint bench gpu oldest cpus fuzz chaos clean
+.PHONY: help demo test check fast ranks alone older lint bench gpu newest oldest cpus fuzz chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +93,10 @@ ranks: $(STAMP)
 
 alone: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -p no:cacheprovider $(ALONE)
+
+# The oldest libraries over this environment's torch, which stays: there is no other torch to download.
+older: $(OLDER)/.installed  ## a piece of the tests on the oldest libraries, over this torch
+	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider $(OLDER_ARGS)
 
 check: lint  ## before every commit: lint and the fast tier, on this CPU's kernels and on those of one without AVX
 	@$(MAKE) --no-print-directory --output-sync -j2 fast fast-default
@@ -104,6 +132,16 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and a report, under 8 minutes
 	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
+# pyproject.toml's bounds are left out, so that what comes next is seen before users see it. Of torch the newest that has a
+# build here, else that of constraints.txt.
+newest:  ## the tests that touch other libraries, on the newest versions of them that there are, in .venv-newest
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST_PIP) --upgrade torch || $(NEWEST_PIP) --constraint constraints.txt torch
+	@$(NEWEST_PIP) --upgrade $$($(PYTHON) -c "$$REQUIREMENTS")
+	@$(NEWEST_PIP) --no-deps --editable .
+	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(LIBRARIES))) "
+	@PATH="$(abspath $(NEWEST))/bin:$$PATH" python -m pytest $(or $(PYTEST_ARGS),$(VERSIONED))
+
 oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows, of torch too
 	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=train,dev .venv-oldest/.installed
 	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
@@ -124,7 +162,7 @@ chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, b
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(OLDER) $(NEWEST) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
@@ -132,6 +170,15 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# TRL asks for datasets 4.7.
+$(OLDER)/.installed: $(STAMP) constraints-oldest.txt
+	@$(PYTHON) -m venv $(OLDER)
+	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	    >"$$($(OLDER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	@$(OLDER)/bin/python -m pip --disable-pip-version-check install --quiet datasets==4.7.0 \
+	    $$(grep -E "^(accelerate|peft|transformers|trl|tyro)==" constraints-oldest.txt)
 	@touch $@
 
 # DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.

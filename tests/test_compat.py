@@ -163,6 +163,8 @@ def test_the_versions_are_those_that_are_tested() -> None:
         )
         assert floor is not None and top is not None
         assert said == (floor[1], top[1])
+    major, minor = TESTED["transformers"][1].split(".")
+    assert f"<{major}.{int(minor) + 1}\n" in wanted + "\n"
 
 
 def test_a_cache_is_taken_by_either_name() -> None:

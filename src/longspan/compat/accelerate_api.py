@@ -25,7 +25,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     `of` makes one of an Accelerator that somebody else has made (transformers' Trainer). It overrides public methods
     alone; what it calls besides is accelerate's `prepare_data_loader`.
 
-    Versions: accelerate 1.10 to 1.15. When gone: an ImportError, or accelerate's own error for an argument it lacks.
+    Versions: accelerate 1.10.1 to 1.15. When gone: an ImportError, or accelerate's own error for an argument it lacks.
     """
 
     longspan_sp: SequenceSharding
