@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import check_language_model, position_range, read_model_config
+from longspan.hf.pretrained import check_language_model, has_tokenizer, position_range, read_model_config, tokenizer_of
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
     from longspan.generate.config import GenerateConfig, ModelFlags
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ def tokenizer_name(config: ModelFlags) -> str:
     """The tokenizer that is used."""
     if config.tokenizer is not None:
         return config.tokenizer
-    folder = Path(config.model)
-    bare = folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)
-    return BYTES if bare else config.model
+    name = tokenizer_of("--model", config.model)
+    return name if has_tokenizer(name) else BYTES
 
 
 def read_given(text: str | None, file: Path | None, flag: str) -> str:
