@@ -2,10 +2,10 @@
 
     longspan generate --model runs/ask/hf --file runs/ask/book.txt --question "Who lives in Oslo?" --ring 2 --ulysses 2
 
-The model is a Llama of two layers over bytes. It was not trained: its weights are written here, so that it looks up what
-it was asked. Eight heads of layer 1 each copy one of the eight bytes before a byte to it. A head of layer 2 finds the
-byte of the book before which the last eight bytes of the question stand, and the output is that byte (an induction head:
-Olsson et al. 2022, arXiv:2209.11895). It knows no language: asked what the book does not say, it copies what is most alike.
+The model is a Llama of two layers over bytes. It was not trained: its weights are written here, so that it looks up
+what it is asked. Eight heads of layer 1 each copy one of the eight bytes before a byte to it. A head of layer 2 finds
+the byte of the book that follows the last eight bytes of the question, and the output is that byte (an induction head:
+Olsson et al. 2022, arXiv:2209.11895). It knows no language: asked what is not in the book, it copies what is most like.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SHARP = 40.0  # how much larger the score of the right place is than one that is
 
 NAMES = "Ada Boris Clara David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Pavel Rosa Sven Tilda Viktor"
 TRADES = "baker weaver miller potter sailor tailor farmer glazier mason clockmaker"
-TOWNS = "Oslo Lima Cairo Delhi Quito Paris Kyoto Accra Tunis Hanoi Riga Porto Lagos Perth Bergen Turin Malmo Dakar Davos Sofia"
+TOWNS = "Oslo Lima Cairo Delhi Quito Paris Kyoto Accra Tunis Hanoi Riga Porto Lagos Perth Bergen Turin Malmo Dakar"
 NOISE = "The road goes on past the river, and nobody asks where it ends. "
 
 
@@ -44,11 +44,9 @@ def main() -> None:
 def book(noise: int) -> str:
     draw = random.Random(0)
     names, trades = NAMES.split(), TRADES.split()
-    draw.shuffle(names)  # each name once: what was written of an answer finds how it goes on
-    lines = [
-        f"Who lives in {town}? {name} the {draw.choice(trades)}.\n"
-        for town, name in zip(TOWNS.split(), names, strict=True)
-    ]
+    draw.shuffle(names)  # each name once: what is written of an answer must tell how it goes on
+    people = [f"{name} the {draw.choice(trades)}" for name in names]
+    lines = [f"Who lives in {town}? {who}.\n" for town, who in zip(TOWNS.split(), people, strict=False)]
     return "".join(line + NOISE * noise for line in lines)
 
 
@@ -78,10 +76,8 @@ def look_up() -> LlamaForCausalLM:
     draw = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 2, (VOCABULARY, CODE), generator=draw) * 2.0 - 1
     one, answer = CODE, slice(CODE * (BACK + 1) + 1, CODE * (BACK + 2) + 1)
-    before = [
-        slice(0, CODE),
-        *(slice(CODE * i + 1, CODE * (i + 1) + 1) for i in range(1, BACK + 1)),
-    ]  # 0: the byte's own
+    before = [slice(0, CODE)]  # the byte's own code, then of the byte before it, ...
+    before += [slice(CODE * i + 1, CODE * (i + 1) + 1) for i in range(1, BACK + 1)]
     model.model.embed_tokens.weight[:, :CODE] = codes
     model.model.embed_tokens.weight[:, one] = 1
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -73,6 +74,25 @@ def _generate(config: GenerateConfig) -> dict[str, Any]:
     from longspan.ranks.rendezvous import meet
 
     return Generation(config, Heartbeat(meet(60), lambda *_: None), opened(config)).run()
+
+
+def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, tmp_path: Path) -> None:
+    """The example's model finds the answers; the second time, on another mesh, from the cache that the first kept."""
+    ask = runpy.run_path(str(ROOT / "examples" / "ask.py"))
+    ask["look_up"]().save_pretrained(tmp_path / "hf")
+    book = ask["book"](0)
+    (tmp_path / "book.txt").write_text(book)
+    where: dict[str, Any] = {"model": str(tmp_path / "hf"), "file": tmp_path / "book.txt"}
+    config = GenerateConfig(**where, cache_dir=tmp_path / "kept", json=True, prefill_chunk=200)
+    for town, mesh, reused in (("Oslo", {"ulysses": 2}, 0), ("Paris", {"ring": 2, "fsdp": False}, len(book))):
+        asked = replace(config, question=f"Who lives in {town}?", **mesh)  # type: ignore[arg-type]
+        report = pool2.run(_generate, asked)[0]
+        assert report["text"].strip() == re.findall(rf"{town}\? (.*)", book)[0]
+        assert report["ended_by"] == "the model"
+        assert abs(report["reused_tokens"] - reused) < 3  # of the line ends between text and question
+    (kept,) = (tmp_path / "kept").iterdir()
+    others: tuple[dict[str, Any], ...] = ({"question": "Who?"}, {"question": "Who?", "cache": "int8"}, {})
+    assert [opened(replace(config, **more)).key == kept.name for more in others] == [True, False, False]
 
 
 def test_an_adapter_is_generated_scored_and_verified_with_its_base(

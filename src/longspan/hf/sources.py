@@ -85,7 +85,8 @@ class Origin:
         try:
             if peft.PeftConfig.from_pretrained(self.adapter).is_prompt_learning:
                 raise LongspanError("prompt learning puts tokens before the text, which is not supported")
-            wrapped = peft.PeftModel.from_pretrained(model, self.adapter)
+            # In the model's dtype, not in fp32: FSDP shards a layer's weights in one dtype.
+            wrapped = peft.PeftModel.from_pretrained(model, self.adapter, autocast_adapter_dtype=False)
             found = peft.utils.load_peft_weights(self.adapter, device="cpu").keys()
         except Exception as error:  # whatever PEFT raises
             raise LongspanError(

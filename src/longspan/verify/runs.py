@@ -233,6 +233,11 @@ def make_models(
     apart = config.fsdp and sp.job_size > 1  # each rank gets its shards, and only the first holds the whole model
     source = find_source(origin, sp, later=config.resume is not None) if apart else None
 
+    def prepared(model: Any) -> Any:
+        if origin.adapter is not None:  # whose dropout no config of the model knows
+            switch_dropout_off(model)
+        return model.train()
+
     def make() -> nn.Module | None:
         # Before the long runs, not after them.
         check_model(origin.on_meta(), Place(sp.device, sp.ring_size), config.kernel)
@@ -253,11 +258,6 @@ def make_models(
         "memory": "auto" if config.chooses else config.levels(),
         "tensor_style": config.tensor_style,
     }
-
-    def prepared(model: Any) -> Any:
-        if origin.adapter is not None:  # whose dropout no config of the model knows
-            switch_dropout_off(model)
-        return model.train()
 
     def shard() -> nn.Module:
         if source is not None:
