@@ -84,7 +84,7 @@ class Generation:
         ) as stop:
             hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
             try:
-                if config.cache_dir is not None:
+                if config.cache_dir is not None and self.prompt.text_tokens:
                     self._read_text(ids[:, : self.prompt.text_tokens], config.cache_dir / self.prompt.key)
                 self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)
                 ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
