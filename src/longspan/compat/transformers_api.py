@@ -169,6 +169,15 @@ def generation_config(name: str, model: PreTrainedModel) -> Any:
     return GenerationConfig.from_model_config(model.config)
 
 
+def output_dir_of(trainer: Any, trial: Any) -> str:
+    """Return the folder that a Trainer saves checkpoints in.
+
+    Versions: all. Public way: `args.output_dir`, which a hyperparameter search does not save in. When gone: that one.
+    """
+    own = getattr(trainer, "_get_output_dir", None)
+    return str(trainer.args.output_dir if own is None else own(trial=trial))
+
+
 def router_loss(model: PreTrainedModel) -> Any:
     """The load-balancing loss of a mixture of experts: (router logits, experts, top_k, mask) -> scalar; None for none.
 

@@ -25,6 +25,7 @@ from longspan import checkpoint as checkpoints
 from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
+from longspan.compat.transformers_api import output_dir_of
 from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
@@ -316,7 +317,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the Trainer's. The state is written last, so a checkpoint that has one is whole: remove an older one."""
         if self._sharded:
-            state = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}" / STATE
+            state = Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}" / STATE
             checkpoints.Ranks().first(lambda: state.unlink(missing_ok=True))
         super()._save_checkpoint(model, trial)
 
