@@ -8,17 +8,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from tests.fuzz.cases import Case, drawn
+from longspan.hf.batch import cut_batch
+from tests.fuzz.cases import MESHES, Case, drawn
 from tests.fuzz.families import build, families
 from tests.fuzz.run import judge
 from tests.pool import RankPool
+
+FOUND = ['{"family": "causal/jetmoe", "mesh": {"ring": 2}, "options": {"memory": {"head_chunks": 2}}}']
+"""Cases that once failed, and have no test of their own elsewhere."""
 
 PADDED = Case("causal/llama", rows=2, length=11, padding="left", mesh={"ring": 2})
 
 
 @contextlib.contextmanager
 def _padding_forgotten() -> Iterator[None]:
-    with mock.patch("longspan.hf.batch.padding_segments", lambda *_: None):
+    def forgetful(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return cut_batch({key: value for key, value in batch.items() if key != "attention_mask"}, *args, **kwargs)
+
+    with mock.patch("longspan.hf.hooks.cut_batch", forgetful):
         yield
 
 
@@ -35,23 +42,21 @@ def _one_rank_refuses() -> Iterator[None]:
 
 
 def test_a_planted_fault_is_reported(get_pool: Callable[[int], RankPool]) -> None:
-    assert judge(PADDED, get_pool).kind == "equal"
-    wrong = judge(PADDED, get_pool, _padding_forgotten)
-    assert wrong.kind == "failed" and "of the limit" in wrong.text
-    differs = judge(PADDED, get_pool, _one_rank_refuses)
-    assert differs.kind == "failed" and "another text on each rank" in differs.text
-    refused = judge(Case("causal/mamba", length=5), get_pool)
+    generated = Case("causal/llama", length=5, job="generate", mesh={"ring": 2}, generation={"max_new_tokens": 2})
+    mamba = Case("causal/mamba", length=5, mesh={"ring": 2})
+    refused, *equal = judge([mamba, PADDED, generated, *map(Case.read, FOUND)], get_pool)
+    assert [outcome.kind for outcome in equal] == ["equal"] * len(equal), equal
     assert refused.kind == "refused" and "Mamba" in refused.text
-    assert (
-        judge(Case("causal/llama", length=5, job="generate", generation={"max_new_tokens": 2}), get_pool).kind
-        == "equal"
-    )
+    (wrong,) = judge([PADDED], get_pool, _padding_forgotten)
+    assert wrong.kind == "failed" and "of the limit" in wrong.text
+    (differs,) = judge([PADDED], get_pool, _one_rank_refuses)
+    assert differs.kind == "failed" and "another text on each rank" in differs.text
 
 
 def test_cases_come_back_from_their_text() -> None:
     for number in range(200):
-        case = drawn(random.Random(number), "causal/llama", 1 + number % 4)
-        assert Case.read(str(case)) == case and case.ranks == 1 + number % 4
+        case = drawn(random.Random(number), "causal/llama", MESHES[4][number % 9])
+        assert Case.read(str(case)) == case and case.ranks == 4
 
 
 def test_families_are_those_of_transformers() -> None:

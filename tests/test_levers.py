@@ -154,11 +154,16 @@ def test_levers_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
         pool8.run(_on_a_mesh, _truth(family), family, memory, 1, ring, True)
 
 
-@pytest.mark.parametrize("family", ["GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert"])
-def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+# A layer of DistilBERT takes in what the last norm of the one before gives.
+@pytest.mark.parametrize(
+    ("family", "lever"),
+    [(f, "all") for f in ("GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert")]
+    + [("DistilBert", "all"), ("DistilBert", "longest")],
+)
+def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str, lever: str) -> None:
     monkeypatch.setattr(buckets, "FEWEST_ROWS", (2, 2))
     truth = truth_of(build(family), batch())
-    model = longspan.parallelize(build(family), ONE_DEVICE, memory=LEVERS["all"]).train()
+    model = longspan.parallelize(build(family), ONE_DEVICE, memory=LEVERS[lever]).train()
     loss = model(**batch()).loss
     loss.backward()
     check_loss(float(loss.detach()), truth)

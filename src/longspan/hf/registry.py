@@ -229,7 +229,10 @@ def longspan_attention(
         out = kept_attention(plan, q, k, v, scores, layer.keeper)
     else:
         out = plan(q, k, v, scores, layer.keeper)
-    return out if info.padding is None else _padding_sees_itself(out, v, info.padding), None
+    out = out if info.padding is None else _padding_sees_itself(out, v, info.padding)
+    if out.stride(-2) != out.shape[-1]:  # chunks of heads, padding: models view the output as [B, L, H * D], as sdpa's
+        out = out.contiguous()
+    return out, None
 
 
 def _padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:

@@ -327,9 +327,15 @@ class _Inputs:
         self.kept = [(before or put(store, x)) if asked else x for x, asked in zip(values, self.asked, strict=True)]
 
     def first(self) -> tuple[list[Any], dict[str, Any]]:
+        """For the layer's first run.
+
+        Views: a norm that made an input knows how to make it again, and linear layers would save another set of tensors
+        than in the second run, to which the input comes without its history.
+        """
         given, self.given = self.given, None
         assert given is not None
-        return given
+        values = [*given[0], *given[1].values()]
+        return self._sorted([x.view_as(x) if asked else x for x, asked in zip(values, self.asked, strict=True)])
 
     def again(self) -> tuple[list[Any], dict[str, Any]]:
         """For the layer's second run."""
