@@ -64,6 +64,26 @@ def _ways(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
     ]
 
 
+def _drafted(name: str, repeated: Any, expected: list[Any]) -> None:
+    """Prompt lookup, a plain assistant and a parallelized one; then another cache's name."""
+    for ring in (1, 2):
+        model, _ = parallelized(name, ring, fsdp=ring == 1)
+        ways: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}]
+        ways += [{"assistant_model": made(name)}, {"assistant_model": parallelized(name, ring, fsdp=False)[0]}]
+        for more, one in zip([*ways, {"cache_implementation": "static"}], [*expected, expected[0]], strict=True):
+            cached = longspan.ShardedCache(model)
+            out = model.generate(**repeated, past_key_values=cached, do_sample=False, max_new_tokens=20, **more)
+            assert torch.equal(out, one), (name, more, out, one)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text"])
+def test_drafted_tokens_and_other_caches_names(pool4: RankPool, name: str) -> None:
+    """What is generated is what one process generates token by token, wherever drafted tokens were refused."""
+    repeated = {key: rows.repeat(1, 2)[:, :41] for key, rows in prompt(1, 17).items()}
+    plainly = made(name).generate(**repeated, do_sample=False, max_new_tokens=20)
+    pool4.run(_drafted, name, repeated, [plainly] * 3)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Llama4Text"])
 def test_padding_that_covers_chunks_and_masks_with_holes(pool4: RankPool, name: str) -> None:
     short = prompt(3)

@@ -189,6 +189,29 @@ def _with_holes(family: str) -> dict[str, Any]:
     return {**whole, "attention_mask": mask}
 
 
+OWN = ["Roberta", "Camembert", "Esm", "OPT", "BioGpt"]
+
+
+def _without_positions(family: str) -> dict[str, Any]:
+    whole = _padded(family, "right" if family in MASKED else "left")
+    whole["input_ids"][0, 20] = 0  # Roberta's positions follow from the ids, whatever the mask says
+    del whole["position_ids"]
+    return whole
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_models_that_count_positions_themselves(pool4: RankPool, family: str) -> None:
+    truth = truth_about(family, (), _without_positions)
+    pool4.run(_run, family, {}, [(1, 1, True), (1, 2, True)], _without_positions(family), truth)
+
+
+def test_positions_of_a_batch_cut_beforehand_are_not_guessed() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    model, whole = longspan.parallelize(build("Roberta"), sp), _without_positions("Roberta")
+    with pytest.raises(longspan.LongspanError, match="give longspan.shard_batch the position_ids"):
+        model(**longspan.shard_batch(whole, sp, shift=False))
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Llama4Text", "Qwen3Moe", "Bert"])
 def test_masks_with_holes_and_rows_of_padding(pool4: RankPool, family: str) -> None:
     changes = AUX if family == "Qwen3Moe" else {}
@@ -260,6 +283,19 @@ def test_router_loss_on_every_mesh(pool4: RankPool, family: str) -> None:
     truth = truth_about(family, tuple(AUX.items()))
     assert truth.exact.aux_loss is not None and abs(truth.exact.loss - truth_about(family).exact.loss) > 0.1
     pool4.run(_run, family, AUX, [*ON_4_RANKS, (1, 1, False), (4, 1, True)], inputs_of(family), truth)
+
+
+def _router_loss_by_tiles(families: list[str], truths: list[Truth]) -> None:
+    memories = ["longest", longspan.Memory(tiled_mlp=3), longspan.Memory(tiled_mlp=3, checkpointing="attention")]
+    for family, truth in zip(families, truths, strict=True):
+        for memory in memories if family == "Mixtral" else memories[:1]:
+            sp = sharding()
+            model = longspan.parallelize(build(family, **AUX), sp, fsdp=family == "Mixtral", memory=memory)
+            compare(truth, model.train(), batch(), sp)
+
+
+def test_router_loss_by_tiles(pool2: RankPool) -> None:
+    pool2.run(_router_loss_by_tiles, EXPERTS, [truth_about(family, tuple(AUX.items())) for family in EXPERTS])
 
 
 def test_router_loss_counts_no_padding(pool4: RankPool) -> None:

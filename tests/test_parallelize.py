@@ -345,10 +345,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "bert.encoder.layer.0.crossattention (BertAttention) of BertForMaskedLM ... another sequence"),
     ("GPT2", {"add_cross_attention": True}, {}, {},
      "transformer.h.0.crossattention (GPT2Attention) of GPT2LMHeadModel ... another sequence"),
-    ("OPT", {"word_embed_proj_dim": 32, "ffn_dim": 48}, {}, {}, "makes positions of its own from tokens or mask"),
-    ("Roberta", {"is_decoder": True}, {}, {}, "makes positions of its own from tokens or mask"),
     ("RoFormer", BERT, {}, {}, "makes positions of its own from tokens or mask"),
-    ("Esm", BERT, {}, {}, "layer esm.embeddings (EsmEmbeddings) of EsmForMaskedLM makes positions of its own from"),
+    ("Esm", {**BERT, "token_dropout": True}, {}, {}, "set token_dropout=False"),
     ("Llama4Text", ROUTER, {}, {}, "output_router_logits=True asks Llama4ForCausalLM for an auxiliary loss over all"),
     ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, {}, {}, "has output_attentions=True"),
     ("Llama", {}, {}, {"kernel": "flash_attn"}, "pip install flash-attn"),
@@ -370,7 +368,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama", {}, {"use_cache": True}, {}, "ShardedCache(model)"),
     ("Llama", {}, {"output_attentions": True}, {}, "output_attentions=True is not supported"),
     ("Llama", {}, ROUTER, {}, "output_router_logits=True asks LlamaForCausalLM for an auxiliary loss over all tokens"),
-    ("Llama", {}, {"logits_to_keep": 1}, {}, "logits_to_keep counts from the end"),
+    ("Llama", {}, {"logits_to_keep": 1}, {}, "logits_to_keep with labels"),
+    ("Llama", {}, {"cache_position": torch.arange(1, 22)}, {}, "must be torch.arange(0, 21)"),
     ("GPT2", {}, {"encoder_hidden_states": torch.zeros(4, 9, 32)}, {}, "ask GPT2LMHeadModel for cross attention"),
     ("Llama", {}, {"cu_seqlens": 3.0}, {}, "layer model.layers.0.self_attn passes cu_seqlens to its attention, not"),
     ("Llama", {}, {"longspan": 3}, {}, "the key `longspan` of a batch comes from longspan.shard_batch, got int"),
@@ -734,3 +733,26 @@ def _two_backwards() -> None:
 
 def test_two_backwards_of_a_kept_graph(pool2: RankPool) -> None:
     pool2.run(_two_backwards)
+
+
+def _kept_logits(places: Any) -> None:
+    """Logits of some tokens on every rank, and the gradients of a loss that each rank makes of them."""
+    ids = batch()["input_ids"]
+    reference = build("Llama").double()
+    for ring, fsdp in ((1, True), (2, False)):
+        model = longspan.parallelize(build("Llama").double(), sharding(ring=ring), fsdp=fsdp)
+        reference.zero_grad()
+        for keep in (1, 5, places):
+            expected = reference(ids, logits_to_keep=keep).logits
+            out = model(ids, logits_to_keep=keep, cache_position=torch.arange(21))
+            torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-7)
+            expected.square().sum().backward()
+            out.logits.square().sum().backward()
+        found = gradients(model)
+        for name, grad in gradients(reference).items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert model(ids).logits.shape[1] < 21
+
+
+def test_logits_to_keep(pool4: RankPool) -> None:
+    pool4.run(_kept_logits, torch.tensor([3, -1, 17, 3]))

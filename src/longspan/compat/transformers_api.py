@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from longspan.compat.gone import gone
@@ -91,8 +94,11 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
+_USE_IT_UNSAID = {"biogpt"}
+
+
 def uses_registry(model: PreTrainedModel) -> bool:
-    """Whether a model's layers take their attention from the registry.
+    """Whether a model's layers take their attention from the registry; some do without their class saying so.
 
     Versions: all. Public way: this one, of which its documentation says nothing. When gone:
     LongspanError.
@@ -100,7 +106,7 @@ def uses_registry(model: PreTrainedModel) -> bool:
     told: Any = getattr(model, "is_backend_compatible", None)
     if told is None:
         raise gone("transformers", "PreTrainedModel.is_backend_compatible", "knowing what a model's attention goes by")
-    return bool(told())
+    return bool(told()) or model.config.model_type in _USE_IT_UNSAID
 
 
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
@@ -176,6 +182,70 @@ def output_dir_of(trainer: Any, trial: Any) -> str:
     """
     own = getattr(trainer, "_get_output_dir", None)
     return str(trainer.args.output_dir if own is None else own(trial=trial))
+
+
+@dataclass(frozen=True)
+class OwnPositions:
+    """How a model counts positions where it is given none, other than 0, 1, 2, ... along the row.
+
+    Attributes:
+        of_ids: (ids, tokens before them) -> position ids; None where they follow from the attention mask: real tokens
+            are counted, and padding has -1.
+        of_embeds: (embeddings) -> position ids.
+    """
+
+    of_ids: Callable[[Tensor, int], Tensor] | None = None
+    of_embeds: Callable[[Tensor], Tensor] | None = None
+
+
+_COUNTS_IN_ROWS = "BioGptLearnedPositionalEmbedding"
+_COUNTS_THE_MASK = "OPTLearnedPositionalEmbedding"
+
+
+def own_positions(model: PreTrainedModel) -> OwnPositions | None:
+    """Return how a model counts positions itself; None where it counts along the row, or is refused.
+
+    Versions: all. Public way: none. When gone: None, and `makes_positions` refuses such a module.
+    """
+    for module in model.modules():
+        name, kind = "create_position_ids_from_input_ids", type(module)
+        if kind.__name__ == _COUNTS_THE_MASK:
+            return OwnPositions()
+        made: Any = getattr(module, name, getattr(sys.modules[kind.__module__], name, None))
+        from_embeds: Any = getattr(module, "create_position_ids_from_inputs_embeds", None)
+        if made is None or from_embeds is None or getattr(module, "position_embedding_type", "") == "rotary":
+            continue
+        return _from_tokens(made, from_embeds, module.padding_idx)
+    return None
+
+
+def _from_tokens(from_ids: Any, from_embeds: Any, pad: Any) -> OwnPositions:
+    counts_past, knows_pad = len(inspect.signature(from_ids).parameters) > 2, _takes(from_embeds, "padding_idx")
+    return OwnPositions(
+        lambda ids, past: from_ids(ids, pad, past) if counts_past else from_ids(ids, pad),
+        lambda embeds: from_embeds(embeds, pad) if knows_pad else from_embeds(embeds),
+    )
+
+
+def makes_positions(module: Any) -> bool:
+    """Return whether a module makes positions from its tokens or mask in a way that `own_positions` does not know.
+
+    Versions: all. Public way: none. When gone: True, so that the model is refused.
+    """
+    kind = type(module)
+    from_tokens = any(name.startswith("create_position_ids_from") for name in dir(kind))
+    if getattr(module, "position_embedding_type", "") == "rotary" and from_tokens:  # ESM's, before it took positions
+        rotary = getattr(sys.modules[kind.__module__], "RotaryEmbedding", None) or getattr(
+            sys.modules[kind.__module__], f"{kind.__name__.removesuffix('Embeddings')}RotaryEmbedding", None
+        )
+        return rotary is None or not _takes(rotary.forward, "position_ids")
+    counts = re.search(r"(Learned|Sinusoidal)Positional", kind.__name__) is not None
+    known = from_tokens or kind.__name__ in (_COUNTS_IN_ROWS, _COUNTS_THE_MASK)
+    return (counts or from_tokens) and not (known and _takes(module.forward, "position_ids"))
+
+
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters
 
 
 def router_loss(model: PreTrainedModel) -> Any:

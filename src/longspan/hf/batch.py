@@ -57,6 +57,7 @@ class SequenceInfo:
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
             it is not on the CPU.
         device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
+        counted: whether `position_ids` were not given, and count through the row.
         visible: which keys are real, where an attention mask has zeros between the ones of a row.
         fillers: by key of the batch, one real token's values for each row, `[B, ...]`: what padding is replaced by in a
             forward. Empty where nothing is padded on any rank.
@@ -72,6 +73,7 @@ class SequenceInfo:
     shifted: bool = True
     digest: int | None = None
     device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    counted: bool = False
     visible: VisibleKeys | None = dataclasses.field(default=None, compare=False, repr=False)
     fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     padding: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -167,8 +169,13 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
     return out
 
 
-def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
-    """`shard_batch` without the digest, for one who has the whole batch at hand."""
+def cut_batch(
+    batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True, own_positions: Tensor | None = None
+) -> dict[str, Any]:
+    """`shard_batch` without the digest, for one who has the whole batch at hand.
+
+    `own_positions` are those that the model makes itself where the batch has none. They mark no documents.
+    """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
     positions = batch.get("position_ids")
@@ -176,7 +183,7 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
         positions = positions[None]
     rows, starts, visible = _rows_of(batch, positions, batch_size, n)
     sp = _under_its_mask(sp, rows, batch_size, n, causal=shift)
-    own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST}
+    own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST, "cache_position"}
     out = {key: value for key, value in batch.items() if key not in own}
     for key in _INPUTS:
         if batch.get(key) is not None:
@@ -186,6 +193,8 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
         if rows is not None:
             _refuse_labels_on_padding(labels, rows, n, shift)
         out["labels"] = _part(labels, sp, pad_value=IGNORE)
+    counted = positions is None
+    positions = own_positions if counted else positions
     if positions is None:
         out["position_ids"] = sp.positions(n).to(device)[None]
         max_position = n - 1
@@ -194,7 +203,9 @@ def cut_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = T
         max_position = int(positions.max())
     padded = _has_padding(rows, n) or sp.layout.local_length(n) * sp.size > n
     fillers = _fillers(batch, rows, batch_size, n) if padded else {}
-    out["longspan"] = SequenceInfo(n, rows, max_position, sp.layout, starts, shift, visible=visible, fillers=fillers)
+    out["longspan"] = SequenceInfo(
+        n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers
+    )
     return out
 
 
@@ -284,6 +295,9 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
     for key, value in batch.items():
         if value is None or key in ("input_ids", "inputs_embeds", *_BORDERS, *_LONGEST):
             continue
+        if key == "cache_position":
+            check_cache_position(value, 0, n)
+            continue
         if not isinstance(value, Tensor):
             if key in _CUT or key in _IDS:
                 raise LongspanError(f"`{key}` must be a tensor, got {type(value).__name__}")
@@ -307,6 +321,20 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
                 f"`{key}` of shape {shape} seems to have one entry per token, and longspan does not know how to cut "
                 f"it; it cuts {', '.join(sorted({*_CUT, *_IDS}))}"
             )
+
+
+def check_cache_position(value: Any, past: int, new: int) -> None:
+    """Refuse a `cache_position` that does not count the tokens from `past` on; transformers has no other use for it.
+
+    Raises:
+        LongspanError: with what is taken.
+    """
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or value.tolist() != list(range(past, past + new)):
+        raise LongspanError(
+            f"`cache_position` must be torch.arange({past}, {past + new}), the places of the new tokens; leave it out"
+        )
 
 
 def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:

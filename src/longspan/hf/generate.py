@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class Generate:
 
     def __init__(self, model: PreTrainedModel, sp: SequenceSharding) -> None:
         self.model, self.sp = model, sp
+        self.said = False  # that another cache was asked for
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, inputs: Any = None, generation_config: Any = None, **more: Any) -> Any:
@@ -47,12 +49,22 @@ class Generate:
         settings = generation_config if generation_config is not None else model.generation_config
         cache = take_cache(more)
         _refuse(settings, more, cache)
+        name = more.pop("cache_implementation", None) or getattr(settings, "cache_implementation", None)
+        if name is not None:
+            self._say_once(
+                f"cache_implementation={name!r}: a parallelized model generates with a longspan.ShardedCache"
+            )
+            if getattr(settings, "cache_implementation", None) is not None:
+                generation_config = settings = copy.deepcopy(settings)
+                settings.cache_implementation = None
         tokens = next((x for x in (inputs, more.get("input_ids"), more.get("inputs_embeds")) if x is not None), None)
         if tokens is not None:
             check_tensor("inputs", tokens)
         length = 0 if tokens is None else tokens.shape[1]
         if cache is None:
             cache = ShardedCache(model, room=_room(settings, more, length))
+        if _drafts(settings, more) or getattr(settings, "is_assistant", False):
+            cache.activate_past_recording()
         more[cache_name(type(model).forward)] = cache
         mask = more.get("attention_mask")
         # Without padding: position ids count real tokens.
@@ -74,6 +86,11 @@ class Generate:
             return type(model).generate(model, inputs, generation_config, **more)
         finally:
             cache.announced = 0
+
+    def _say_once(self, text: str) -> None:
+        if not self.said and self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0:
+            warnings.warn(text, stacklevel=3)
+        self.said = True
 
     def _chunks_alike(self, tokens: int, chunk: int | None) -> int | None:
         """The size of a prompt's chunks, such that every replica has as many: their forwards are collective.
@@ -130,11 +147,26 @@ def _refuse(settings: Any, more: dict[str, Any], cache: Any) -> None:
             "use_cache=False would compute the whole sequence again for every token; a parallelized model generates "
             "with its cache: leave use_cache out"
         )
-    if asked("cache_implementation") is not None:
+    if asked("cache_implementation") not in (None, "dynamic", "static"):
         raise LongspanError(
             f"cache_implementation={asked('cache_implementation')!r}: a parallelized model generates with its own "
-            f"cache over the ranks; leave it out"
+            f"cache over the ranks; leave it out, or pass a longspan.ShardedCache(model, dtype=..., offload=...)"
         )
-    for name in ("assistant_model", "prompt_lookup_num_tokens"):
-        if asked(name) is not None:
-            raise LongspanError(f"{name}: assisted generation is not supported on a parallelized model; leave it out")
+    if asked("assistant_early_exit") is not None:
+        raise LongspanError(
+            "assistant_early_exit drafts with some layers of the model itself, whose cache would hold tokens of two "
+            "kinds; use assistant_model or prompt_lookup_num_tokens"
+        )
+    assistant = more.get("assistant_model")
+    hooks = getattr(assistant, "longspan_hooks", None)
+    if hooks is not None and hooks.sp.data_size > 1:
+        raise LongspanError(
+            "assistant_model is parallelized, and replicas would draft different numbers of tokens, so that their "
+            "forwards would wait for each other; give the plain model, or a mesh with data=1"
+        )
+
+
+def _drafts(settings: Any, more: dict[str, Any]) -> bool:
+    """Return whether tokens are drafted, and those that the model refuses removed from the cache."""
+    names = "assistant_model", "prompt_lookup_num_tokens"
+    return any(more.get(name, getattr(settings, name, None)) is not None for name in names)

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from longspan.comm.objects import together
 from longspan.compat.torch_api import not_compiled, version_of
-from longspan.compat.transformers_api import cache_name, take_cache
+from longspan.compat.transformers_api import cache_name, own_positions, take_cache
+from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.hf.across_ranks import is_on_cpu
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding, real_tokens
 from longspan.hf.fsdp import reshard
 from longspan.hf.gradients import GradientSum
-from longspan.hf.kv_cache import CachedInfo, ShardedCache, last_token
+from longspan.hf.kv_cache import CachedInfo, ShardedCache, last_tokens
 from longspan.hf.loss import load_balancing_loss, mean_loss, mean_row_loss, problem_of
-from longspan.hf.outputs import head_of, without_deferred
+from longspan.hf.outputs import KeptLogits, head_of, without_deferred
 from longspan.hf.pooled import PooledHead
 from longspan.hf.registry import ModelBinding, check_positions
 from longspan.hf.scored import Scoring, labels_to_score, scored_output
@@ -121,8 +122,10 @@ class ForwardHooks:
         self.scoring = Scoring()
         self.top_k = router_top_k(model)
         self.dropout = attention_dropout(model)
+        self.own_positions = own_positions(model)
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
         self.wants_loss_alone = False
+        self.kept: KeptLogits | None = None  # since the first forward with logits_to_keep
         self.losses = 0  # computed so far by longspan; a trainer looks whether a forward added one
         if self.head is not None and levers is not None:
             self.head.loss = levers.memory.head_loss
@@ -147,9 +150,10 @@ class ForwardHooks:
         tokens = _tokens_of(cut)
         if self.levers is not None and model.training:
             levers = self.levers
-            chosen = levers.choose(info.length, len(tokens), self._wants_router_loss(model, batch))
-            if chosen:
+            if levers.choose(info.length, len(tokens)):
                 together(lambda: levers.reserve(model, tokens), self.sp.everyone)
+        if self.levers is not None:
+            self.levers.keep_routing(self._wants_router_loss(model, batch))
         if self._wants_router_loss(model, batch):
             self.owed.real = real_tokens(info, self.sp, len(tokens), tokens.device)
         if self.masked or self.pooled is not None or self.owed.real is not None:
@@ -173,6 +177,11 @@ class ForwardHooks:
         cut["use_cache"] = False
         if self.pooled is not None:
             self.pooled.begin(batch, cut)
+        keep = cut.pop("logits_to_keep", None)
+        if self.kept is None and (isinstance(keep, Tensor) or keep) and self.head is not None:
+            self.kept = KeptLogits(self.head.module)
+        if self.kept is not None:
+            self.kept.begin(keep, info, self.sp)
         return (), cut
 
     @not_compiled
@@ -218,7 +227,7 @@ class ForwardHooks:
             if self.tensor is not None and self.tensor.style == "megatron-sp":
                 self.tensor.refuse(batch, self.config)
             batch.pop("cache", None)
-            tokens = cache.read(batch)
+            tokens = cache.read({**batch, "position_ids": self._positions(batch, cache.places.length)})
             if is_on_cpu(batch):
                 _check_ids(model, batch, self.rotary)
             check_positions(model, tokens.max_position)
@@ -232,21 +241,21 @@ class ForwardHooks:
         self.owed, self.computed, self.loss_due = _Owed(), None, False
         if self.head is not None:
             self.head.armed = False
+        if self.kept is not None:
+            self.kept.picked = None
         cut, self.cached = cache.begin(batch, tokens)
         self.binding.max_position = tokens.max_position
         return (), {**cut, self.cache_name: cache}
 
     @not_compiled
     def keep_last(self, decoder: nn.Module, args: Any, output: Any) -> Any:
-        """After the last layer: the last token's hidden states alone, on every rank, if its logits are all that is
-        wanted. They lie on one rank.
-        """
-        if self.cached is None or not self.cached.last_only:
+        """Return the hidden states of the last tokens alone, on every rank, if only their logits are asked for."""
+        if self.cached is None or not self.cached.keep:
             return output
         if self.tensor is not None:
-            hidden = self.tensor.last_token(output[0], self.cached)
+            hidden = self.tensor.last_tokens(output[0], self.cached)
         else:
-            hidden = last_token(output[0], self.cached, self.sp)
+            hidden = last_tokens(output[0], self.cached, self.sp)
         if isinstance(output, tuple):
             return hidden, *output[1:]
         output["last_hidden_state"] = hidden
@@ -371,9 +380,7 @@ class ForwardHooks:
             )
         if self.top_k is None and self._wants_router_loss(model, batch):
             raise LongspanError(no_router_loss(self.name))
-        keep = batch.get("logits_to_keep")
-        if keep is not None and not (isinstance(keep, int) and keep == 0):
-            raise LongspanError("logits_to_keep counts from the end of the sequence, which is cut here; leave it out")
+        self._check_keep(batch)
         if batch.get("encoder_hidden_states") is not None:
             raise LongspanError(
                 f"encoder_hidden_states ask {self.name} for cross attention to another sequence; {HELP}"
@@ -385,11 +392,26 @@ class ForwardHooks:
         if self.pooled is not None:
             self.pooled.check(batch)
         if model.training and self.levers is not None:
-            self.levers.check(self._wants_router_loss(model, batch))
+            self.levers.check()
         if model.training:
             refuse_dropout(self.dropout)
         if self.gradients is not None:
             self.gradients.check(model)
+
+    def _check_keep(self, batch: Mapping[str, Any]) -> None:
+        keep = batch.get("logits_to_keep")
+        if keep is None or (isinstance(keep, int) and keep == 0):
+            return
+        if self.head is None or "logits_to_keep" not in self.signature.parameters:
+            raise LongspanError(f"{self.name} takes no logits_to_keep; leave it out")
+        places = isinstance(keep, Tensor) and keep.dim() == 1 and len(keep) and keep.dtype in (torch.int64, torch.int32)
+        if not places and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
+            raise LongspanError(
+                f"logits_to_keep={spell(keep)}: give a number of last tokens, or an integer tensor [k] of places in "
+                "the sequence"
+            )
+        if batch.get("labels") is not None:
+            raise LongspanError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one out")
 
     def _cut(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -437,16 +459,33 @@ class ForwardHooks:
                     f"where no loss is computed"
                 )
 
+    def _positions(self, batch: Mapping[str, Any], past: int = 0) -> Tensor | None:
+        """Return the position ids of a batch: those it has, or those that the model makes of it itself."""
+        own, given, mask = self.own_positions, batch.get("position_ids"), batch.get("attention_mask")
+        if given is not None or own is None:
+            return given
+        ids = batch.get("input_ids")
+        if own.of_ids is None or own.of_embeds is None:
+            return None if mask is None else (mask.long().cumsum(-1) * mask.long() - 1)[:, past:]
+        return own.of_embeds(batch["inputs_embeds"]) if ids is None else own.of_ids(ids, past)
+
     def _part_of(self, model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
         if self.pooled is not None and "longspan" not in batch:
             labels = {key: batch[key] for key in ("labels",) if batch.get(key) is not None}
-            return cut_batch({key: value for key, value in batch.items() if key != "labels"}, self.sp) | labels
+            batch = {key: value for key, value in batch.items() if key != "labels"}
+            return cut_batch(batch, self.sp, own_positions=self._positions(batch)) | labels
         if "longspan" not in batch:
-            return cut_batch(batch, self.sp, shift=False) if self.masked else cut_batch(batch, self.sp)
+            return cut_batch(batch, self.sp, shift=not self.masked, own_positions=self._positions(batch))
         info = batch["longspan"]
         if not isinstance(info, SequenceInfo):
             raise LongspanError(
                 f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
+            )
+        own = self.own_positions
+        if info.counted and own is not None and (own.of_ids is not None or info.segments is not None):
+            raise LongspanError(
+                f"{self.name} counts positions by its tokens or mask where it is given none, and this batch was cut "
+                f"before it saw them; give longspan.shard_batch the position_ids"
             )
         if batch.get("labels") is not None and info.shifted == self.masked and self.pooled is None:
             kind = "model of each token, whose labels are not" if self.masked else "causal LM, whose labels are"

@@ -30,11 +30,12 @@ from longspan.comm.arguments import check_module
 from longspan.comm.objects import gather_objects, together
 from longspan.comm.shard import shard
 from longspan.core.cached import OFFLOADS, holds_latent
-from longspan.core.checked import as_path, check_count, check_flag, check_number, checked_call
+from longspan.core.checked import as_path, check_count, check_flag, check_number, checked_call, spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups, split_heads
 from longspan.core.places import RUN, Places
-from longspan.hf.batch import SequenceInfo, VisibleKeys
+from longspan.hf.batch import SequenceInfo, VisibleKeys, check_cache_position
+from longspan.hf.outputs import PickedTokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,12 +53,12 @@ class CachedInfo(SequenceInfo):
     Attributes:
         cache: the cache.
         step: the forward's new tokens.
-        last_only: whether only the last token's logits are asked for, on every rank.
+        keep: of so many last tokens the logits are asked for, on every rank; 0: each rank those of its own tokens.
     """
 
     cache: ShardedCache | None = None
     step: Step | None = None
-    last_only: bool = False
+    keep: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
         self.announced = 0
+        self.rollback: int | None = None  # tokens that a crop may go back to, where what is drafted may be refused
         self._step: Step | None = None  # of the forward under way
 
     # --- what a forward does
@@ -160,6 +162,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             raise LongspanError(f"the cache holds {self.batch_size} rows, the batch has {rows}; make a new cache")
         mask = batch.get("attention_mask")
         segments, visible = _segments(mask, rows, past + new)
+        check_cache_position(batch.get("cache_position"), past, new)
         positions = batch.get("position_ids")
         if positions is None:
             positions = _positions(None if segments is None else mask, past, new, tokens.device)
@@ -186,11 +189,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             visible=tokens.visible,
             cache=self,
             step=step,
-            last_only=keep is not None and keep == 1,
+            keep=keep or 0,
         )
         parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
         parts["position_ids"] = tokens.positions
-        out = {key: value for key, value in batch.items() if key not in parts}
+        out = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
         out |= {key: shard(x, sp) if cut else x for key, x in parts.items() if x is not None}
         out |= {"longspan": info, "attention_mask": None, "use_cache": True}
         self._step = step
@@ -313,7 +316,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.places, self.stores, self._step = Places(self.sp.ring_size), {}, None
+        self.places, self.stores, self._step, self.rollback = Places(self.sp.ring_size), {}, None, None
         if self.rooms is not None:
             self.rooms.reset()
 
@@ -329,11 +332,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 forward that broke off.
         """
         past = self.places.length
-        length = max_length if max_length > 0 else max(0, past + max_length)
-        if length >= past:
+        length = min(past, max_length if max_length > 0 else max(0, past + max_length))
+        kept = self.rollback is not None and length >= self.rollback
+        if self.rollback is not None:
+            self.rollback = length
+        if length == past:
             return
         self.check_sound()
-        behind = next((layer for layer, store in self.stores.items() if store.start), None)
+        behind = None if kept else next((layer for layer, store in self.stores.items() if store.start), None)
         if behind is not None:
             raise LongspanError(
                 f"layer {behind} has a sliding window and holds the tokens from {self.stores[behind].start} on alone: "
@@ -341,7 +347,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
             )
         self.places.crop(length)
         for store in self.stores.values():
-            store.crop(self.places.count(self.sp.ring_rank))
+            store.crop(self.places.count(self.sp.ring_rank, store.start))
+
+    def activate_past_recording(self) -> None:
+        """Keep what a window would let go of until the next `crop` (assisted generation)."""
+        if self.rollback is None:
+            self.rollback = self.places.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows of the batch in another order."""
@@ -488,8 +499,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return self.nbytes if self.rooms is None else self.rooms.most
 
 
-def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
-    """The hidden states of the last new token, `[B, 1, D]`, on every rank of the sequence group.
+def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
+    """Return the hidden states of the last `info.keep` new tokens, `[B, keep, D]`, on every rank of the group.
 
     Args:
         hidden: of the new tokens: of mine `[B, L, D]` where they are cut, else of all.
@@ -499,12 +510,14 @@ def last_token(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor
     step = info.step
     assert step is not None
     if not step.cut:
-        return hidden[:, -1:]
-    owner, at = sp.layout.place_of(step.new, step.new - 1)
-    found = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
-    assert sp.group is not None
-    dist.broadcast(found, group=sp.group, group_src=owner)
-    return found
+        return hidden[:, -info.keep :]
+    if info.keep == 1:  # one rank's token, sent once
+        owner, at = sp.layout.place_of(step.new, step.new - 1)
+        found = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
+        assert sp.group is not None
+        dist.broadcast(found, group=sp.group, group_src=owner)
+        return found
+    return PickedTokens(range(max(0, step.new - info.keep), step.new), step.new, sp).gather(hidden)
 
 
 def _facts(config: Any) -> dict[str, str]:
@@ -525,8 +538,8 @@ def _refuse(batch: Mapping[str, Any]) -> None:
     if batch.get("output_attentions"):
         raise LongspanError("output_attentions=True is not supported on a parallelized model; leave it out")
     keep = batch.get("logits_to_keep")
-    if keep is not None and not (isinstance(keep, int) and keep in (0, 1)):
-        raise LongspanError(f"logits_to_keep={keep!r} with a cache: use 1 for the last token's logits, or leave it out")
+    if keep is not None and not (isinstance(keep, int) and keep >= 0):
+        raise LongspanError(f"logits_to_keep={spell(keep)} with a cache: give a number of last tokens, or leave it out")
     if (batch.get("input_ids") is None) == (batch.get("inputs_embeds") is None):
         raise LongspanError("a batch needs `input_ids` or `inputs_embeds`, one of them")
 

@@ -56,7 +56,6 @@ class Levers:
         self.found = LeverModules(model)
         self.layers = self.found.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
-        self.routers = any(_routes(mlp) for mlp in self.found.mlps)
         self.chain = Chain(last=self.layers[-1])
         self.hidden = model.config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
@@ -111,20 +110,12 @@ class Levers:
     def _mlp_rows(self, hidden: int, width: int, tokens: int, on_cpu: bool) -> int:
         return mlp_rows(tokens, hidden, width, self.memory.tiled_mlp, on_cpu)
 
-    def check(self, router_loss: bool) -> None:
+    def check(self) -> None:
         """Refuse a forward that does not go together with a lever.
-
-        Args:
-            router_loss: whether the model is asked for the loss of its routers.
 
         Raises:
             LongspanError: naming both.
         """
-        if router_loss and self.routers and self.memory.tiled_mlp != 1:
-            raise LongspanError(
-                "output_router_logits=True needs the routers' logits of all tokens at once, and tiled_mlp="
-                f"{self.memory.tiled_mlp} runs the experts tile by tile; use tiled_mlp=1, or output_router_logits=False"
-            )
         if self._checkpoints_by_itself and self.memory.checkpointing != "none":
             raise LongspanError(
                 f"gradient_checkpointing_enable() was called on a model that has memory.checkpointing="
@@ -137,15 +128,29 @@ class Levers:
         """Whether transformers' own gradient checkpointing is on."""
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
 
-    def choose(self, length: int, rows: int, router_loss: bool) -> bool:
+    def keep_routing(self, wanted: bool) -> None:
+        """Set whether tiles keep what their routers give, for the router loss of the next forward.
+
+        Raises:
+            LongspanError: where no router is found in them; on every rank alike.
+        """
+        if wanted and self.memory.tiled_mlp != 1 and not any(mlp.routers for mlp in self.mlps):
+            raise LongspanError(
+                "output_router_logits=True needs the routers' logits of all tokens, and no router was found in the "
+                f"experts that tiled_mlp={self.memory.tiled_mlp} runs tile by tile; use tiled_mlp=1, or "
+                "output_router_logits=False"
+            )
+        for mlp in self.mlps:
+            mlp.keeps_routing = wanted
+
+    def choose(self, length: int, rows: int) -> bool:
         """With `memory="auto"`: levers for a batch that all ranks have compared, if it is larger than those before.
         Return whether others were chosen, so that room for this forward is still to be reserved.
 
         Args:
             length: tokens of a sequence.
-            rows: sequences of this replica.
-            router_loss: as for `check`; levers that do not go together with it, or with transformers' own gradient
-                checkpointing, are left out.
+            rows: sequences of this replica. Levers that do not go together with transformers' own gradient
+                checkpointing are left out.
 
         Raises:
             LongspanError: where nothing fits; on every rank alike.
@@ -153,7 +158,7 @@ class Levers:
         if self.auto is None or length * rows <= self.auto.largest:
             return False
         fixed: dict[str, Any] = {"cpu_offload": False}
-        if self.found.untiled is not None or (router_loss and self.routers):
+        if self.found.untiled is not None:
             fixed["tiled_mlp"] = 1
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
@@ -336,14 +341,6 @@ class LeverModules:
             leaf = [*module.parameters()] and not [*module.children()]
             if "Norm" in type(module).__name__ and leaf and _takes_one(module):
                 yield module
-
-
-def _routes(mlp: nn.Module) -> bool:
-    """Whether an MLP is a mixture of experts."""
-    return any(
-        "Router" in type(module).__name__ or hasattr(module, "num_experts") or hasattr(module, "experts")
-        for module in mlp.modules()
-    )
 
 
 def _takes_one(module: nn.Module) -> bool:

@@ -8,22 +8,29 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from longspan.comm.gather import gather_into
 from longspan.memory.logits import WAY_OUT, DeferredLogits, Head, LogitsNotMade
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.layout import Layout
+    from longspan.hf.batch import SequenceInfo
 
 
 def head_of(model: PreTrainedModel) -> Head | None:
-    """The model's head, ready to be deferred; None where it has none."""
+    """The model's head, ready to be deferred; None where it has none, or its bias is added outside of it (ESM)."""
     module = model.get_output_embeddings()
-    return None if module is None else Head(module)
+    parents = [m for m in model.modules() if any(child is module for child in m.children())]
+    biases = [bias for parent in parents if isinstance(bias := getattr(parent, "bias", None), nn.Parameter)]
+    outside = any(bias is not getattr(module, "bias", None) for bias in biases)
+    return None if module is None or outside else Head(module)
 
 
 def without_deferred(output: Any) -> Any:
@@ -58,6 +65,85 @@ def _telling(kind: Any) -> Any:
 
     logits = property(read, lambda self, value: None)
     return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})
+
+
+class PickedTokens:
+    """Some tokens of the sequence, wherever they lie, on every rank of the group.
+
+    Args:
+        tokens: their places in the sequence.
+        length: of the sequence.
+        sp: the sharding, its layout that of the sequence.
+    """
+
+    def __init__(self, tokens: Sequence[int], length: int, sp: SequenceSharding) -> None:
+        spans = [(rank, span) for rank in range(sp.size) for span in sp.layout.padded_spans(length, rank)]
+        held = list[list[int]]([] for _ in range(sp.size))  # by rank: where its picked tokens lie among its own
+        at = list[tuple[int, int]]()  # by token: its rank, and its number among that rank's picked tokens
+        for token in tokens:
+            rank, (start, _) = next((r, span) for r, span in spans if span[0] <= token < span[1])
+            before = sum(b - a for r, (a, b) in spans if r == rank and b <= start)
+            at.append((rank, len(held[rank])))
+            held[rank].append(before + token - start)
+        self.sp, self.mine, self.most = sp, held[sp.rank], max(map(len, held))
+        self.at = [rank * self.most + number for rank, number in at]  # among what all ranks have selected
+        self.from_me = [(i, number) for i, (rank, number) in enumerate(at) if rank == sp.rank]
+
+    def select(self, x_BL: Tensor) -> Tensor:
+        """Return mine of my tokens, filled up so that every rank has as many: `[B, most, ...]`."""
+        return x_BL[:, self.mine + [0] * (self.most - len(self.mine))]
+
+    def join(self, x_Bm: Tensor) -> Tensor:
+        """Return all of what every rank has selected, in order; the gradient of mine is that of this rank's loss."""
+        return _Joined.apply(x_Bm, self)  # type: ignore[no-untyped-call, no-any-return]
+
+    def gather(self, x_BL: Tensor) -> Tensor:
+        """Select, and join."""
+        return self.join(self.select(x_BL))
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_Bm: Tensor, picked: PickedTokens) -> Tensor:
+        ctx.picked, ctx.shape = picked, x_Bm.shape
+        every = x_Bm[None]
+        if picked.sp.size > 1:
+            mine = x_Bm.contiguous()
+            every = mine.new_empty(picked.sp.size, *mine.shape)
+            assert picked.sp.group is not None
+            gather_into(every.view(-1), mine.view(-1), group=picked.sp.group)
+        return every.movedim(0, 1).flatten(1, 2)[:, picked.at]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        picked: PickedTokens = ctx.picked
+        grad = grads[0].new_zeros(ctx.shape)
+        if picked.from_me:
+            places, numbers = map(list, zip(*picked.from_me, strict=True))
+            grad[:, numbers] = grads[0][:, places]
+        return grad, None
+
+
+class KeptLogits:
+    """`logits_to_keep`: the head computes those tokens alone, and every rank has the logits of all of them.
+
+    Args:
+        head: the model's head; hooks are put on it.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self.picked: PickedTokens | None = None
+        head.register_forward_pre_hook(lambda _, args: args if self.picked is None else self.picked.select(*args))
+        head.register_forward_hook(lambda _, args, out: out if self.picked is None else self.picked.join(out))
+
+    def begin(self, keep: int | Tensor | None, info: SequenceInfo, sp: SequenceSharding) -> None:
+        """Set which tokens the next forward keeps: the last ones, or those at some places; None or 0: all."""
+        n = info.length
+        if isinstance(keep, Tensor):
+            tokens: Sequence[int] = [int(i) % n for i in keep.tolist()]
+        else:
+            tokens = range(max(0, n - keep), n) if keep else ()
+        self.picked = PickedTokens(tokens, n, sp.with_layout(info.layout)) if tokens else None
 
 
 class Gathered(torch.autograd.Function):

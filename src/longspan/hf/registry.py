@@ -259,9 +259,10 @@ def _with_cache(
     if not request.causal:
         raise LongspanError(f"layer {layer.name} is not causal, so it has no KV cache; call the model without one")
     mask = replace(_mask(request, info), q_start=info.step.past)
-    first = kept_from(info.length, request.window, request.chunk)
+    back = info.cache.rollback
+    first = kept_from(info.length if back is None else min(back, info.length), request.window, request.chunk)
     if request.chunk is not None and mask.segments is not None:  # chunks that count from where a row's padding ends
-        first = min((row[-1][0] for row in mask.segments if row), default=info.length)
+        first = 0 if back is not None else min((row[-1][0] for row in mask.segments if row), default=info.length)
     store = info.cache.store(number, request.window or request.chunk)
     try:
         if layer.latents is None or not info.cache.holds_latents(store, layer.latents, qkv):

@@ -20,7 +20,7 @@ from longspan.attn.kernels.base import Need
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.compat.transformers_api import router_loss, uses_registry
+from longspan.compat.transformers_api import makes_positions, router_loss, uses_registry
 from longspan.core.errors import LongspanError
 from longspan.hf.loss import balance, balance_sums
 from longspan.hf.pretrained import kind_of, without_dropout
@@ -34,9 +34,6 @@ _MIXERS = re.compile(
 
 # Attention to another sequence, by the name of the module or of its class.
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
-
-# Embeddings that count positions themselves.
-_OWN_POSITIONS = re.compile(r"(Learned|Sinusoidal)Positional")
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -236,9 +233,7 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
         kind = type(module).__name__
         if isinstance(module, PreTrainedModel):
             continue
-        if _OWN_POSITIONS.search(kind) or any(
-            name.startswith("create_position_ids_from") for name in dir(type(module))
-        ):
+        if makes_positions(module):
             raise LongspanError(
                 f"layer {path} ({kind}) of {name} makes positions of its own from tokens or mask, which are cut here; "
                 f"{HELP}"
@@ -267,6 +262,11 @@ def _check_config(model: PreTrainedModel, name: str) -> None:
     if getattr(config, "trigram_input", False):
         raise LongspanError(
             f"the embeddings of {name} join each token with its neighbours (trigram_input=True); {HELP}"
+        )
+    if getattr(config, "token_dropout", False):
+        raise LongspanError(
+            f"{name} scales its embeddings by the share of mask tokens in the whole row (token_dropout=True), which is "
+            f"cut here; set token_dropout=False in the config"
         )
     if getattr(config, "output_router_logits", False) and router_top_k(model) is None:
         raise LongspanError(no_router_loss(name))

@@ -34,7 +34,7 @@ from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.hf.experts import ExpertParallel
-from longspan.hf.kv_cache import CachedInfo, last_token
+from longspan.hf.kv_cache import CachedInfo, last_tokens
 from longspan.hf.support import attention_layers, decoder_of, draws
 from longspan.memory.shards import Rule, Shards
 from longspan.memory.vocabulary import Vocabulary
@@ -600,12 +600,12 @@ class TensorParallel:
         head.module.register_forward_pre_hook(enter, with_kwargs=True)
         head.module.register_forward_hook(leave)
 
-    def last_token(self, hidden: Tensor, info: CachedInfo) -> Tensor:
-        """`longspan.hf.kv_cache.last_token` of hidden states as the residual stream has them, and again such."""
+    def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
+        """`longspan.hf.kv_cache.last_tokens` of hidden states as the residual stream has them, and again such."""
         if self.style == "tp":
-            return last_token(hidden, info, self.sp)
-        last = last_token(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
-        self.tokens = 1  # for the head
+            return last_tokens(hidden, info, self.sp)
+        last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
+        self.tokens = last.shape[1]  # for the head
         return self.group.my_tokens(last)
 
     def refuse(self, batch: Mapping[str, Any], config: Any) -> None:

@@ -112,6 +112,9 @@ class DeferredLogits:
         number = _number(divisor)
         return self.then(lambda logits: logits / number)
 
+    def contiguous(self) -> DeferredLogits:
+        return self
+
     def float(self) -> DeferredLogits:
         return self.then(torch.Tensor.float)
 

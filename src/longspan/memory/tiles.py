@@ -17,7 +17,7 @@ Shape suffixes: T tokens, D hidden size.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class Tiled:
 
     Attributes:
         on: whether calls go tile by tile; else the module runs as it is.
+        routers: those within it.
+        keeps_routing: whether what its routers give is kept of all tokens, for the loss of a mixture of experts.
     """
 
     def __init__(
@@ -59,7 +61,10 @@ class Tiled:
         self.module, self.name, self.rows, self.draws, self.light = module, name, rows, draws, light
         self.compute: Callable[..., Any] = seeing_local(module, module.forward)
         self.bare = Bare(module, self.compute)
-        self.probed, self.on = False, True
+        self.probed, self.on, self.keeps_routing = False, True, False
+        self.routers = [
+            Router(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
+        ]
         self._tiled, self._alone = not_compiled(self._by_tiles), not_compiled(self._forward_alone)  # graphs break here
         module.forward = self._forward  # the instance's: hooks around the call stay
 
@@ -69,8 +74,20 @@ class Tiled:
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The module's outputs for a tile, with other tensors for some parameters."""
+        routers = self.routers if self.keeps_routing else []
+        for router in routers:
+            router.taken = []
         out = torch.func.functional_call(self.bare, parameters, (hidden,)) if parameters else self.compute(hidden)
-        return out if isinstance(out, tuple) else (out,)
+        logits = [x for router in routers for x in router.take(self.name)]
+        return (*(out if isinstance(out, tuple) else (out,)), *logits)
+
+    def _given(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
+        """Return the module's own output; its routers' logits of all tokens go where each router's would."""
+        if self.keeps_routing and self.routers:
+            outs, logits = outs[: -len(self.routers)], outs[-len(self.routers) :]
+            for router, x in zip(self.routers, logits, strict=True):
+                router.give(x, hidden)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or kwargs or len(args) != 1:
@@ -83,8 +100,7 @@ class Tiled:
             return self.compute(hidden)
         if not self.probed:
             self._probe(hidden)
-        outs = _by_tiles(self, hidden)
-        return outs[0] if len(outs) == 1 else tuple(outs)
+        return self._given(_by_tiles(self, hidden), hidden)
 
     def _by_tiles(self, hidden: Tensor) -> Any:
         if not self.probed:
@@ -99,14 +115,14 @@ class Tiled:
             both = _Through(source.norm, self)
             saved = Source(source.held, None, before.dtype)
             outs = _TiledCall.apply(both, saved, before, hidden, *both.trained().values())  # type: ignore[no-untyped-call]
-            return outs[0] if len(outs) == 1 else outs
+            return self._given(outs, hidden)
         if source is None and hidden.requires_grad:
             held = _Input.apply(hidden)  # type: ignore[no-untyped-call]
             source = Source(_Held(held.grad_fn), None, hidden.dtype)
         outs = _TiledCall.apply(self, source, held, None, *parameters.values())  # type: ignore[no-untyped-call]
         if self.light and source is not None:
             setattr(outs[0], _INPUT, held)
-        return outs[0] if len(outs) == 1 else outs
+        return self._given(outs, hidden)
 
     def _probe(self, hidden: Tensor) -> None:
         """Refuse a module in which tokens are not independent; the same tokens on every rank."""
@@ -125,6 +141,54 @@ class Tiled:
                     f"{self.name} ({type(self.module).__name__}) computes something else of a token when fewer "
                     f"tokens are beside it, so it cannot run tile by tile; use tiled_mlp=1"
                 )
+
+
+class Router:
+    """A router whose logits are taken from each tile, and given once, of all tokens, to whoever records its output.
+
+    transformers records what a router gives first by a hook on its call. Within a tile there is nothing to record.
+
+    Args:
+        module: the router; it gives a tuple, the logits first.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.compute: Callable[..., Any] = module.forward
+        self.taken: list[Tensor] | None = None  # within a tile: its logits
+        self.given: Tensor | None = None  # the logits of all tokens
+        module.forward = self._forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.given is not None:
+            return self.given, None, None
+        out = self.compute(*args, **kwargs)
+        if self.taken is None or not isinstance(out, tuple):
+            return out
+        self.taken.append(out[0])
+        return None, *out[1:]
+
+    def take(self, name: str) -> list[Tensor]:
+        """Return the logits of the tile that was computed.
+
+        Raises:
+            LongspanError: for a router that does not give them.
+        """
+        found, self.taken = self.taken or [], None
+        if len(found) != 1:
+            raise LongspanError(
+                f"the router {type(self.module).__name__} of {name} does not give its logits first, so they cannot be "
+                f"kept from tiles; use tiled_mlp=1, or output_router_logits=False"
+            )
+        return found
+
+    def give(self, logits: Tensor, hidden: Tensor) -> None:
+        """Call the router's hooks with the logits of all tokens."""
+        self.given = logits
+        try:
+            self.module(hidden)
+        finally:
+            self.given = None
 
 
 class _Through:
@@ -297,6 +361,7 @@ class _TiledCall(torch.autograd.Function):
         ctx.asked = of_hidden, *of_parameters
         ctx.random = _random_state(hidden.device) if tiled.draws else None
         ctx.autocast = _autocast_of(hidden.device)
+        ctx.keeps_routing = (tiled.tiled if isinstance(tiled, _Through) else tiled).keeps_routing
         outs = (
             _by_tiles(tiled.tiled, normed)
             if isinstance(tiled, _Through) and normed is not None
@@ -325,6 +390,8 @@ class _TiledCall(torch.autograd.Function):
             if asked
         }
         grads = tuple(None if g is None else g.contiguous() for g in grads)  # cut below: one copy, not one a tile
+        # As in this forward; another one may have come since.
+        (tiled.tiled if isinstance(tiled, _Through) else tiled).keeps_routing = ctx.keeps_routing
         dtype = hidden.dtype if source is None else source.dtype
         grad_hidden = (
             torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format) if of_hidden else None
