@@ -49,7 +49,8 @@ class PooledHead:
         """Refuse what the model's pooling would refuse, or misread, after its forward.
 
         Raises:
-            LongspanError: for several rows and no padding token, labels of another number of rows.
+            LongspanError: for several rows and no padding token, labels of another number of rows, a row of padding
+                alone.
         """
         tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
         rows = len(tokens) if isinstance(tokens, Tensor) else 0
@@ -57,6 +58,12 @@ class PooledHead:
             raise LongspanError(
                 f"{self.name} finds the last token of each of {rows} rows by the padding token, and its config has "
                 f"none; set config.pad_token_id"
+            )
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.bool().any(-1).all()):
+            row = int(mask.bool().any(-1).int().argmin())
+            raise LongspanError(
+                f"`attention_mask` hides every token of row {row}, so it has none to score; drop the row"
             )
         labels = batch.get("labels")
         if labels is not None and (not isinstance(labels, Tensor) or labels.dim() == 0 or len(labels) != rows):
