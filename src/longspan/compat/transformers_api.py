@@ -192,6 +192,8 @@ class OwnPositions:
         of_ids: (ids, tokens before them) -> position ids; None where they follow from the attention mask: real tokens
             are counted, and padding has -1.
         of_embeds: (embeddings) -> position ids.
+
+    Versions: all. Public way: none. When gone: `own_positions` returns None.
     """
 
     of_ids: Callable[[Tensor, int], Tensor] | None = None
