@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -30,6 +32,8 @@ from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
 from longspan.ranks import launch
+from longspan.verify import VerifyConfig
+from longspan.verify.job import worker as verify_worker
 from tests.pool import THREADS, RankPool
 from tests.training import LLAMA
 
@@ -70,6 +74,53 @@ def _generate(config: GenerateConfig) -> dict[str, Any]:
     from longspan.ranks.rendezvous import meet
 
     return Generation(config, Heartbeat(meet(60), lambda *_: None), opened(config)).run()
+
+
+def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, tmp_path: Path) -> None:
+    """The example's model finds the answers; the second time, on another mesh, from the cache that the first kept."""
+    ask = runpy.run_path(str(ROOT / "examples" / "ask.py"))
+    ask["look_up"]().save_pretrained(tmp_path / "hf")
+    book = ask["book"](0)
+    (tmp_path / "book.txt").write_text(book)
+    where: dict[str, Any] = {"model": str(tmp_path / "hf"), "file": tmp_path / "book.txt"}
+    config = GenerateConfig(**where, cache_dir=tmp_path / "kept", json=True, prefill_chunk=200)
+    for town, mesh, reused in (("Oslo", {"ulysses": 2}, 0), ("Paris", {"ring": 2, "fsdp": False}, len(book))):
+        asked = replace(config, question=f"Who lives in {town}?", **mesh)  # type: ignore[arg-type]
+        report = pool2.run(_generate, asked)[0]
+        assert report["text"].strip() == re.findall(rf"{town}\? (.*)", book)[0]
+        assert report["ended_by"] == "the model"
+        assert abs(report["reused_tokens"] - reused) < 3  # of the line ends between text and question
+    (kept,) = (tmp_path / "kept").iterdir()
+    others: tuple[dict[str, Any], ...] = ({"question": "Who?"}, {"question": "Who?", "cache": "int8"}, {})
+    assert [opened(replace(config, **more)).key == kept.name for more in others] == [True, False, False]
+
+
+def test_an_adapter_is_generated_scored_and_verified_with_its_base(
+    folder: Path, pool2: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PEFT computes it in one process; the tokenizer is the base model's (bytes)."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(tmp_path)
+    plain: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), str(tmp_path)).eval()
+    ids = torch.tensor([ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 259, "pad_token_id": 0}
+    greedy = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    assert greedy != _plain(folder)
+    for mesh in ({"ulysses": 2}, {"ring": 2, "fsdp": False}):
+        assert pool2.run(_generate, _config(tmp_path, temperature=0.0, **mesh))[0]["ids"] == greedy
+    assert cli.main(["score", "--model", str(tmp_path), "--text", PROMPT, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    with torch.no_grad():
+        loss = float(plain(input_ids=ids, labels=ids).loss)
+    assert -found["mean_logprob"] == pytest.approx(loss, rel=1e-5)
+    report = pool2.run(verify_worker, VerifyConfig(model=str(tmp_path), context=64, ulysses=2, dtype="fp32"))[0]
+    assert report.passed and any("lora" in check.name for check in report.checks)
+    said = "--model .* is a PEFT adapter, .*merge it first"
+    assert cli.main(["train", "--model", str(tmp_path), "--data", "pydoc", "--dry-run"]) == 2
+    assert re.search(said, capsys.readouterr().err)
 
 
 def _text(ids: list[int]) -> str:

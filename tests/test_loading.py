@@ -98,6 +98,66 @@ def test_in_other_dtypes(folders: dict[str, Path], pool4: RankPool, family: str)
         pool4.run(_loads, folders[family], family, dtype)
 
 
+def _adapter(base: Path, folder: Path, **how: Any) -> Path:
+    """A PEFT adapter with weights that matter, saved as PEFT saves it."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_dropout": 0.1}
+    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options | how)).save_pretrained(folder)  # type: ignore[arg-type]
+    return folder
+
+
+def _loads_adapter(base: Path, folder: Path, dtype: torch.dtype, fsdp: bool) -> None:
+    from peft import PeftModel
+
+    sp = sharding()
+    model = longspan.from_pretrained(folder, sp, dtype=dtype, fsdp=fsdp)
+    whole = _plain(base, "Llama", dtype)
+    plain: Any = PeftModel.from_pretrained(whole, str(folder), autocast_adapter_dtype=False).eval()
+    mine, theirs = dict(model.named_parameters()), dict(plain.get_base_model().named_parameters())
+    assert mine.keys() == theirs.keys() and any("lora_A" in name for name in mine)
+    for name, x in theirs.items():
+        assert mine[name].dtype == x.dtype and torch.equal(_whole(mine[name]), x), name
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        found = longspan.token_logprobs(model, {"input_ids": ids}, gather=True)[:, :-1]
+        wanted = plain(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    if dtype == torch.float32:  # in bf16 the weights, which are equal, say enough
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "how", "dtype", "fsdp"),
+    [
+        ("Llama", {}, torch.float32, True),
+        ("Llama", {}, torch.bfloat16, True),
+        ("Llama", {"modules_to_save": ["lm_head"], "use_dora": True}, torch.float32, True),
+        ("Qwen3Moe", {}, torch.float32, True),  # the first rank makes it, and sends the rows
+    ],
+    ids=str,
+)
+def test_the_folder_of_an_adapter_is_loaded_as_peft_loads_it(
+    folders: dict[str, Path], pool2: RankPool, tmp_path: Path, family: str, how: Any, dtype: Any, fsdp: bool
+) -> None:
+    pool2.run(_loads_adapter, folders[family], _adapter(folders[family], tmp_path, **how), dtype, fsdp)
+
+
+def test_an_adapter_that_does_not_fit_its_base_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, sp = _adapter(folders["Llama"], tmp_path / "a"), longspan.SequenceSharding(longspan.init_mesh())
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    for base, said in (
+        (str(folders["GPT2"]), "cannot be put on its base model .*q_proj"),
+        (str(tmp_path / "gone"), "is an adapter: its base model .*gone does not exist.*base_model_name_or_path"),
+        (None, "names no base model; set base_model_name_or_path"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": base}))
+        with pytest.raises(LongspanError, match=said):
+            longspan.from_pretrained(folder, sp)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Random weights, adapters, and weights that come later.
 

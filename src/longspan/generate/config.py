@@ -134,6 +134,10 @@ class GenerateConfig(ModelFlags):
     cache_latent: bool = True
     """Of DeepSeek's attention (MLA) the KV cache holds the vectors that keys and values are made of, where that is less
     on these ranks. --no-cache-latent: keys and values, as of any attention."""
+    cache_dir: Path | None = None
+    """A folder in which the KV cache of the text is kept, all but the --question: the next question about the same text
+    does not read it again, on any mesh. It takes as much disk as the cache takes memory; with several machines, one
+    folder that all of them see."""
     temperature: float | None = None
     """0: always the likeliest token. Above: draw, with logits divided by it. By default as the model's
     generation_config.json says."""
@@ -178,3 +182,7 @@ class GenerateConfig(ModelFlags):
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.out is not None:
             check_output("--out", self.out, example="text.txt")
+        if self.cache_dir is not None:
+            check_output("--cache-dir", self.cache_dir, folder=True)
+            if not self.cache_latent:
+                raise LongspanError("--cache-dir keeps the cache as --cache-latent makes it; leave one of them out")

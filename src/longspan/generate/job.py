@@ -76,9 +76,10 @@ def spell_report(report: dict[str, Any]) -> str:
     """The report in lines."""
     away = "device_cache_bytes" in report
     where = " in the host's memory" if away else ""
+    reused = f" ({report['reused_tokens']:,} from --cache-dir)" if report["reused_tokens"] else ""
     lines = [
-        f"prompt  {report['prompt_tokens']:,} tokens, {report['prefill_tokens_per_s']:,.0f} tokens/s; first token "
-        f"after {report['first_token_s']:.2f} s",
+        f"prompt  {report['prompt_tokens']:,} tokens{reused}, {report['prefill_tokens_per_s']:,.0f} tokens/s; first "
+        f"token after {report['first_token_s']:.2f} s",
         f"new     {report['new_tokens']:,} tokens, ended by {report['ended_by']}"
         + (f"; {report['tokens_per_s']:,.1f} tokens/s" if report["tokens_per_s"] is not None else ""),
         f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens "

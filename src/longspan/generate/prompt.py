@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +13,20 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import check_language_model, position_range, read_model_config
+from longspan.hf.pretrained import (
+    base_of,
+    check_language_model,
+    has_tokenizer,
+    position_range,
+    read_model_config,
+    tokenizer_of,
+)
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from longspan.generate.config import GenerateConfig, ModelFlags
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -29,10 +36,14 @@ class Prompt:
     Attributes:
         model_config: the Hugging Face config.
         ids: the token ids, int64 [S].
+        text_tokens: so many first ones are of the text, whatever is asked about it.
+        key: of the cache of these, in a folder of caches; "" where none is kept.
     """
 
     model_config: Any
     ids: NDArray[np.int64]
+    text_tokens: int = 0
+    key: str = ""
 
     @property
     def tokens(self) -> int:
@@ -44,9 +55,8 @@ def tokenizer_name(config: ModelFlags) -> str:
     """The tokenizer that is used."""
     if config.tokenizer is not None:
         return config.tokenizer
-    folder = Path(config.model)
-    bare = folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)
-    return BYTES if bare else config.model
+    name = tokenizer_of("--model", config.model)
+    return name if has_tokenizer(name) else BYTES
 
 
 def read_given(text: str | None, file: Path | None, flag: str) -> str:
@@ -94,7 +104,28 @@ def open_prompt(config: GenerateConfig) -> Prompt:
     ids = _encoded(config, tokenizer, text)
     check_ids(config, model_config, ids)
     fit_positions(config, model_config, len(ids), config.max_new_tokens)
-    return Prompt(model_config, ids)
+    if config.cache_dir is None:
+        return Prompt(model_config, ids)
+    other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
+    length = min(len(ids) - 1, len(other))  # one is left to compute, for the first new token
+    differs = np.flatnonzero(ids[:length] != other[:length])
+    kept = int(differs[0]) if len(differs) else length
+    return Prompt(model_config, ids, kept, _cache_key(config, model_config, ids[:kept]))
+
+
+def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
+    """A digest of all that keys and values depend on: the tokens, the model's config and files, how it computes."""
+    import transformers
+
+    names = {config.model, base_of("--model", config.model)}
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for name in sorted(names)
+        for path in sorted(Path(name).glob("*"))
+        if path.suffix in (".safetensors", ".bin", ".json")
+    ]
+    facts = [sorted(names), files, model_config.to_json_string(), config.dtype, config.cache, transformers.__version__]
+    return hashlib.sha256(json.dumps(facts).encode() + ids.tobytes()).hexdigest()[:24]
 
 
 def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.int64]:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from longspan.cache.folder import INDEX
+from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
 from longspan.generate.fit import planned_cache_bytes, planned_device_bytes
 from longspan.generate.job import opened
@@ -22,6 +25,8 @@ from longspan.hf.support import decoder_layers
 from longspan.ranks.launch import Stopped, StopRequest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from longspan.generate.config import GenerateConfig
     from longspan.generate.prompt import Prompt
     from longspan.ranks.heartbeat import Heartbeat
@@ -56,7 +61,7 @@ class Generation:
         )
         self._progress = Progress(self.prompt.tokens, self.first)
         self._progress.follow(decoder_layers(self.model), config.chunk or self.prompt.tokens)
-        self._forwards = 0
+        self._forwards = self._reused = 0
 
     def run(self) -> dict[str, Any]:
         """Generate and write.
@@ -79,6 +84,8 @@ class Generation:
         ) as stop:
             hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
             try:
+                if config.cache_dir is not None and self.prompt.text_tokens:
+                    self._read_text(ids[:, : self.prompt.text_tokens], config.cache_dir / self.prompt.key)
                 self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)
                 ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
                 why = "the model" if stream.ids and stream.ids[-1] in ends else "--max-new-tokens"
@@ -92,6 +99,27 @@ class Generation:
                 stream.close()
         assert self.report is not None
         return self.report
+
+    def _read_text(self, ids: Tensor, folder: Path) -> None:
+        """Fill the cache with the text: from the folder where an earlier run kept it, else by the model. Collective.
+
+        Raises:
+            LongspanError: on every rank, if the folder's cache is damaged, or none can be written.
+        """
+        there = torch.tensor(int((folder / INDEX).is_file()))
+        if self._hosts is not None:
+            dist.all_reduce(there, dist.ReduceOp.MIN, group=self._hosts)
+        if there:
+            room = self.prompt.tokens + self.config.max_new_tokens
+            self._cache = ShardedCache.load(folder, self.model, room, self.config.cache_offload)
+            self._reused = self._cache.get_seq_length()
+            self._progress.at(self._reused)
+            return
+        name = cache_name(type(self.model).forward)
+        with torch.no_grad():
+            for piece in ids.split(self.config.chunk, dim=1):
+                self.model(input_ids=piece, use_cache=True, logits_to_keep=1, **{name: self._cache})
+        self._cache.save(folder)
 
     def settings(self) -> Any:
         """The model's generation config, with what the flags say."""
@@ -159,7 +187,8 @@ class Generation:
             "new_tokens": new,
             "ended_by": why,
             "first_token_s": first_s,
-            "prefill_tokens_per_s": prompt / first_s,
+            "reused_tokens": self._reused,
+            "prefill_tokens_per_s": (prompt - self._reused) / first_s,
             "tokens_per_s": (new - 1) / later_s if later_s else None,
             "cached_tokens": held,
             "cache_bytes": each,

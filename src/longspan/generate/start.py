@@ -10,6 +10,7 @@ import torch
 
 from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.hf.loading import load_sharded
+from longspan.hf.pretrained import base_of, is_adapter
 from longspan.hf.sources import Origin
 from longspan.ranks import agreement, launch
 
@@ -61,6 +62,8 @@ def start(
         own = prompt.model_config.dtype or torch.float32
         dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
         # From the config that was opened: it may have another RoPE scaling than the folder's.
-        origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, config.model, said=f"--model {config.model}")
+        said = f"--model {config.model}"
+        base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
+        origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, base, said=said, adapter=adapter)
         model = load_sharded(origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.tensor_style)
     return prompt, sp, model.eval()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from longspan.compat.torch_api import when_backward_ends
 from longspan.core.buckets import GRADIENT_BUCKET, gradient_buckets
+from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.hf.digests import local_part
 from longspan.hf.support import transformers_model
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
+@checked_call()
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards in here leave gradients unsummed; the first one after it sums all of them over the ranks, once.

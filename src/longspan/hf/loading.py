@@ -7,6 +7,7 @@ the first rank makes the whole model and sends every rank its rows, a parameter 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from longspan.core.memory import Memory
 from longspan.hf.across_ranks import agree_on_model
 from longspan.hf.hollow import materialize, vacate
 from longspan.hf.parallelize import parallelize
-from longspan.hf.pretrained import check_source, first_line
+from longspan.hf.pretrained import base_of, check_source, first_line, is_adapter, read_adapter
 from longspan.hf.sources import Files, FirstRank, Origin, Weights
 from longspan.hf.weight_files import WeightFiles
 
@@ -70,7 +71,8 @@ def from_pretrained(
     rank loads the whole model. Collective: call it on every rank.
 
     Args:
-        name: a folder or the name of a model on the Hugging Face hub. A masked LM or a classifier of sequences or
+        name: a folder or the name of a model on the Hugging Face hub, or the folder of a PEFT adapter, which is put on
+            the base model that it names. A masked LM or a classifier of sequences or
             tokens, if its config's `architectures` name one, else a causal LM.
         sp: how the sequence lies over the ranks.
         dtype: of the weights, or its name ("bf16"); "auto": as the config says.
@@ -97,6 +99,7 @@ def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
     from transformers import AutoConfig
 
     check_source("name", name)
+    adapter, name = name if is_adapter(name) else None, base_of("name", name)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
@@ -107,7 +110,7 @@ def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
         dtype = config.dtype
     if not isinstance(dtype, torch.dtype):
         raise LongspanError(f"the config of {name} names no dtype; give from_pretrained(..., dtype=torch.bfloat16)")
-    return Origin(getattr(transformers, f"AutoModelFor{kind}"), config, dtype, name, said=name)
+    return Origin(getattr(transformers, f"AutoModelFor{kind}"), config, dtype, name, said=name, adapter=adapter)
 
 
 def _as_it_is(model: Any) -> Any:
@@ -153,17 +156,23 @@ def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) ->
     Raises:
         LongspanError: on every rank, for files that are damaged, or that differ between ranks.
     """
+    adapter, origin = origin.adapter, dataclasses.replace(origin, adapter=None)  # `load_from` puts it on
     found: Files | None = None
+    needs_weights = False
     facts, digests, problem = dict[str, str](), dict[str, int](), None
     try:
         files = None if later or origin.name is None else WeightFiles.find(origin.name)
         digests = {} if files is None else files.digests()
         found = Files.of(origin, files, later)
         facts["the model's weights"] = f"{len(digests)} tensors" if files is not None else "in no safetensors files"
+        if adapter is not None:
+            facts["the adapter"], needs_weights = read_adapter(adapter)
         facts["they are read"] = "by each rank" if found is not None else "by the first rank"
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
     agree_on_model(sp, facts, digests, problem)
+    if needs_weights:
+        return None
     return found if found is not None else FirstRank.of(origin, sp)
 
 
@@ -195,7 +204,7 @@ def load_from(
         base.config.name_or_path = origin.name
         if base.can_generate():
             base.generation_config = generation_config(origin.name, base)
-    model, names, dtypes = together(lambda: _prepared(base, prepare, kept), sp.everyone)
+    model, names, dtypes = together(lambda: _prepared(base, lambda it: prepare(origin.adapted(it)), kept), sp.everyone)
     model = parallelize(model, sp, fsdp=True, **options)
     materialize(model, sp.device)
     source.fill(Weights({names[name]: p for name, p in model.named_parameters() if name in names}, dtypes), sp)

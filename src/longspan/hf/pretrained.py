@@ -113,6 +113,78 @@ def not_found(flag: str, name: str, kind: Literal["model", "dataset"], offline: 
     )
 
 
+ADAPTER = "adapter_config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a folder holds a PEFT adapter and no model of its own."""
+    return Path(name, ADAPTER).is_file() and not Path(name, "config.json").exists()
+
+
+def base_of(flag: str, name: str) -> str:
+    """Return the base model of an adapter's folder; of anything else the name itself.
+
+    Raises:
+        LongspanError: for an adapter that names no base model, or one that cannot be found.
+    """
+    if not is_adapter(name):
+        return name
+    path = Path(name, ADAPTER)
+    try:
+        base = json.loads(read_text(flag, path)).get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        if isinstance(error, LongspanError):
+            raise
+        raise LongspanError(f"{flag} {path} is damaged: {first_line(error)}; save the adapter again") from error
+    if not isinstance(base, str) or not base:
+        raise LongspanError(f"{flag} {path} names no base model; set base_model_name_or_path in it")
+    try:
+        check_source("its base model", base)
+    except LongspanError as error:
+        raise LongspanError(
+            f"{flag} {name} is an adapter: {error} (or set base_model_name_or_path in {ADAPTER})"
+        ) from error
+    return base
+
+
+def read_adapter(name: str) -> tuple[str, bool]:
+    """Return an adapter's settings, and whether PEFT computes a part of it from the base model's weights.
+
+    Raises:
+        LongspanError: if they cannot be read.
+    """
+    text = read_text("the adapter", Path(name, ADAPTER))
+    found = json.loads(text)
+    copies = found.get("modules_to_save") or found.get("trainable_token_indices")
+    return text, bool(copies) or isinstance(found.get("init_lora_weights"), str)
+
+
+def refuse_adapter(flag: str, name: str) -> None:
+    """Refuse an adapter's folder where a whole model is needed.
+
+    Raises:
+        LongspanError: with the way to make one.
+    """
+    if is_adapter(name):
+        raise LongspanError(
+            f"{flag} {name} is a PEFT adapter, and `longspan train` trains all weights of a model; merge it first "
+            "(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)), or train the "
+            "adapter by a script of yours: PEFT first, then longspan.parallelize"
+        )
+
+
+def has_tokenizer(name: str) -> bool:
+    """Return whether a folder, or what is on the hub, has a tokenizer; of the hub that is taken for granted."""
+    folder = Path(name)
+    return not folder.is_dir() or any((folder / file).exists() for file in _TOKENIZER_FILES)
+
+
+def tokenizer_of(flag: str, name: str) -> str:
+    """Return where a model's tokenizer is: an adapter without one has its base model's."""
+    return name if has_tokenizer(name) else base_of(flag, name)
+
+
 def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
     """The Hugging Face config of a model, by name, folder or file, with the RoPE scaling that is asked for.
 
@@ -131,6 +203,7 @@ def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_I
     """
     _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
+    name = base_of(flag, name)
     _check_json(flag, name)
     from transformers import AutoConfig
 
@@ -273,7 +346,8 @@ def _check_json(flag: str, name: str) -> None:
     if path.is_dir():
         if not (path / "config.json").exists():
             raise LongspanError(
-                f"{flag} {name} has no config.json; give the folder of a model, or a config.json itself"
+                f"{flag} {name} has no config.json; give the folder of a model or of a PEFT adapter, or a config.json "
+                "itself"
             )
         path = path / "config.json"
     try:

@@ -36,6 +36,7 @@ class Origin:
         config: its Hugging Face config, which is left as it is.
         dtype: of its weights.
         name: the folder, or the model on the hub, whose weights it has; None if they are drawn from `seed`.
+        adapter: the folder of a PEFT adapter that is put on it; None for none.
         seed: for random weights.
         said: what it is called in messages.
         strict: whether weights that are missing are refused, and those that are too many named.
@@ -50,6 +51,7 @@ class Origin:
     said: str = "the config"
     strict: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
 
     def build(self) -> Any:
         """The whole model on the CPU, as one process has it. Seeds torch.
@@ -64,7 +66,43 @@ class Origin:
                 return self.auto.from_config(**options)
             model, info = self.auto.from_pretrained(self.name, output_loading_info=True, **options)
             self.check(info)
+        return self.adapted(model)
+
+    def adapted(self, model: Any) -> Any:
+        """The model with the adapter put on it by PEFT: its layers are in the model, and train like all others.
+
+        Raises:
+            LongspanError: if the adapter does not fit the model, or changes more than the model's layers.
+        """
+        if self.adapter is None:
             return model
+        try:
+            import peft
+        except ImportError as error:
+            raise LongspanError(f"{self.adapter} is a PEFT adapter; install peft: pip install peft") from error
+        before = list(model.parameters())
+        trained = {id(p) for p in before if p.requires_grad}
+        try:
+            if peft.PeftConfig.from_pretrained(self.adapter).is_prompt_learning:
+                raise LongspanError("prompt learning puts tokens before the text, which is not supported")
+            # In the model's dtype, not in fp32: FSDP shards a layer's weights in one dtype.
+            wrapped = peft.PeftModel.from_pretrained(model, self.adapter, autocast_adapter_dtype=False)
+            found = peft.utils.load_peft_weights(self.adapter, device="cpu").keys()
+        except Exception as error:  # whatever PEFT raises
+            raise LongspanError(
+                f"the adapter {self.adapter} cannot be put on its base model {self.name}: {first_line(error)}"
+            ) from error
+        differ = sorted(found ^ peft.get_peft_model_state_dict(wrapped).keys())
+        if differ:
+            raise LongspanError(
+                f"the adapter {self.adapter} does not fit its base model {self.name}: {differ[0]} is in one of the two "
+                "alone; check base_model_name_or_path in adapter_config.json"
+            )
+        known = {id(p) for p in before}
+        for p in wrapped.parameters():
+            if id(p) in trained or id(p) not in known:
+                p.requires_grad_(True)
+        return wrapped.get_base_model()
 
     def on_meta(self) -> Any:
         """The model on the meta device.
@@ -235,6 +273,7 @@ class FirstRank:
     def __init__(self, model: Any, whole: Any, parameters: Mapping[str, _Tensor]) -> None:
         self.model = model
         self.whole = whole
+        self.values = None if whole is None else dict(whole.named_parameters())  # an adapter would rename them
         self.parameters = parameters
 
     @classmethod
@@ -268,7 +307,7 @@ class FirstRank:
 
     def fill(self, weights: Weights, sp: SequenceSharding) -> None:
         """Send, and take, rows. Collective; every rank calls it with the same names."""
-        whole = None if self.whole is None else dict(self.whole.named_parameters())
+        whole = self.values
         for name, p in weights.parameters.items():
             assert isinstance(p, DTensor)
             boxes = [box_of(p, sp, rank, t) for rank in range(sp.world_size) for t in range(sp.tensor_size)]

@@ -67,7 +67,7 @@ def load_scorer(
     """A pretrained model over the ranks of the job. Collective.
 
     Args:
-        pretrained: a folder or a name on the Hugging Face hub.
+        pretrained: a folder, of a model or of a PEFT adapter, or a name on the Hugging Face hub.
         ring: degree of the ring.
         ulysses: degree of Ulysses.
         tensor: ranks that share each layer's weights.
@@ -85,13 +85,14 @@ def load_scorer(
 
     from longspan.comm.mesh import SequenceSharding, init_mesh
     from longspan.hf.loading import from_pretrained
+    from longspan.hf.pretrained import tokenizer_of
 
     if dtype not in _DTYPES:
         raise LongspanError(f"dtype={dtype!r}: use one of {', '.join(_DTYPES)}")
     sp = SequenceSharding(init_mesh(ring=ring, ulysses=ulysses, tensor=tensor))
     of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     model = from_pretrained(pretrained, sp, dtype=of, fsdp=fsdp).eval()
-    reader = AutoTokenizer.from_pretrained(tokenizer or pretrained)
+    reader = AutoTokenizer.from_pretrained(tokenizer or tokenizer_of("pretrained", pretrained))
     return Scorer(model, sp, reader, max_length or _longest(model.config, reader), batch_size)
 
 

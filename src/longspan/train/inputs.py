@@ -13,7 +13,7 @@ from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeScaling
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import read_model_config, without_dropout
+from longspan.hf.pretrained import read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity, spell_change
@@ -149,6 +149,8 @@ def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:
 
 def model_flag(config: TrainConfig) -> tuple[str, str]:
     """The option that names the model's config, and what it names."""
+    if config.model is not None:
+        refuse_adapter("--model", config.model)
     return ("--model" if config.model else "--config"), str(config.model or config.config)
 
 

@@ -46,6 +46,7 @@ OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_wei
 """Keywords of a trainer that are those of `longspan.parallelize`."""
 
 
+@checked_call()
 def trainer(cls: Class) -> Class:
     """A subclass of a Hugging Face trainer that trains over a cut sequence.
 

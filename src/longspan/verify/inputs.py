@@ -19,7 +19,14 @@ from longspan.checkpoint.identity import check_same_model, kept_model_config
 from longspan.core.checked import path_of
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import check_language_model, read_model_config, without_dropout
+from longspan.hf.pretrained import (
+    base_of,
+    check_language_model,
+    is_adapter,
+    read_model_config,
+    tokenizer_of,
+    without_dropout,
+)
 from longspan.hf.sources import Origin
 from longspan.hf.tensor import tensor_plan
 from longspan.verify.config import VerifyConfig
@@ -144,8 +151,9 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         AutoModelForMaskedLM if masked else AutoModelForCausalLM,
         model_config,
         torch.float32 if config.dtype == "fp32" else torch.bfloat16,
-        config.model,
+        None if config.model is None else base_of("--model", config.model),
         config.seed,
+        adapter=config.model if config.model is not None and is_adapter(config.model) else None,
         said=str(config.model or config.config or config.resume),
         strict=False,
         options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
@@ -186,7 +194,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tenso
 
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> torch.Tensor:
     assert config.data is not None
-    name = config.tokenizer or config.model or BYTES
+    name = config.tokenizer or (BYTES if config.model is None else tokenizer_of("--model", config.model))
     source = DocumentSource(config.data, text_field=config.text_field, shuffle=0)
     stream = SequenceStream(source, TextTokenizer(load_tokenizer(name)), config.tokens)
     ids_BS = np.stack([sequence.ids for sequence in islice(stream, rows)])

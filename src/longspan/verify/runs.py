@@ -30,7 +30,7 @@ from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
 from longspan.hf.placed import my_box
 from longspan.hf.sources import FirstRank, Origin
-from longspan.hf.support import Place, check_model, is_masked_lm
+from longspan.hf.support import Place, check_model, is_masked_lm, switch_dropout_off
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, layer_of, row_pieces
 from longspan.verify.config import VerifyConfig
@@ -233,15 +233,20 @@ def make_models(
     apart = config.fsdp and sp.job_size > 1  # each rank gets its shards, and only the first holds the whole model
     source = find_source(origin, sp, later=config.resume is not None) if apart else None
 
+    def prepared(model: Any) -> Any:
+        if origin.adapter is not None:  # whose dropout no config of the model knows
+            switch_dropout_off(model)
+        return model.train()
+
     def make() -> nn.Module | None:
         # Before the long runs, not after them.
         check_model(origin.on_meta(), Place(sp.device, sp.ring_size), config.kernel)
         if source is not None and link.rank:
             return None
         given = source.whole if isinstance(source, FirstRank) else None
-        whole: nn.Module = origin.build() if given is None else given
+        whole: Any = origin.build() if given is None else origin.adapted(given)
         load(whole)
-        return whole.train().to(sp.device)
+        return prepared(whole).to(sp.device)  # type: ignore[no-any-return]
 
     whole = together(make, sp.everyone)
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
@@ -257,7 +262,7 @@ def make_models(
     def shard() -> nn.Module:
         if source is not None:
             kept = torch.float32 if bf16 else None
-            model: nn.Module = load_from(source, origin, sp, prepare=lambda model: model.train(), kept=kept, **options)
+            model: nn.Module = load_from(source, origin, sp, prepare=prepared, kept=kept, **options)
             return model
         assert whole is not None
         return parallelize(whole.float() if bf16 else whole, sp, fsdp=config.fsdp, **options)

@@ -26,7 +26,7 @@ from longspan.attn.kernels.sdpa import SDPA
 from longspan.attn.kernels.table import DEFAULT, Facts, KernelTable, read_table
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
-from longspan.core.checked import as_path, spell
+from longspan.core.checked import as_path, checked_call, spell
 from longspan.core.errors import LongspanError
 
 AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
@@ -147,6 +147,7 @@ def table_of(kernel: AnyKernel) -> KernelTable:
     return kernel if isinstance(kernel, KernelTable) else DEFAULT
 
 
+@checked_call()
 def kernel_table(path: str | Path) -> KernelTable:
     """A table of one's own of which kernel is taken for what: what `kernel=` takes in the place of "auto".
 
