@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,14 @@ def _loaded(folder: Path, name: str, second: Tensor, expected: Any, rings: list[
     return found
 
 
-def _not_saved(folder: Path) -> str:
-    """The message of a save while rank 1's disk is full."""
-    full = mock.Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)"))
+def _not_saved(folder: Path, by_library: bool) -> str:
+    """The message of a save while rank 1's disk is full; `by_library`: safetensors says so, by an error of its own."""
+    said = "No space left on device"
+    full = mock.Mock(side_effect=SafetensorError(said) if by_library else OSError(errno.ENOSPC, said))
     save = full if dist.get_rank() == 1 else files.save_file
-    with mock.patch.object(files, "save_file", save), pytest.raises(longspan.LongspanError) as error:
+    with mock.patch.object(files, "save_file", save), pytest.raises(longspan.LongspanError) as caught:
         _saved(folder, None, "Llama", "exact")
-    return str(error.value)
+    return str(caught.value)
 
 
 def _not_loaded(folder: Path, name: str) -> str:
@@ -233,8 +235,10 @@ def test_a_saved_cache_goes_on_on_another_mesh(get_pool: Any, tmp_path: Path, na
 
 def test_a_cache_that_is_not_whole_is_refused(pool2: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    (full,) = set(pool2.run(_not_saved, folder))
+    (full,) = set(pool2.run(_not_saved, folder, True))
     assert full.startswith("rank 1 failed: ") and "part-1.safetensors cannot be written" in full and "No space" in full
+    (full,) = set(pool2.run(_not_saved, folder, False))
+    assert full == f"rank 1 failed: [Errno {errno.ENOSPC}] No space left on device"
     assert not folder.exists()
     pool2.run(_saved, folder, None, "Llama", "exact")
     other = set(pool2.run(_not_loaded, folder, "Qwen3"))

@@ -9,11 +9,12 @@ folder that has another name, or no index.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,19 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
+from longspan.core.system import spell_os_error
 
 INDEX = "index.json"
 _FORMAT = 1
+
+
+@contextlib.contextmanager
+def in_words() -> Iterator[None]:
+    """Raise what the system refuses inside (a full disk, say) as a LongspanError."""
+    try:
+        yield
+    except OSError as error:
+        raise LongspanError(spell_os_error(error)) from error
 
 
 @dataclass(frozen=True)

@@ -384,6 +384,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         path, rank, group = Path(folder), self.sp.replica_rank, self.sp.replica_group
 
+        @files.in_words()
         def begin_writing() -> None:
             self.check_sound()
             if not self.is_initialized:
@@ -393,12 +394,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 shutil.rmtree(files.partial(path), ignore_errors=True)
                 files.partial(path).mkdir(parents=True)
 
+        @files.in_words()
         def write() -> files.Part:
             tensors = {f"{i}.{n}": x for i, store in self.stores.items() for n, x in enumerate(store.held)}
             written = files.write_part(path, rank, tensors)
             heads = {str(i): self._of_all(store)[1] for i, store in self.stores.items()}
             return files.Part(*written, tuple(self.places.runs[self.sp.ring_rank]), heads)
 
+        @files.in_words()
         def end() -> None:
             if rank == 0:
                 each = {str(i): (self._of_all(store)[0], store.start) for i, store in self.stores.items()}
@@ -445,6 +448,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         path, empty = Path(folder), cls(model, offload=offload)
         sp = empty.sp
 
+        @files.in_words()
         def check() -> tuple[dict[str, Any], list[files.Part]]:
             index, parts = files.read_index(path)
             mine, saved = _facts(empty.config), index["model"]
@@ -460,6 +464,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         cache.places.add(sp.layout, index["length"])
 
+        @files.in_words()
         def read() -> None:
             for layer, facts in index["layers"].items():
                 # A window's layer has let go of what lay before: it needs room for what it holds alone.
