@@ -189,7 +189,8 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     from longspan.compat.torch_api import default_store
 
     store, rank, main = default_store(), dist.get_rank(), threading.get_ident()
-    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), exchange_chunks=chunks)
+    impl: Any = "p2p" if "ring" in mesh else "auto"
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), exchange_chunks=chunks, ring_impl=impl)
     model = longspan.parallelize(build("Llama"), sp, memory=memory, fsdp=False).train()
     found: list[tuple[str, bool]] = []
 
@@ -223,7 +224,7 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     [
         ({"ring": 2}, "auto", "fastest", False),
         ({"ulysses": 2}, 2, "fastest", False),
-        ({"ring": 2}, "auto", Memory(checkpointing="layers", offload="disk"), False),
+        ({"ring": 2}, "auto", Memory(checkpointing="layers", offload="disk"), True),
     ],
     ids=["ring", "exchange_chunks", "offload"],
 )
