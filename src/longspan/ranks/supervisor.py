@@ -277,7 +277,8 @@ def _diagnose(failures: dict[int, _End], ranks: _Ranks, store: Any) -> BaseExcep
     if any(end.kind == "died" for end in failures.values()):  # by their own choice: they had no store any more
         return RankFailed(
             f"the ranks lost contact with this process (the launcher, process {os.getpid()}), which holds the job's "
-            f"store and did not answer for --timeout seconds: it was stopped, or starved of processor time; {ended}"
+            f"store and did not answer for --timeout seconds: it was stopped, or starved of processor time; all ranks "
+            "have ended"
         )
     rank, end = next(iter(failures.items()))
     return RankFailed(
