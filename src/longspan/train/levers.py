@@ -66,8 +66,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     if config.level != "auto" and config.context != "max":
         return config, []
     fixed = config.fixed()
-    routes = getattr(model_config.get_text_config(), "output_router_logits", False)
-    if config.level == "auto" and (routes or LeverModules(model).untiled is not None):
+    if config.level == "auto" and LeverModules(model).untiled is not None:
         fixed.setdefault("tiled_mlp", 1)  # what a model does not take is not chosen
     if config.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
