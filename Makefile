@@ -64,7 +64,7 @@ VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_of
 
 # Of that a piece for the oldest versions: models, generation, Trainer and TRL.
 OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
-	-k "compat or (test_every_family and (Llama or Mistral or GptOss or ModernBert)) or (test_padding and left) \
+	-k "compat or (test_every_family and (Mistral or Llama4Text or ModernBert)) or (test_padding and left) \
 	or turns or (test_the_log_is and (packed or (ring and not data))) or (goes_on and lora)"
 
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
