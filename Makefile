@@ -6,8 +6,8 @@
 #   CHAOS_ARGS="--seed 1" passed on to the campaign of `make chaos`
 #   GPU_ARGS="--quick"    passed on to the report of `make gpu`
 #   SEED=7                the seed of `make fuzz`, instead of a new one
-#   MINUTES=30            how long `make fuzz` draws whole models, instead of 10
-#   FUZZ_ARGS="--family causal/llama"   passed on to its whole models
+#   MINUTES=30            how long `make fuzz` tests whole models, instead of 10
+#   FUZZ_ARGS="--family causal/llama"   passed on to its tests of whole models
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -62,7 +62,7 @@ VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_of
 	data examples generate generate_cli generate_tensor lm_eval loading models optimizer parallelize plan_agrees plan_cached \
 	plan_shapes readme tensor train train_tensor trainer trl verify))
 
-# Of that a piece for the oldest versions: models, generation, Trainer and TRL.
+# Some of these for the oldest versions: models, generation, Trainer and TRL.
 OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
 	-k "compat or (test_every_family and (Mistral or Llama4Text or ModernBert)) or (test_padding and left) \
 	or turns or (test_the_log_is and (packed or (ring and not data))) or (goes_on and lora)"
@@ -94,8 +94,8 @@ ranks: $(STAMP)
 alone: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -p no:cacheprovider $(ALONE)
 
-# The oldest libraries over this environment's torch, which stays: there is no other torch to download.
-older: $(OLDER)/.installed  ## a piece of the tests on the oldest libraries, over this torch
+# The oldest libraries on this environment's torch, so that no other torch is downloaded.
+older: $(OLDER)/.installed  ## some of the tests with the oldest libraries, on this torch
 	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider $(OLDER_ARGS)
 
 check: lint  ## before every commit: lint and the fast tier, on this CPU's kernels and on those of one without AVX
@@ -132,9 +132,9 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and a report, under 8 minutes
 	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
-# pyproject.toml's bounds are left out, so that what comes next is seen before users see it. Of torch the newest that has a
-# build here, else that of constraints.txt.
-newest:  ## the tests that touch other libraries, on the newest versions of them that there are, in .venv-newest
+# pyproject.toml's bounds are left out, to find breaking changes before users do. torch is the newest that has a build
+# here, else that of constraints.txt.
+newest:  ## the tests that touch other libraries, with the newest versions of these, in .venv-newest
 	@$(PYTHON) -m venv $(NEWEST)
 	@$(NEWEST_PIP) --upgrade torch || $(NEWEST_PIP) --constraint constraints.txt torch
 	@$(NEWEST_PIP) --upgrade $$($(PYTHON) -c "$$REQUIREMENTS")
@@ -152,7 +152,7 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
 
-fuzz: $(STAMP)  ## tests that draw their inputs, then whole models against plain transformers, by a printed seed (SEED=7: again)
+fuzz: $(STAMP)  ## tests with random inputs, then random whole models against plain transformers; prints its seed (SEED=7 repeats)
 	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); echo "make fuzz SEED=$$seed"; \
 	    $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) && \
 	    $(BIN)/python -m tests.fuzz --seed $$seed --minutes $(MINUTES) $(FUZZ_ARGS) || \
@@ -172,7 +172,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	@touch $@
 
-# TRL asks for datasets 4.7.
+# TRL needs datasets 4.7.
 $(OLDER)/.installed: $(STAMP) constraints-oldest.txt
 	@$(PYTHON) -m venv $(OLDER)
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \

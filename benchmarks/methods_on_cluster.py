@@ -16,7 +16,8 @@ link (across).
 5. peers: attention of 16/4 heads, 2,048 tokens, at 200 and 100 Mbit/s and within: longspan, DeepSpeed, ALST, yunchang.
 6. covered: attention whose computing takes longer than its exchange, in chunks so small that what cannot be hidden (the
    first one's way in, the last one's way out) is little: what overlap leaves exposed there.
-7. default: attention of 16/4 heads with all heads at once, in 4 chunks, and as the measured link decides.
+7. default: attention of 16/4 heads with all heads at once, in 4 chunks, and in as many as the default chooses from the
+   measured link.
 
 A part that its share of the time does not suffice for is ended, and the report says so.
 """

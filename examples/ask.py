@@ -5,7 +5,7 @@
 The model is a Llama of two layers over bytes. It was not trained: its weights are written here, so that it looks up
 what it is asked. Eight heads of layer 1 each copy one of the eight bytes before a byte to it. A head of layer 2 finds
 the byte of the book that follows the last eight bytes of the question, and the output is that byte (an induction head:
-Olsson et al. 2022, arXiv:2209.11895). It knows no language: asked what is not in the book, it copies what is most like.
+Olsson et al. 2022, arXiv:2209.11895). It knows no language: asked what is not in the book, it copies the closest match.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-BACK = 8  # bytes that are looked back to, one head each
+BACK = 8  # previous bytes that layer 1 copies, one head each
 CODE = 32  # numbers of a byte's code, +1 or -1
 VOCABULARY = 259  # ByT5's: 3 special tokens, then the bytes
 NEWLINE = ord("\n") + 3
@@ -44,7 +44,7 @@ def main() -> None:
 def book(noise: int) -> str:
     draw = random.Random(0)
     names, trades = NAMES.split(), TRADES.split()
-    draw.shuffle(names)  # each name once: what is written of an answer must tell how it goes on
+    draw.shuffle(names)  # each name once, so that the bytes written so far determine the next one
     people = [f"{name} the {draw.choice(trades)}" for name in names]
     lines = [f"Who lives in {town}? {who}.\n" for town, who in zip(TOWNS.split(), people, strict=False)]
     return "".join(line + NOISE * noise for line in lines)
@@ -81,14 +81,14 @@ def look_up() -> LlamaForCausalLM:
     model.model.embed_tokens.weight[:, :CODE] = codes
     model.model.embed_tokens.weight[:, one] = 1
 
-    # A norm divides by the root of the mean square, which is known: so many of the entries are 1 or -1, the others 0.
+    # A norm divides by the root of the mean square, which is known: that many entries are 1 or -1, the others 0.
     rms = [math.sqrt((CODE * filled + 1) / hidden) for filled in (1, BACK + 1, BACK + 2)]
     eye, root = torch.eye(CODE), HEAD_DIM**0.25  # attention divides by the root of the head's dimension
     first, second = (layer.self_attn for layer in model.model.layers)
 
     angles = 0.02 ** (torch.arange(16) / 16)  # radians that a rotary pair turns from one token to the next
     turn = math.sqrt(SHARP) * root * rms[0]
-    for head in range(BACK):  # all keys are alike, and turned by their position; queries are turned back by `head + 1`
+    for head in range(BACK):  # all keys are equal but for their rotation; queries are turned back by `head + 1`
         q, at = first.q_proj.weight[head * HEAD_DIM :], first.o_proj.weight[before[head + 1], head * HEAD_DIM :]
         q[:16, one] = turn * torch.cos(angles * (head + 1))
         q[HEAD_DIM // 2 : HEAD_DIM // 2 + 16, one] = -turn * torch.sin(angles * (head + 1))
@@ -97,7 +97,7 @@ def look_up() -> LlamaForCausalLM:
         first.k_proj.weight[kv * HEAD_DIM : kv * HEAD_DIM + 16, one] = turn
         first.v_proj.weight[kv * HEAD_DIM : kv * HEAD_DIM + CODE, :CODE] = eye * rms[0]
 
-    # The bytes up to a query are compared with those before a key, each in rotary pairs of its own that hardly turn.
+    # Compare the bytes up to a query with those before a key, each byte in separate rotary pairs that hardly turn.
     slow = torch.cat([torch.arange(64, HEAD_DIM // 2), torch.arange(64, HEAD_DIM // 2) + HEAD_DIM // 2])
     match = math.sqrt(SHARP / CODE) * root * rms[1]
     for i in range(BACK):

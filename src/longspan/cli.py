@@ -258,9 +258,9 @@ def _take_from(args: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _refuse_unknown_options(config_class: type[Any], args: list[str], prog: str) -> None:
-    """Refuse an option that the command does not have, with the one that was meant.
+    """Raise on an option that the command does not have, and suggest the closest one.
 
-    What follows an option that takes a value is that value, whatever it looks like.
+    The argument after an option that takes a value is its value, even if it looks like an option.
 
     Raises:
         LongspanError: naming the option.
@@ -391,7 +391,7 @@ def _plain_rule(info: Any) -> Any:
 
 
 def _integer_or(words: list[str]) -> Any:
-    """tyro's spec for an integer, or a word that stands for one."""
+    """Return tyro's spec for an integer, or a word in place of one."""
     import tyro
 
     def read(given: list[str]) -> int | str:

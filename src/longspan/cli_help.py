@@ -53,17 +53,17 @@ _ELSEWHERE = {
     "file": "input_file prompt_file",
     "cache-offload": "offload_kv_cache",
 }
-"""What other trainers (transformers, TRL, axolotl, torchtitan, vLLM) call what an option here does."""
+"""Names that other tools (transformers, TRL, axolotl, torchtitan, vLLM) give to each option here."""
 
 
 def meant(name: str, known: list[str], prog: str, prefix: str = "") -> str:
-    """A hint for an option that does not exist: the one that was meant.
+    """Return a hint for an option that does not exist: the one that was probably meant.
 
     Args:
-        name: that was written, with hyphens.
+        name: the name that was written, with hyphens.
         known: all options of the command.
         prog: the command.
-        prefix: of an option in the hint ("--"; none in a file).
+        prefix: put before the option in the hint ("--"; none in a file).
     """
     names = {word.replace("_", "-"): flag for flag in known for word in _ELSEWHERE.get(flag, "").split()}
     names |= {flag: flag for flag in known}

@@ -85,8 +85,8 @@ class BenchConfig:
     head_dim: int = 64
     """attention, step: elements of a head. The hidden size is heads x head_dim."""
     exchange_chunks: int = 4
-    """attention, step: chunks in which ulysses-overlap sends the heads. ulysses-default chooses them by the link; every
-    other method sends all at once."""
+    """attention, step: chunks in which ulysses-overlap sends the heads. ulysses-default chooses them from the measured
+    link; every other method sends all at once."""
     ffn: int = 2816
     """step: the MLP's intermediate size."""
     layers: int = 2

@@ -164,7 +164,10 @@ def tensor_attention(row: Row, case: Case) -> Work:
     """Attention on my heads of all tokens, and the two sums of hidden states of a layer."""
     group = case.shardings.of(row).mesh.get_group("tensor")  # type: ignore[union-attr]
     if case.heads % group.size() or case.kv_heads % group.size():
-        raise LongspanError(f"tensor={group.size()} does not divide {case.heads} query and {case.kv_heads} KV heads")
+        raise LongspanError(
+            f"tensor={group.size()} does not divide {case.heads} query heads and {case.kv_heads} KV heads; use a "
+            "divisor of both"
+        )
     tensors = Tensors(group, by_tokens=row.kind.job.get("tensor_style") == "megatron-sp")
     one = SequenceSharding(OneDeviceMesh(case.device.type))
     q, k, v, grad = case.tensors()

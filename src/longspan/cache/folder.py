@@ -34,7 +34,7 @@ _FORMAT = 1
 
 @contextlib.contextmanager
 def in_words() -> Iterator[None]:
-    """Raise what the system refuses inside (a full disk, say) as a LongspanError."""
+    """Raise an OSError from the body (a full disk, say) as a LongspanError."""
     try:
         yield
     except OSError as error:
@@ -70,7 +70,7 @@ def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[
     path = partial(folder) / f"part-{rank}.safetensors"
     try:
         save_file({name: x.contiguous() for name, x in tensors.items()}, path)
-    except SafetensorError as error:  # its own kind for what the disk refuses, too
+    except SafetensorError as error:  # safetensors' own type, also for errors of the disk
         raise LongspanError(f"{path} cannot be written ({error}); make room there, or save to another disk") from error
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -26,7 +26,7 @@ def choose(
 
     Args:
         folder: of a run's checkpoints.
-        ranks: who takes part; by default all of the job.
+        ranks: the ranks that take part; by default all of the job.
         resume: "auto" for the newest that is whole, or the path of one.
         content: False looks at markers and sizes alone, for a first look before the ranks are there.
 
@@ -68,7 +68,7 @@ def newest(
 
     Args:
         where: a run's folder, its folder of checkpoints, or one checkpoint.
-        ranks: who takes part; by default all of the job.
+        ranks: the ranks that take part; by default all of the job.
         flag: what named the path, for messages.
         content: False looks at markers and sizes alone.
 
@@ -135,7 +135,7 @@ def _try(path: Path, ranks: Ranks, content: bool = True) -> tuple[str, Checkpoin
         found = Checkpoint.read(path)
         marker = FileRecord.of(path / MARKER)
         problem = found.wrong_content(share(found.files, ranks.rank, ranks.size) if content else []) or ""
-    except Exception as error:  # the other ranks must hear of it
+    except Exception as error:  # the other ranks must be told
         problem = describe(error)
     said = ranks.gather((problem, marker, socket.gethostname()))
     markers = {marker for _, marker, _ in said if marker is not None}

@@ -68,7 +68,7 @@ def export(
         config: the (base) model's config as it was before `longspan.parallelize`; by default the one it has now.
         tokenizer: saved beside it; None for none.
         dtype: of the weights on disk, or its name; by default the model's.
-        generation: the model's generation config, if it has one of its own. Without `config` that of the model.
+        generation: the model's generation config, if it has one. By default, without `config`, the model's.
         peft: of a PEFT model write "adapter": what PEFT's own `save_pretrained` writes (adapter_config.json and
             adapter_model.safetensors), to be put on the base model again; or "merged": one model, the adapter's change
             added to its weights in the dtype that they are trained in.

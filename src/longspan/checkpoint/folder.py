@@ -91,7 +91,7 @@ class Checkpoint:
         if not path.is_dir():
             raise LongspanError(f"checkpoint {path} does not exist")
         marker = path / MARKER
-        if marker.exists() and not marker.is_file():  # a pipe would be read without end
+        if marker.exists() and not marker.is_file():  # reading a pipe could block forever
             raise LongspanError(f"checkpoint file {marker} is damaged: it is no regular file")
         try:
             found = _parse(path, marker.read_bytes())

@@ -98,16 +98,16 @@ class Ranks:
 
 
 def checked_on_all(check: Callable[[], T], given: Mapping[str, Any]) -> T:
-    """Check the arguments of a collective call on every rank: of those that were given, or of the job."""
+    """Check the arguments of a collective call on every rank: on its `ranks`, or else on those of the job."""
     ranks = given.get("ranks")
     return (ranks if isinstance(ranks, Ranks) else Ranks()).each(check)
 
 
 def check_ranks(name: str, ranks: Any) -> None:
-    """Refuse what is neither `Ranks` nor None.
+    """Raise unless `ranks` is a `Ranks` or None.
 
     Raises:
-        LongspanError: with what it is.
+        LongspanError: with the value.
     """
     if ranks is not None and not isinstance(ranks, Ranks):
         raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {spell(ranks)}")

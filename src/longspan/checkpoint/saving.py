@@ -58,7 +58,7 @@ def _check_state(name: str, state: Any) -> None:
 
 
 def _check_source(name: str, checkpoint: Any) -> Any:
-    """A `Checkpoint`, or the path of one."""
+    """Return a `Checkpoint` as it is, or a checked path."""
     return checkpoint if isinstance(checkpoint, Checkpoint) else as_path(name, checkpoint)
 
 
@@ -255,8 +255,8 @@ def load(
 ) -> None:
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
-    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed. Of a run's
-    folder the newest checkpoint is read. `ranks` are by default those of the job's own group.
+    All files are verified first, unless `verify` or `choose` has done so; nothing in them is executed. From a
+    run's folder, the newest checkpoint is read. `ranks` are by default those of the job's own group.
 
     Raises:
         LongspanError: on every rank, if the checkpoint is damaged or of another model.

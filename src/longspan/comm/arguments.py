@@ -76,11 +76,11 @@ DTYPES = {
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
     "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
 }  # fmt: skip
-"""Floating dtypes by the names that users give them."""
+"""Floating dtypes by the names that users know."""
 
 
 def as_dtype(name: str, value: Any) -> torch.dtype:
-    """A floating dtype, or its name ("bf16", "bfloat16", "torch.bfloat16").
+    """Return the floating dtype that is given, or named ("bf16", "bfloat16", "torch.bfloat16").
 
     Raises:
         LongspanError: for anything else.
@@ -95,23 +95,23 @@ def as_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def check_module(name: str, model: Any) -> None:
-    """Refuse what is no model.
+    """Raise unless `model` is a torch.nn.Module.
 
     Raises:
-        LongspanError: with what it is.
+        LongspanError: with the value.
     """
     if not isinstance(model, nn.Module):
         raise LongspanError(f"`{name}` must be a model (a torch.nn.Module), got {describe(model)}")
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuse what is no optimizer.
+    """Raise unless `optimizer` is a torch.optim.Optimizer.
 
     Raises:
-        LongspanError: with what it is.
+        LongspanError: with the value.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise LongspanError(f"`{name}` must be a torch.optim.Optimizer that was made, got {describe(optimizer)}")
+        raise LongspanError(f"`{name}` must be a torch.optim.Optimizer object, got {describe(optimizer)}")
 
 
 def check_sharding(sp: Any) -> None:

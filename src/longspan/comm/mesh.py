@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 AXES = ("data", "ring", "ulysses", "tensor")
 _MEASURED_BYTES = 4 << 10, 1 << 20
-"""Buffers of the two exchanges that a link is measured by: a short one for its start, a long one for its rate."""
+"""Buffer sizes of the two exchanges that measure a link: the short one its latency, the long one its bandwidth."""
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
 
@@ -79,7 +79,7 @@ def init_mesh(
         ulysses: size of the All-to-All inside a sequence group.
         tensor: size of the tensor-parallel group.
         device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
-        timeout: seconds within which every rank must have come (by default 600), and, if given, after
+        timeout: seconds within which every rank must have joined (by default 600), and, if given, after
             which a collective of the process group made here, or of the mesh's, gives up (else torch's default: 10
             minutes with GPUs, otherwise 30).
 
@@ -245,7 +245,7 @@ class SequenceSharding:
             dist.barrier(group=self.ring_group, device_ids=[self.device.index])
 
     def _spans_hosts(self) -> bool:
-        """Whether the ranks of some Ulysses group are on several hosts; agreed on by all that run a sequence."""
+        """Whether the ranks of some Ulysses group are on several hosts; all ranks of a sequence agree."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
         if self.ulysses_group is None or self.ulysses_size == 1 or not here or dist.get_world_size() <= here:
             return False  # on every rank, or on none
@@ -255,8 +255,9 @@ class SequenceSharding:
         return bool(spans)
 
     def _measured_link(self) -> ExchangeLink:
-        """Measure the exchange of a Ulysses group; the slowest rank's figures, on every rank that runs a sequence: a
-        ring goes through several such groups, and its ranks must have the same chunks.
+        """Measure the all-to-all of a Ulysses group; return the slowest rank's times on all ranks of a sequence.
+
+        A ring contains several Ulysses groups, and all of its ranks must use the same chunks.
         """
         times = [self._exchange_seconds(size) for size in _MEASURED_BYTES]
         slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
@@ -265,7 +266,7 @@ class SequenceSharding:
         return ExchangeLink(short, max(0.0, long - short) / (_MEASURED_BYTES[1] - _MEASURED_BYTES[0]))
 
     def _exchange_seconds(self, size: int) -> float:
-        """Return the seconds of an All-to-All of a buffer of `size` bytes, the fastest of five behind a first."""
+        """Return the seconds of an All-to-All of a buffer of `size` bytes: the fastest of five, after a warm-up."""
         sent = torch.zeros(-(-size // self.ulysses_size) * self.ulysses_size, dtype=torch.uint8, device=self.device)
         received, took = torch.empty_like(sent), []
         for _ in range(6):

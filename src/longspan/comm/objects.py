@@ -1,8 +1,8 @@
-"""Python objects between ranks; and an action of every rank that fails on all of them if it fails on any.
+"""Send Python objects between ranks, and run actions that fail on all ranks if they fail on one.
 
 torch's own object collectives (`broadcast_object_list`, `all_gather_object`) return while a thread of gloo may still
 hold their last tensor. A script that ends right then aborts ("terminate called without an active exception"): that
-thread needs the interpreter to free the tensor. So every call here waits until nobody holds its tensors.
+thread needs the interpreter to free the tensor. So every call here waits until gloo has released its tensors.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         group: the ranks; None for one.
 
     Raises:
-        LongspanError: what the first rank that failed says, naming that rank unless all failed.
-        Exception: on a rank that failed otherwise, what `action` raised there.
+        LongspanError: with the message of the first rank that failed, naming that rank unless all failed.
+        Exception: on a rank where `action` raised another kind of exception, that one.
     """
     found: list[T] = []
     problem: Exception | None = None
     try:
         found.append(action())
-    except Exception as error:  # the other ranks must hear of it
+    except Exception as error:  # the other ranks must be told
         problem = error
     texts = gather_objects(None if problem is None else describe(problem), group)
     failed = [i for i, text in enumerate(texts) if text is not None]
@@ -102,7 +102,7 @@ def _broadcast(mine: bytes, group: dist.ProcessGroup) -> Sent:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """The host, where the group serves it."""
+    """Return the CPU if the group supports it, else this rank's GPU."""
     only_gpu = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if only_gpu else torch.device("cpu")
 
@@ -116,7 +116,7 @@ def _references(xs: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
 
 
 def _released(sent: Sent) -> list[bytes]:
-    """Wait until nobody holds the tensors that were sent: a tensor stays alive as long as a thread of gloo has it."""
+    """Return the bytes once gloo has released the tensors that were sent, or after `_RELEASE_S` seconds."""
     found, references = sent
     deadline = time.monotonic() + _RELEASE_S
     while any(x() is not None for x in references) and time.monotonic() < deadline:

@@ -40,7 +40,7 @@ def post(sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], group: dis
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
-    """Wait until all of these messages have arrived and left."""
+    """Wait until all of these messages are sent and received."""
     with waiting():
         for work in works:
             work.wait()

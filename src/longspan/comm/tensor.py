@@ -26,7 +26,7 @@ class Parts:
     """Which entries of a weight's dimension each rank of a group computes with.
 
     Attributes:
-        length: of the whole dimension.
+        length: entries of the whole dimension.
         spans: for each rank its entries, in the order in which its module sees them.
     """
 
@@ -51,7 +51,7 @@ class Parts:
         return found
 
     def of_whole(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """A rank's entries of a whole tensor."""
+        """Return a rank's entries of a whole tensor."""
         return _joined([x.narrow(dim, start, stop - start) for start, stop in self.spans[rank]], dim)
 
 
@@ -111,9 +111,10 @@ class TensorGroup:
         return -(-length // self.size)
 
     def padded(self, x_BLD: Tensor) -> Tensor:
-        """With copies of the last token behind, so that every rank has as many tokens; they have no gradient.
+        """Pad with copies of the last token, without gradient, so that all ranks have the same number of tokens.
 
-        Not zeros: what divides by its hidden states has no finite derivative there, and 0 times infinity is NaN.
+        Not with zeros: a layer that divides by its hidden states has an infinite derivative there, and 0 times infinity
+        is NaN.
         """
         short = self.size * self.tokens(x_BLD.shape[1]) - x_BLD.shape[1]
         return torch.cat([x_BLD, x_BLD[:, -1:].detach().expand(-1, short, -1)], 1) if short else x_BLD
@@ -131,8 +132,10 @@ class TensorGroup:
         return out.transpose(0, 1)[:, :length].contiguous()
 
     def whole_last(self, x: Tensor, length: int) -> Tensor:
-        """All ranks' parts of a last dimension of `length` entries, cut as `DTensor` does. Every rank makes the same:
-        mine has the gradient of mine."""
+        """Gather a last dimension of `length` entries that is cut as `DTensor` cuts it.
+
+        Every rank goes on with the same tensor, so the gradient of my part is my slice of its gradient, not a sum.
+        """
         short = -(-length // self.size) - x.shape[-1]  # of the last ranks
         part = F.pad(x, (0, short)) if short else x
         joined: Tensor = torch.ops.longspan.tensor_join(part.movedim(-1, 0), self.size, self.rank, self.name)
@@ -141,7 +144,7 @@ class TensorGroup:
     def fetch(self, x: Tensor, dim: int, parts: Parts) -> Tensor:
         """Return my entries of a tensor that lies over the ranks as `DTensor` cuts it, by one all-to-all.
 
-        The gradient of an entry that several ranks fetch is summed where it lies.
+        The gradient of an entry that several ranks fetch is summed on the rank that holds it.
         """
         rows = x.movedim(dim, 0)
         first, _ = even_span(parts.length, self.rank, self.size)

@@ -18,7 +18,7 @@ from longspan.compat.gone import gone
 _CACHE_NAMES = "cache", "past_key_values"
 
 LAYERS_DIFFER: tuple[type[Exception], ...] = ()
-"""What a config raises when a value is read that its layers have each their own of (`per_layer_config`).
+"""What a config raises when a value is read that differs between its layers (`per_layer_config`).
 
 Versions: transformers 5.13 and newer. Public way: none. When gone: nothing, and the config's error is shown.
 """
@@ -43,7 +43,7 @@ def cache_name(forward: Callable[..., Any]) -> str:
     """Return the name of the argument that a forward takes its KV cache by.
 
     Versions: transformers 5.5 to 5.23 say "past_key_values", 5.24 says "cache". Public way: this one. When gone: a
-    forward without a cache has neither, and is given none.
+    forward without a cache has neither argument, and gets none.
     """
     parameters = inspect.signature(forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
@@ -52,8 +52,8 @@ def cache_name(forward: Callable[..., Any]) -> str:
 def take_cache(arguments: dict[str, Any]) -> Any:
     """Remove the KV cache from the arguments of a forward or of `generate`, and return it; None if there is none.
 
-    Both names are taken on every version, so that a script runs on all of them. Two different caches are returned as a
-    tuple, which every caller refuses.
+    Both names are accepted on every version, so that a script runs on all of them. Two different caches are returned as
+    a tuple, which every caller refuses.
 
     Versions: transformers 5.5 to 5.24. Public way: this one. When gone: None.
     """
@@ -94,11 +94,11 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
-_USE_IT_UNSAID = {"biogpt"}
+_UNDECLARED = {"biogpt"}
 
 
 def uses_registry(model: PreTrainedModel) -> bool:
-    """Whether a model's layers take their attention from the registry; some do without their class saying so.
+    """Return whether a model's layers take their attention from the registry; some do without declaring it.
 
     Versions: all. Public way: this one, of which its documentation says nothing. When gone:
     LongspanError.
@@ -106,7 +106,7 @@ def uses_registry(model: PreTrainedModel) -> bool:
     told: Any = getattr(model, "is_backend_compatible", None)
     if told is None:
         raise gone("transformers", "PreTrainedModel.is_backend_compatible", "knowing what a model's attention goes by")
-    return bool(told()) or model.config.model_type in _USE_IT_UNSAID
+    return bool(told()) or model.config.model_type in _UNDECLARED
 
 
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
@@ -186,10 +186,10 @@ def output_dir_of(trainer: Any, trial: Any) -> str:
 
 @dataclass(frozen=True)
 class OwnPositions:
-    """How a model counts positions where it is given none, other than 0, 1, 2, ... along the row.
+    """How a model computes position ids itself if it is given none, and does not count 0, 1, 2, ... along the row.
 
     Attributes:
-        of_ids: (ids, tokens before them) -> position ids; None where they follow from the attention mask: real tokens
+        of_ids: (ids, tokens before them) -> position ids; None if they follow from the attention mask: real tokens
             are counted, and padding has -1.
         of_embeds: (embeddings) -> position ids.
 

@@ -98,7 +98,7 @@ def check_number(
 
 
 def check_count(name: str, value: Any) -> None:
-    """Refuse what counts nothing: an integer of 0 or more.
+    """Raise unless `value` is an integer of 0 or more.
 
     Raises:
         LongspanError: with the value.
@@ -117,10 +117,10 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_function(name: str, value: Any, arguments: str) -> None:
-    """Refuse what is no function of these arguments: "q, k" by place, "q, k, *, scale" the last by name.
+    """Raise unless `value` is a function of these arguments: "q, k" positional, in "q, k, *, scale" the last by name.
 
     Raises:
-        LongspanError: with what it is.
+        LongspanError: with the value.
     """
     wanted = f"{name} must be a function ({arguments})"
     if not callable(value):
@@ -184,7 +184,7 @@ def checked_call(
     together: Callable[[Callable[[], Any], Mapping[str, Any]], Any] | None = None,
     **checks: Callable[[str, Any], Any],
 ) -> Callable[[Function], Function]:
-    """Decorate a public function: a wrong call raises LongspanError, not an error from the function's depths.
+    """Decorate a public function: a wrong call raises LongspanError, not an error deep inside the function.
 
     Missing and unknown arguments are refused with the nearest name. Each of `checks` is called with the name and the
     value of its argument; it raises LongspanError, or returns the value to use (None: the given one).
@@ -234,10 +234,10 @@ def _bind(
 
 
 def as_path(name: str, value: Any) -> Path:
-    """A path that was given as text or as a `Path`.
+    """Return a path that was given as text or as a `Path`.
 
     Raises:
-        LongspanError: for anything else, and as `path_of`.
+        LongspanError: for anything else, and for what `path_of` refuses.
     """
     if not isinstance(value, str | os.PathLike):
         raise LongspanError(
@@ -247,7 +247,7 @@ def as_path(name: str, value: Any) -> Path:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The known name that is most like `name`, as a hint for a message; all of them where none is."""
+    """Return a hint with the known name that is closest to `name`, or with all names if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
 

@@ -12,9 +12,9 @@ def parameters(count: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes with the unit that suits them, powers of 1000: "6.91 kB", "78.21 GB"."""
+    """Format bytes in a suitable unit, powers of 1000: "6.91 kB", "78.21 GB"."""
     for limit, factor, unit in ((1e3, 1.0, "B"), (1e6, 1e3, "kB"), (1e9, 1e6, "MB")):
-        if number < 0.9995 * limit:  # or three digits would make 1e+03 of it
+        if number < 0.9995 * limit:  # above it, three digits round to 1e+03
             return f"{number / factor:.3g} {unit}"
     gb = number / 1e9
     return f"{number / 1e12:.3g} TB" if gb >= 1e4 else f"{gb:,.0f} GB" if gb >= 1000 else f"{gb:.2f} GB"

@@ -44,7 +44,7 @@ def require(use: str, *packages: str) -> None:
 
 
 def missing_package(error: BaseException | None) -> str | None:
-    """The optional package whose absence an import failed by; transformers raises an error of its own from it."""
+    """Return the optional package that a failed import lacks, also if another error wraps it, as in transformers."""
     while error is not None:
         package = (getattr(error, "name", None) or "").partition(".")[0]
         if package in EXTRAS:
@@ -54,7 +54,7 @@ def missing_package(error: BaseException | None) -> str | None:
 
 
 def not_installed(use: str, package: str) -> LongspanError:
-    """The error for an optional package that is not there."""
+    """Return the error for an optional package that is not installed."""
     extra, name = EXTRAS[package], package.replace("_", "-")
     return LongspanError(
         f"{use} needs {name}, which is not installed; install longspan with its extra {extra!r} "

@@ -16,7 +16,7 @@ class MemoryFlags:
     """The levers that save memory."""
 
     unsaid: ClassVar[MemoryLevel] = "fastest"
-    """What `by-flags` means where no flag sets a lever."""
+    """What `by-flags` means if no flag sets a lever."""
 
     memory: Literal["by-flags", "fastest", "longest", "auto"] = "by-flags"
     """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: the
@@ -72,7 +72,7 @@ class MemoryFlags:
 
     @property
     def level(self) -> MemoryLevel:
-        """The levers together: as `memory` says, or what `by-flags` comes to."""
+        """The level in force: `memory`, or what `by-flags` stands for."""
         if self.memory != "by-flags":
             return self.memory
         return "fastest" if self.fixed() else self.unsaid

@@ -99,11 +99,11 @@ OVERLAPPED_CHUNKS = 4
 """Chunks of heads under `exchange_chunks="auto"`: of an exchange that computing covers a quarter stays exposed."""
 
 CHUNK_START_S = 1e-4
-"""Seconds that one more chunk costs beside its message: kernels and copies are started once more."""
+"""Seconds that each further chunk costs besides its message: more starts of kernels and copies."""
 
 WORTH_CHUNKS = 8
-"""An exchange goes in chunks if it takes so many times as long as the starts that chunks add: if nothing computes
-beside it, at most an eighth is lost; if enough does, three quarters are hidden.
+"""Send an exchange in chunks if it takes at least this many times as long as the starts that chunks add. If nothing
+overlaps with it, at most an eighth of its time is lost; if enough does, three quarters are hidden.
 """
 
 
@@ -112,7 +112,7 @@ class ExchangeLink:
     """How long an All-to-All of a Ulysses group takes, as measured.
 
     Attributes:
-        start_s: seconds of a message of no length.
+        start_s: seconds of an empty message.
         per_byte_s: seconds of each byte of a rank's buffer, its own part included.
     """
 
@@ -121,7 +121,7 @@ class ExchangeLink:
 
 
 def choose_exchange_chunks(sent_bytes: int, link: ExchangeLink | None) -> int:
-    """Return the chunks of `exchange_chunks="auto"`: several where the exchange takes long on this link.
+    """Return the chunks of `exchange_chunks="auto"`: several if the exchange takes long on this link.
 
     Args:
         sent_bytes: q, k and v of a rank's tokens.

@@ -135,9 +135,9 @@ class GenerateConfig(ModelFlags):
     """Of DeepSeek's attention (MLA) the KV cache holds the vectors that keys and values are made of, where that is less
     on these ranks. --no-cache-latent: keys and values, as of any attention."""
     cache_dir: Path | None = None
-    """A folder in which the KV cache of the text is kept, all but the --question: the next question about the same text
-    does not read it again, on any mesh. It takes as much disk as the cache takes memory; with several machines, one
-    folder that all of them see."""
+    """Folder in which to save the KV cache of the text, without the --question: the next question about the same text
+    loads it instead of reading the text again, on any mesh. It takes as much disk as the cache takes memory; with
+    several machines, all of them must see the folder."""
     temperature: float | None = None
     """0: always the likeliest token. Above: draw, with logits divided by it. By default as the model's
     generation_config.json says."""
@@ -185,4 +185,4 @@ class GenerateConfig(ModelFlags):
         if self.cache_dir is not None:
             check_output("--cache-dir", self.cache_dir, folder=True)
             if not self.cache_latent:
-                raise LongspanError("--cache-dir keeps the cache as --cache-latent makes it; leave one of them out")
+                raise LongspanError("--cache-dir does not go with --no-cache-latent; leave one of them out")

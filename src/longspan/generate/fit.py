@@ -69,7 +69,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     try:
         shape = shape_of(model_config)
     except LongspanError as error:
-        return f"the planner cannot read this model, so whether it fits was not looked at ({error})"
+        return f"the planner cannot read this model, so whether it fits was not checked ({error})"
     job, mesh, hardware = (
         replace(_cached(config, model_config, total), cache_offload=config.cache_offload),
         Mesh(1, config.ring, config.ulysses, config.tensor),
@@ -86,7 +86,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
 
 
 def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> None:
-    """Refuse a text that cannot be scored in memory; one of a model that the planner cannot read is not looked at.
+    """Raise if a text cannot be scored in memory; not checked for a model that the planner cannot read.
 
     Args:
         config: of the command.

@@ -36,8 +36,8 @@ class Prompt:
     Attributes:
         model_config: the Hugging Face config.
         ids: the token ids, int64 [S].
-        text_tokens: so many first ones are of the text, whatever is asked about it.
-        key: of the cache of these, in a folder of caches; "" where none is kept.
+        text_tokens: how many of the first tokens belong to the text, whatever the question.
+        key: name of the cache of these tokens in `--cache-dir`; "" without that option.
     """
 
     model_config: Any
@@ -107,14 +107,14 @@ def open_prompt(config: GenerateConfig) -> Prompt:
     if config.cache_dir is None:
         return Prompt(model_config, ids)
     other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
-    length = min(len(ids) - 1, len(other))  # one is left to compute, for the first new token
+    length = min(len(ids) - 1, len(other))  # one token is left to compute, for the first new one
     differs = np.flatnonzero(ids[:length] != other[:length])
     kept = int(differs[0]) if len(differs) else length
     return Prompt(model_config, ids, kept, _cache_key(config, model_config, ids[:kept]))
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
-    """A digest of all that keys and values depend on: the tokens, the model's config and files, how it computes."""
+    """Return a digest of what keys and values depend on: tokens, config, files, dtypes, transformers' version."""
     import transformers
 
     names = {config.model, base_of("--model", config.model)}

@@ -101,10 +101,10 @@ class Generation:
         return self.report
 
     def _read_text(self, ids: Tensor, folder: Path) -> None:
-        """Fill the cache with the text: from the folder where an earlier run kept it, else by the model. Collective.
+        """Fill the cache with the text: from the folder where an earlier run saved it, else by the model. Collective.
 
         Raises:
-            LongspanError: on every rank, if the folder's cache is damaged, or none can be written.
+            LongspanError: on every rank, if the saved cache is damaged, or a new one cannot be written.
         """
         there = torch.tensor(int((folder / INDEX).is_file()))
         if self._hosts is not None:

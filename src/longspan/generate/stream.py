@@ -125,11 +125,11 @@ class Progress:
         self._hooks: list[Any] = []
 
     def follow(self, layers: Sequence[nn.Module], chunk: int) -> None:
-        """Also show how far a forward is, by its layers: the first chunk of a long prompt takes minutes.
+        """Also show progress within a forward, layer by layer: the first chunk of a long prompt takes minutes.
 
         Args:
-            layers: of the model, in order.
-            chunk: tokens of the prompt in a forward.
+            layers: the model's layers, in order.
+            chunk: tokens of the prompt per forward.
         """
 
         def after(number: int) -> Callable[..., None]:
@@ -157,7 +157,7 @@ class Progress:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away, and show nothing from now on."""
+        """Remove the line, and show no more progress."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

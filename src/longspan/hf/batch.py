@@ -39,7 +39,7 @@ class VisibleKeys:
     mask: Tensor
 
     def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """Return whether the key is a one of the mask; padding behind the end may be asked for too."""
+        """Return whether the mask is 1 at the key, which may lie in padding beyond the end."""
         return self.mask.to(kv.device)[b, kv.clamp(max=self.mask.shape[1] - 1)]
 
 
@@ -57,11 +57,11 @@ class SequenceInfo:
         digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
             it is not on the CPU.
         device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
-        counted: whether `position_ids` were not given, and count through the row.
-        visible: which keys are real, where an attention mask has zeros between the ones of a row.
-        fillers: by key of the batch, one real token's values for each row, `[B, ...]`: what padding is replaced by in a
-            forward. Empty where nothing is padded on any rank.
-        padding: which of my tokens are padding that no label asks about, bool `[B, L]`; None where there are none.
+        counted: whether `position_ids` were not given, so that they count along the row.
+        visible: which keys are real, if an attention mask has zeros between the ones of a row.
+        fillers: for each key of the batch, the values of one real token per row, `[B, ...]`, which replace padding in a
+            forward. Empty if nothing is padded on any rank.
+        padding: which of my tokens are padding without a label, bool `[B, L]`; None if there are none.
         plans: attentions prepared for this batch, one for each kind of layer; made by the first layer of a kind.
     """
 
@@ -115,10 +115,10 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 
 def check_batch(name: str, batch: Any) -> None:
-    """Refuse what is no batch, before anything in it is looked at.
+    """Raise unless `batch` is a mapping, before its contents are checked.
 
     Raises:
-        LongspanError: with what it is.
+        LongspanError: with the value.
     """
     if not isinstance(batch, Mapping):
         raise LongspanError(f"`{name}` must be a dict of tensors such as {{'input_ids': ids}}, got {describe(batch)}")
@@ -172,9 +172,9 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
 def cut_batch(
     batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True, own_positions: Tensor | None = None
 ) -> dict[str, Any]:
-    """`shard_batch` without the digest, for one who has the whole batch at hand.
+    """Shard a batch as `shard_batch` does, without the digest, for a caller that has the whole batch.
 
-    `own_positions` are those that the model makes itself where the batch has none. They mark no documents.
+    `own_positions` are position ids that the model computes itself if the batch has none. They mark no documents.
     """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
@@ -214,7 +214,7 @@ def _has_padding(rows: Segments | None, n: int) -> bool:
 
 
 def _fillers(batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int) -> dict[str, Tensor]:
-    """Return a real token of each row, its first, as each key has it; of a row of padding alone another row's."""
+    """Return for each key the values of each row's first real token; a row of padding alone gets another row's."""
     rows = rows or (((0, n),),) * batch_size
     real = [(b, row[0][0]) for b, row in enumerate(rows) if row]
     first = [next((at for at in real if at[0] == b), (real or [(b, 0)])[0]) for b in range(batch_size)]
@@ -231,13 +231,13 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
     """Replace my padding by a real token of its row, in every input, and mark it in `cut["longspan"]`.
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
-    has none where an embedding is 0 (as that of a padding token often is). Padding that predicts a token (the last one
-    before a row begins) is computed as in one process.
+    has an infinite derivative where an embedding is 0 (as that of a padding token often is). Padding that predicts a
+    token (the last one before a row begins) is computed as in one process.
 
     Args:
         cut: my part of a batch; changed in place.
         sp: the sharding.
-        labels: of my tokens; None where there are none, so that any row's first token may be predicted.
+        labels: of my tokens; None if there are none, so that any row's first token may be predicted.
     """
     info: SequenceInfo = cut["longspan"]
     tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
@@ -327,13 +327,13 @@ def check_cache_position(value: Any, past: int, new: int) -> None:
     """Refuse a `cache_position` that does not count the tokens from `past` on; transformers has no other use for it.
 
     Raises:
-        LongspanError: with what is taken.
+        LongspanError: with what is accepted.
     """
     if value is None:
         return
     if not isinstance(value, Tensor) or value.tolist() != list(range(past, past + new)):
         raise LongspanError(
-            f"`cache_position` must be torch.arange({past}, {past + new}), the places of the new tokens; leave it out"
+            f"`cache_position` must be torch.arange({past}, {past + new}), positions of the new tokens; or leave it out"
         )
 
 
@@ -359,7 +359,7 @@ def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, devic
 
 
 def _in_rows(info: SequenceInfo, batch_size: int, device: torch.device, before: int = 0) -> Tensor:
-    """Return which tokens lie in a run of `info.segments`, or so many tokens before one; bool [B, n]."""
+    """Return which tokens lie in a run of `info.segments`, or at most `before` tokens before one; bool [B, n]."""
     inside = torch.zeros(batch_size, info.length, dtype=torch.bool)
     for b, row in enumerate(info.segments or (((0, info.length),),) * batch_size):
         for start, stop in row:
@@ -390,7 +390,7 @@ def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: boo
 def _rows_of(
     batch: Mapping[str, Any], positions: Tensor | None, batch_size: int, n: int
 ) -> tuple[Segments | None, tuple[tuple[int, ...], ...] | None, VisibleKeys | None]:
-    """`segments`, `starts` and `visible` of the `SequenceInfo`, from all that says which tokens belong together."""
+    """Return `segments`, `starts` and `visible` of the `SequenceInfo`, from all keys that mark documents or padding."""
     mask = batch.get("attention_mask")
     documents = _documents_of(batch, n)
     if documents is None:

@@ -49,12 +49,12 @@ class ExpertParallel:
 
     def _forward_routed(self, routed_RD: Tensor) -> Tensor:
         tokens = len(routed_RD) // self.experts
-        rows = routed_RD.detach().ne(0).any(-1).nonzero()[:, 0]  # experts have no bias: of zeros they make zeros
+        rows = routed_RD.detach().ne(0).any(-1).nonzero()[:, 0]  # experts have no bias, so rows of zeros stay zeros
         found = self._through(routed_RD[rows], rows // tokens, self._bucketed)
         return torch.zeros_like(routed_RD).index_add(0, rows, found)
 
     def _through(self, rows_RD: Tensor, experts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What experts make of rows, which are in the order of the experts: there and back."""
+        """Send rows, sorted by expert, to the experts' ranks, compute, and return the results in the same order."""
         send = torch.bincount(experts // self.each, minlength=self.group.size).tolist()
         receive = exchange_counts(send, self.group, rows_RD.device)
         numbers = exchange_rows((experts % self.each)[:, None], send, receive, self.group)
@@ -62,7 +62,7 @@ class ExpertParallel:
         return exchange_rows(found, receive, send, self.group)
 
     def _bucketed(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
-        """By experts that take as many rows each: zeros fill them up."""
+        """Compute with experts that take equally many rows each: pad with zeros."""
         expert = numbers[:, 0]
         order = expert.argsort(stable=True)
         counts = torch.bincount(expert, minlength=self.module.num_experts)

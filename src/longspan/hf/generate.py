@@ -36,7 +36,7 @@ class Generate:
 
     def __init__(self, model: PreTrainedModel, sp: SequenceSharding) -> None:
         self.model, self.sp = model, sp
-        self.said = False  # that another cache was asked for
+        self.said = False  # whether the warning about another cache was given
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, inputs: Any = None, generation_config: Any = None, **more: Any) -> Any:
@@ -167,6 +167,6 @@ def _refuse(settings: Any, more: dict[str, Any], cache: Any) -> None:
 
 
 def _drafts(settings: Any, more: dict[str, Any]) -> bool:
-    """Return whether tokens are drafted, and those that the model refuses removed from the cache."""
+    """Return whether tokens are drafted, so that rejected ones are removed from the cache."""
     names = "assistant_model", "prompt_lookup_num_tokens"
     return any(more.get(name, getattr(settings, name, None)) is not None for name in names)

@@ -126,7 +126,7 @@ class ForwardHooks:
         self.head, self.makes_logits, self.wants_deferred = head_of(model), logits, False
         self.wants_loss_alone = False
         self.kept: KeptLogits | None = None  # since the first forward with logits_to_keep
-        self.losses = 0  # computed so far by longspan; a trainer looks whether a forward added one
+        self.losses = 0  # computed so far by longspan; a trainer checks whether a forward added one
         if self.head is not None and levers is not None:
             self.head.loss = levers.memory.head_loss
         self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())
@@ -460,7 +460,7 @@ class ForwardHooks:
                 )
 
     def _positions(self, batch: Mapping[str, Any], past: int = 0) -> Tensor | None:
-        """Return the position ids of a batch: those it has, or those that the model makes of it itself."""
+        """Return the position ids of a batch: those it contains, or those that the model computes itself."""
         own, given, mask = self.own_positions, batch.get("position_ids"), batch.get("attention_mask")
         if given is not None or own is None:
             return given
@@ -484,8 +484,8 @@ class ForwardHooks:
         own = self.own_positions
         if info.counted and own is not None and (own.of_ids is not None or info.segments is not None):
             raise LongspanError(
-                f"{self.name} counts positions by its tokens or mask where it is given none, and this batch was cut "
-                f"before it saw them; give longspan.shard_batch the position_ids"
+                f"{self.name} computes position ids from its tokens or mask, but this batch was sharded without them; "
+                "give longspan.shard_batch the position_ids"
             )
         if batch.get("labels") is not None and info.shifted == self.masked and self.pooled is None:
             kind = "model of each token, whose labels are not" if self.masked else "causal LM, whose labels are"

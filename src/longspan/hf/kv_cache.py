@@ -53,7 +53,7 @@ class CachedInfo(SequenceInfo):
     Attributes:
         cache: the cache.
         step: the forward's new tokens.
-        keep: of so many last tokens the logits are asked for, on every rank; 0: each rank those of its own tokens.
+        keep: the number of last tokens whose logits every rank needs; 0: each rank those of its own tokens.
     """
 
     cache: ShardedCache | None = None
@@ -68,7 +68,7 @@ class NewTokens:
     Attributes:
         new: tokens behind those of the cache.
         segments: of the whole sequence; None where there is no padding.
-        visible: which keys are real, where the attention mask has zeros between the ones of a row.
+        visible: which keys are real, if the attention mask has zeros between the ones of a row.
         positions: position ids of the new tokens, int64 [1 or rows, new].
         max_position: the largest, or of a prompt that comes in chunks that of all of it.
     """
@@ -136,7 +136,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
         self.announced = 0
-        self.rollback: int | None = None  # tokens that a crop may go back to, where what is drafted may be refused
+        self.rollback: int | None = None  # length that a crop may go back to, while drafted tokens may be rejected
         self._step: Step | None = None  # of the forward under way
 
     # --- what a forward does
@@ -175,8 +175,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return NewTokens(new, segments, visible, positions, max(int(positions.max()), self.announced - 1))
 
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
-        """This rank's part of new tokens, without the cache, and what it must know of all; from now on the cache counts
-        them."""
+        """Return this rank's part of new tokens, without the cache, and what it must know of all of them.
+
+        From now on the cache counts them.
+        """
         sp, past = self.sp, self.places.length
         step = begin(sp, self.places, tokens.new)
         cut = step.cut
@@ -350,7 +352,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             store.crop(self.places.count(self.sp.ring_rank, store.start))
 
     def activate_past_recording(self) -> None:
-        """Keep what a window would let go of until the next `crop` (assisted generation)."""
+        """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
         if self.rollback is None:
             self.rollback = self.places.length
 
@@ -550,7 +552,7 @@ def _refuse(batch: Mapping[str, Any]) -> None:
 
 
 def _segments(mask: Tensor | None, rows: int, length: int) -> tuple[Segments | None, VisibleKeys | None]:
-    """Read which tokens of each row are real; None where all are. Of a row whose padding covers all of them, none."""
+    """Return each row's real tokens (none in a row of padding alone) and the visible keys; None if all are real."""
     if mask is None:
         return None, None
     if mask.dim() != 2 or tuple(mask.shape) != (rows, length):
@@ -561,7 +563,7 @@ def _segments(mask: Tensor | None, rows: int, length: int) -> tuple[Segments | N
     segments, _ = padding_segments(mask)
     if segments is None:
         return None, None
-    # Zeros behind the first one are hidden keys: of a chunk that ends in a hole, more ones may follow.
+    # Zeros after the first 1 are hidden keys: if a chunk ends in a hole, more ones may follow.
     counts = mask.bool().sum(-1).tolist()
     holes = any(row and count < length - row[0][0] for row, count in zip(segments, counts, strict=True))
     segments = tuple(((row[0][0], length),) if row else () for row in segments)

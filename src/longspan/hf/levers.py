@@ -129,10 +129,10 @@ class Levers:
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
 
     def keep_routing(self, wanted: bool) -> None:
-        """Set whether tiles keep what their routers give, for the router loss of the next forward.
+        """Set whether tiles save their routers' logits, for the router loss of the next forward.
 
         Raises:
-            LongspanError: where no router is found in them; on every rank alike.
+            LongspanError: on every rank, if no router is found in them.
         """
         if wanted and self.memory.tiled_mlp != 1 and not any(mlp.routers for mlp in self.mlps):
             raise LongspanError(
@@ -145,7 +145,7 @@ class Levers:
 
     def choose(self, length: int, rows: int) -> bool:
         """With `memory="auto"`: levers for a batch that all ranks have compared, if it is larger than those before.
-        Return whether others were chosen, so that room for this forward is still to be reserved.
+        Return whether the levers changed, so that room for this forward must still be reserved.
 
         Args:
             length: tokens of a sequence.
@@ -193,7 +193,7 @@ class Levers:
         self.store.reserve(per_token * tokens.shape[:2].numel())
 
     def compile(self, options: dict[str, Any]) -> None:
-        """Compile what each layer computes: within its checkpoint, and around what runs tile by tile."""
+        """Compile each layer inside its checkpoint; modules that run tile by tile stay uncompiled."""
         made: dict[Any, Any] = {}
         for layer in self.layers:
             forward = type(layer).forward
@@ -218,8 +218,8 @@ class Levers:
 def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
 
-    Each layer is compiled by itself, inside of its activation checkpoint. Graphs break at attention, at collectives and
-    at modules that run tile by tile: they run as they are, so every memory option stays, and no logits are made.
+    Each layer is compiled by itself, inside its activation checkpoint. Graphs break at attention, at collectives and at
+    modules that run tile by tile: these run uncompiled, so every memory option stays, and no logits are made.
     Without gradients, in `model.eval()` and in generation, layers are not compiled.
 
         model = longspan.parallelize(model, sp, memory="longest")

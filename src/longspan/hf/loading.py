@@ -38,8 +38,8 @@ Prepare = Callable[[Any], Any]
 def _as_name(argument: str, name: Any) -> str:
     if not isinstance(name, str | Path):
         raise LongspanError(
-            f"`{argument}` must be a folder or the name of a model on the Hugging Face hub, got {describe(name)}; a "
-            "model that is made already goes to longspan.parallelize"
+            f"`{argument}` must be a folder or the name of a model on the Hugging Face hub, got {describe(name)}; pass "
+            "a model object to longspan.parallelize instead"
         )
     return str(name)
 

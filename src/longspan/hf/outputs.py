@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def head_of(model: PreTrainedModel) -> Head | None:
-    """The model's head, ready to be deferred; None where it has none, or its bias is added outside of it (ESM)."""
+    """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM)."""
     module = model.get_output_embeddings()
     parents = [m for m in model.modules() if any(child is module for child in m.children())]
     biases = [bias for parent in parents if isinstance(bias := getattr(parent, "bias", None), nn.Parameter)]
@@ -68,10 +68,10 @@ def _telling(kind: Any) -> Any:
 
 
 class PickedTokens:
-    """Some tokens of the sequence, wherever they lie, on every rank of the group.
+    """Gather selected tokens of the sequence from the ranks that hold them to every rank of the group.
 
     Args:
-        tokens: their places in the sequence.
+        tokens: their positions in the sequence.
         length: of the sequence.
         sp: the sharding, its layout that of the sequence.
     """
@@ -90,15 +90,15 @@ class PickedTokens:
         self.from_me = [(i, number) for i, (rank, number) in enumerate(at) if rank == sp.rank]
 
     def select(self, x_BL: Tensor) -> Tensor:
-        """Return mine of my tokens, filled up so that every rank has as many: `[B, most, ...]`."""
+        """Return the selected ones among my tokens, padded to the same number on every rank: `[B, most, ...]`."""
         return x_BL[:, self.mine + [0] * (self.most - len(self.mine))]
 
     def join(self, x_Bm: Tensor) -> Tensor:
-        """Return all of what every rank has selected, in order; the gradient of mine is that of this rank's loss."""
+        """Return the selected tokens of all ranks, in order; my tokens get the gradient of this rank's loss alone."""
         return _Joined.apply(x_Bm, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def gather(self, x_BL: Tensor) -> Tensor:
-        """Select, and join."""
+        """Select my tokens, and join those of all ranks."""
         return self.join(self.select(x_BL))
 
 
@@ -125,7 +125,7 @@ class _Joined(torch.autograd.Function):
 
 
 class KeptLogits:
-    """`logits_to_keep`: the head computes those tokens alone, and every rank has the logits of all of them.
+    """Implement `logits_to_keep`: the head runs on the selected tokens alone, and every rank gets all their logits.
 
     Args:
         head: the model's head; hooks are put on it.
@@ -137,7 +137,7 @@ class KeptLogits:
         head.register_forward_hook(lambda _, args, out: out if self.picked is None else self.picked.join(out))
 
     def begin(self, keep: int | Tensor | None, info: SequenceInfo, sp: SequenceSharding) -> None:
-        """Set which tokens the next forward keeps: the last ones, or those at some places; None or 0: all."""
+        """Set which tokens the next forward keeps: the last ones, or those at given positions; None or 0: all."""
         n = info.length
         if isinstance(keep, Tensor):
             tokens: Sequence[int] = [int(i) % n for i in keep.tolist()]

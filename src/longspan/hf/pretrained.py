@@ -164,24 +164,24 @@ def refuse_adapter(flag: str, name: str) -> None:
     """Refuse an adapter's folder where a whole model is needed.
 
     Raises:
-        LongspanError: with the way to make one.
+        LongspanError: saying how to make one.
     """
     if is_adapter(name):
         raise LongspanError(
             f"{flag} {name} is a PEFT adapter, and `longspan train` trains all weights of a model; merge it first "
             "(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)), or train the "
-            "adapter by a script of yours: PEFT first, then longspan.parallelize"
+            "adapter in your own script: apply PEFT first, then call longspan.parallelize"
         )
 
 
 def has_tokenizer(name: str) -> bool:
-    """Return whether a folder, or what is on the hub, has a tokenizer; of the hub that is taken for granted."""
+    """Return whether a folder has a tokenizer; a model on the hub is assumed to have one."""
     folder = Path(name)
     return not folder.is_dir() or any((folder / file).exists() for file in _TOKENIZER_FILES)
 
 
 def tokenizer_of(flag: str, name: str) -> str:
-    """Return where a model's tokenizer is: an adapter without one has its base model's."""
+    """Return where a model's tokenizer is: an adapter without one uses its base model's."""
     return name if has_tokenizer(name) else base_of(flag, name)
 
 

@@ -109,7 +109,7 @@ class MaskRequest:
         return Mask(self.causal, self.window, self.chunk).pairwise(i, j)
 
 
-@not_compiled  # it reads closures, and gives no tensor
+@not_compiled  # it reads closures, and returns no tensor
 def longspan_mask(
     *_: Any,
     mask_function: Any = _CAUSAL,
@@ -181,7 +181,7 @@ def _spell(function: Any) -> str:
     return f"{name}({', '.join(parts)})" if parts else name
 
 
-@not_compiled  # a plan is made once a batch; collectives are not a compiler's to move
+@not_compiled  # a plan is made once per batch; a compiler must not move collectives
 def longspan_attention(
     module: nn.Module,
     query: Tensor,
@@ -230,13 +230,13 @@ def longspan_attention(
     else:
         out = plan(q, k, v, scores, layer.keeper)
     out = out if info.padding is None else _padding_sees_itself(out, v, info.padding)
-    if out.stride(-2) != out.shape[-1]:  # chunks of heads, padding: models view the output as [B, L, H * D], as sdpa's
+    if out.stride(-2) != out.shape[-1]:  # after chunks of heads or padding: models view the output as [B, L, H * D]
         out = out.contiguous()
     return out, None
 
 
 def _padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:
-    """Give padding the output of a row of one token, not 0: a model may divide by what its attention gives."""
+    """Give padding the output that a row of one token has, not 0: a model may divide by its attention's output."""
     heads, kv_heads = out_BLHD.shape[2], v_BLKD.shape[2]
     if not heads:
         return out_BLHD

@@ -20,20 +20,21 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
     """Return the shape of `model`, which may be on the meta device.
 
     Raises:
-        LongspanError: for a model that is built in another way than the planner knows, with the reason.
+        LongspanError: for a model whose structure the planner cannot read, with the reason.
     """
     config = model.config.get_text_config()
     if is_family(config.to_dict()):
         return config_shape(config)
     try:
         return shape_from_modules(model)
-    except (AttributeError, IndexError, TypeError) as error:  # sizes under names that no other model has
+    except (AttributeError, IndexError, TypeError) as error:  # its sizes have names of their own
         raise LongspanError(f"the planner cannot read the sizes of {type(model).__name__}: {error}") from error
 
 
 def shape_of(config: Any) -> ModelShape:
-    """Return the shape of the causal language model of a config; of a family unknown to the planner by building it on
-    the meta device.
+    """Return the shape of the causal language model of a config.
+
+    If the planner does not know the family, the model is built on the meta device.
 
     Raises:
         LongspanError: for a config of no such model, and as `shape_of_model`.
@@ -113,7 +114,7 @@ def _reach(attention: nn.Module, config: Any, index: int) -> Reach:
 
 
 def _width(module: nn.Module, *names: str) -> int:
-    """Outputs of the first of these linear layers; 0 where there is none."""
+    """Return the output width of the first of these linear layers; 0 if there is none."""
     found = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     return int(getattr(found, "out_features", 0))
 
@@ -177,7 +178,7 @@ def _widths(matrices: list[Parameter], d: int) -> tuple[int, bool]:
 
 
 def _root(model: PreTrainedModel, blocks: list[nn.Module]) -> Iterator[Parameter]:
-    """The weights outside the layers: the embedding first, the head last."""
+    """Yield the weights outside the layers: the embedding first, the head last."""
     inside = {id(p) for block in blocks for p in block.parameters()}
     head = model.get_output_embeddings()
     first = model.get_input_embeddings().weight

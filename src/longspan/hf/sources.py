@@ -36,7 +36,7 @@ class Origin:
         config: its Hugging Face config, which is left as it is.
         dtype: of its weights.
         name: the folder, or the model on the hub, whose weights it has; None if they are drawn from `seed`.
-        adapter: the folder of a PEFT adapter that is put on it; None for none.
+        adapter: the folder of a PEFT adapter to add to it; None for none.
         seed: for random weights.
         said: what it is called in messages.
         strict: whether weights that are missing are refused, and those that are too many named.
@@ -69,7 +69,7 @@ class Origin:
         return self.adapted(model)
 
     def adapted(self, model: Any) -> Any:
-        """The model with the adapter put on it by PEFT: its layers are in the model, and train like all others.
+        """Return the model with the adapter that PEFT adds to it; the adapter's weights train like all others.
 
         Raises:
             LongspanError: if the adapter does not fit the model, or changes more than the model's layers.
@@ -95,8 +95,8 @@ class Origin:
         differ = sorted(found ^ peft.get_peft_model_state_dict(wrapped).keys())
         if differ:
             raise LongspanError(
-                f"the adapter {self.adapter} does not fit its base model {self.name}: {differ[0]} is in one of the two "
-                "alone; check base_model_name_or_path in adapter_config.json"
+                f"the adapter {self.adapter} does not fit its base model {self.name}: only one of the two has "
+                f"{differ[0]}; check base_model_name_or_path in adapter_config.json"
             )
         known = {id(p) for p in before}
         for p in wrapped.parameters():

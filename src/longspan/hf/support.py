@@ -265,8 +265,8 @@ def _check_config(model: PreTrainedModel, name: str) -> None:
         )
     if getattr(config, "token_dropout", False):
         raise LongspanError(
-            f"{name} scales its embeddings by the share of mask tokens in the whole row (token_dropout=True), which is "
-            f"cut here; set token_dropout=False in the config"
+            f"{name} scales its embeddings by the share of mask tokens in the whole row (token_dropout=True), and a "
+            f"rank has only a part of the row; set token_dropout=False in the config"
         )
     if getattr(config, "output_router_logits", False) and router_top_k(model) is None:
         raise LongspanError(no_router_loss(name))

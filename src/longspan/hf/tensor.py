@@ -157,7 +157,7 @@ class _Planner:
         """The style of every module that the model's plan names."""
         config = self.model.config.get_text_config()
         brought = getattr(config, "base_model_tp_plan", None) or {}
-        # The embedding is cut by the vocabulary, whatever a plan says; since 5.24 it is all that some plans name.
+        # The embedding is cut by the vocabulary, whatever a plan says. Since 5.24 some plans name nothing else.
         brought = {p: s for p, s in brought.items() if not s.startswith("embedding")}
         plan = {**brought, **PLANS.get(config.model_type, {})}
         if not plan:
@@ -175,7 +175,7 @@ class _Planner:
                     self._refuse(f"its plan has the style {style!r} for layer {path}, which is not known here")
                 if known != style and config.model_type not in FUSED:
                     self._refuse(
-                        f"its plan has the style {style!r} for layer {path}, whose outputs may be of any order"
+                        f"its plan has the style {style!r} for layer {path}, whose outputs may be in any order"
                     )
                 found[path] = known
         return found
@@ -194,7 +194,7 @@ class _Planner:
                 self._refuse(f"layer {path} has {own[1]} query and {own[0]} KV heads, not as its config")
 
     def _of_heads(self, path: str, width: int, name: str = "") -> Parts:
-        """Which of the entries of all query or KV heads each rank has."""
+        """Return which entries of all query or KV heads each rank has."""
         kv = (name or path.rpartition(".")[2]) in _OF_KV
         count = self.kv_heads if kv else self.q_heads
         if width % count:
@@ -204,14 +204,14 @@ class _Planner:
         return Parts(width, tuple(((start * each, stop * each),) for start, stop in heads))
 
     def _of_features(self, path: str, width: int) -> Parts:
-        """Which features between the matrices of an MLP each rank has."""
+        """Return which features between the matrices of an MLP each rank has."""
         spans = [even_span(width, rank, self.size) for rank in range(self.size)]
         if not all(start < stop for start, stop in spans):
             self._refuse_size(f"features between its matrices in {path}", width)
         return Parts(width, tuple((span,) for span in spans))
 
     def _outputs(self, path: str, width: int, attends: bool) -> Parts:
-        """Which outputs of a first product each rank computes."""
+        """Return which outputs of a column-wise projection each rank computes."""
         own = path.rpartition(".")[2]
         if own not in FUSED.get(self.model_type, ()):
             return self._of_heads(path, width) if attends else self._of_features(path, width)
@@ -245,7 +245,7 @@ class _Planner:
         self.made.regions[owner] = "attention" if attends else "mlp"
 
     def _cut(self, parts: Parts, dim: int, path: str) -> Rule:
-        """How a weight lies over the ranks, of which each computes with its parts."""
+        """Return how a weight is cut over the ranks when each computes with its `parts`."""
         if parts.even:
             return Rule(dim)
         if self.kv_heads < self.size and path.rpartition(".")[2] in _OF_KV:
@@ -302,10 +302,10 @@ class _Planner:
         self.made.experts.append(at)
 
     def _expert_adapter(self, path: str, adapter: nn.Module, count: int) -> None:
-        """LoRA on the weights of all experts: A has its rows expert by expert, B its columns rank by rank."""
+        """Cut LoRA on the weights of all experts: A's rows are ordered by expert, B's columns by LoRA rank."""
         spans = [even_span(count, r, self.size) for r in range(self.size)]
         if any(stop - start == 1 for start, stop in spans):
-            self._refuse(f"layer {path} has LoRA on experts, and PEFT's works on 2 experts or more of a rank")
+            self._refuse(f"layer {path} has LoRA on experts, which PEFT supports only with 2 or more experts on a rank")
         for name, p in adapter.named_parameters():
             kind, own = name.partition(".")[0], name.rpartition(".")[2]
             if kind == "base_layer":
@@ -400,7 +400,7 @@ class _Planner:
 
 
 def _in_turn(every: list[Parts]) -> Parts:
-    """Of several outputs one after the other each rank's parts of each."""
+    """Concatenate several outputs: each rank has its parts of each."""
     starts = list(itertools.accumulate((parts.length for parts in every), initial=0))
     spans = [
         tuple((start + a, start + b) for start, parts in zip(starts, every, strict=False) for a, b in parts.spans[rank])
@@ -410,7 +410,7 @@ def _in_turn(every: list[Parts]) -> Parts:
 
 
 def _weights(parts: Parts, rank: int) -> list[float]:
-    """For each entry of this rank 1 / the number of ranks that have it too."""
+    """Return for each entry of this rank 1 / (the number of ranks that have it)."""
     spans = [span for spans in parts.spans for span in spans]
     mine = [entry for start, stop in parts.spans[rank] for entry in range(start, stop)]
     return [1 / sum(start <= entry < stop for start, stop in spans) for entry in mine]
@@ -525,7 +525,7 @@ class TensorParallel:
 
             return _with_hidden(args, kwargs, mine) if self.style == "tp" else None
 
-        def whole(x: Tensor) -> Tensor:  # Llama-4's has all rows' tokens in one dimension
+        def whole(x: Tensor) -> Tensor:  # Llama-4's experts return all rows' tokens in one dimension
             return self.group.whole_tokens(x.reshape(rows[0], -1, x.shape[-1]), length[0])
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
@@ -536,7 +536,7 @@ class TensorParallel:
         return enter, leave
 
     def _normalize_together(self, norm: Any, shares: Tensor, width: int) -> None:
-        """A norm over all heads: its mean square is that of all ranks.
+        """Make a norm over all heads use the mean square over all ranks.
 
         Args:
             norm: sees this rank's entries, and adds `variance_epsilon` to their mean square.
@@ -556,7 +556,7 @@ class TensorParallel:
             finally:
                 norm.variance_epsilon = epsilon
 
-        norm.forward = forward  # not tile by tile, where another forward had taken its place
+        norm.forward = forward  # also replaces a tiled forward: this norm does not run tile by tile
 
     # --- the vocabulary
 
@@ -601,7 +601,7 @@ class TensorParallel:
         head.module.register_forward_hook(leave)
 
     def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
-        """`longspan.hf.kv_cache.last_tokens` of hidden states as the residual stream has them, and again such."""
+        """Apply `longspan.hf.kv_cache.last_tokens` to hidden states of the residual stream, and return such."""
         if self.style == "tp":
             return last_tokens(hidden, info, self.sp)
         last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
@@ -643,14 +643,14 @@ def check_style(style: Any, size: int) -> None:
 
 
 def _set_heads(layer: Any, heads: HeadShard) -> None:
-    """A layer that cuts the output of a fused projection by its numbers of heads."""
+    """Set the numbers of heads by which a layer splits the output of its fused projection."""
     layer.config = copy.copy(layer.config)
     layer.config.num_attention_heads = heads.q_heads
     layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads
 
 
 def _set_experts(adapter: Any, count: int) -> None:
-    """PEFT's modules around experts, of which a rank has so many."""
+    """Set the number of this rank's experts in PEFT's modules around them."""
     while hasattr(adapter, "base_layer"):
         adapter.num_experts = count
         adapter = adapter.base_layer

@@ -64,7 +64,7 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
         with torch.random.fork_rng(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wrong = next(_differences(exact, parallelize), None)
-    except Exception as error:  # a name that has gone raises whatever it will
+    except Exception as error:  # a private name that is gone may raise anything
         wrong = f"{type(error).__name__}: {error}"
     if wrong is not None:
         _checked.discard(version)
@@ -72,7 +72,7 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
 
 
 def _differences(sp: SequenceSharding, parallelize: Callable[..., Any]) -> Iterator[str]:
-    """Yield what a parallelized model computes otherwise than transformers alone."""
+    """Yield how results of a parallelized model differ from those of transformers alone."""
     for family in _MODELS:
         if family in _MASKED and sp.tensor_size > 1:  # the tensor axis shards causal models only
             continue
@@ -84,7 +84,7 @@ def _differences(sp: SequenceSharding, parallelize: Callable[..., Any]) -> Itera
             yield from _compare(f"{family} with {kind}", found[real], expected[real])
         if family not in _MASKED:
             batch = _batches(family, sp)["padding"]
-            yield from _compare(f"{family} that generates", *(_generated(model, batch) for model in (sharded, plain)))
+            yield from _compare(f"{family} in generation", *(_generated(model, batch) for model in (sharded, plain)))
 
 
 def _compare(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _logits(model: Any, batch: dict[str, Tensor], sp: SequenceSharding | None = 
 
 
 def _generated(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Logits of the tokens that a model continues a batch with, `[_NEW, B, V]`."""
+    """Return the logits of the tokens that a model generates after a batch, `[_NEW, B, V]`."""
     model.generation_config.eos_token_id = None
     out = model.generate(
         **batch, max_new_tokens=_NEW, do_sample=False, return_dict_in_generate=True, output_logits=True

@@ -26,7 +26,7 @@ class RecomputedActivations:
     """An MLP that keeps what its matrices gave, in the place of its `forward`.
 
     The module runs as it is without gradients, and where hooks on saved tensors are in force already (a layer under
-    gradient checkpointing keeps nothing anyway).
+    gradient checkpointing saves nothing anyway).
 
     Args:
         module: the MLP.

@@ -109,13 +109,13 @@ class LayerCall:
 
 
 COMPILED = "longspan_compiled"
-"""Name under which a layer has its class's forward compiled, if it is to be (`longspan.compile_layers`)."""
+"""Attribute of a layer that holds its compiled forward, if it has one (`longspan.compile_layers`)."""
 
 
 def forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """Return what computes a layer, called with the layer first: compiled in training."""
+    """Return the function that computes a layer, which is its first argument: the compiled one in training."""
     compiled = layer.__dict__.get(COMPILED) if layer.training else None
-    # The class as it is now: FSDP makes another one of it.
+    # Look the class up at each call: FSDP replaces it.
     return compiled or type(layer).forward
 
 
@@ -327,10 +327,10 @@ class _Inputs:
         self.kept = [(before or put(store, x)) if asked else x for x, asked in zip(values, self.asked, strict=True)]
 
     def first(self) -> tuple[list[Any], dict[str, Any]]:
-        """For the layer's first run.
+        """Return views of the inputs for the layer's first run.
 
-        Views: a norm that made an input knows how to make it again, and linear layers would save another set of tensors
-        than in the second run, to which the input comes without its history.
+        A norm that made an input can recompute it, so linear layers would save other tensors than in the second run,
+        where the input has no history. A view has none in either run.
         """
         given, self.given = self.given, None
         assert given is not None

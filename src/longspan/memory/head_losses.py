@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 SECOND_BACKWARD = (
-    "a second backward through a loss without logits, whose gradients were given away by the first; call the model "
+    "a second backward through a loss without logits is refused: the first one released its gradients; call the model "
     "again, keep the graph in the first backward (retain_graph=True, which needs head_loss='tiled'), or call "
     "longspan.parallelize(..., logits=True)"
 )
 
 
 class _Once(torch.autograd.Function):
-    """Raise on a second backward: a fused kernel changes in the first what it has saved."""
+    """Raise on a second backward: a fused kernel overwrites its saved tensors in the first."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ WAY_OUT = "they are not made in training with labels; get them by longspan.paral
 
 
 class LogitsNotMade(LongspanError, AttributeError, KeyError, IndexError):
-    """Somebody wants logits that were not made. (Of these kinds, so that `hasattr`, `get` and `iter` answer.)"""
+    """Logits were requested that were not made. With these base classes `hasattr`, `get` and `iter` still work."""
 
     __str__ = LongspanError.__str__
 

@@ -132,7 +132,7 @@ class _DeferredSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """The gradients, times what the sum was multiplied by; in place unless another backward will follow."""
+        """Return the gradients times the incoming one; in place unless another backward will follow."""
         if ctx.made is None:
             raise LongspanError(SECOND_BACKWARD)
         grad_TD, sums = ctx.made

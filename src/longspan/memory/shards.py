@@ -30,7 +30,7 @@ class Rule:
         dim: the dimension that is cut; None: every rank holds all of it.
         partial: each rank's gradient is a part, to be summed over the group (else, of a whole weight, all ranks have
             the same).
-        parts: the entries of the dimension that each rank computes with, where it does not hold exactly those. They are
+        parts: the entries of the dimension that each rank computes with, if it does not hold exactly those. They are
             fetched from the ranks that hold them, each time that the module is called. With `dim=None` they are rows of
             a weight that every rank holds.
         first: of a weight that every rank holds: only the first rank's counts, the others see zeros (a bias that is

@@ -45,8 +45,8 @@ class Tiled:
 
     Attributes:
         on: whether calls go tile by tile; else the module runs as it is.
-        routers: those within it.
-        keeps_routing: whether what its routers give is kept of all tokens, for the loss of a mixture of experts.
+        routers: the routers within it.
+        keeps_routing: whether the routers' logits of all tokens are saved, for the router loss.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Tiled:
         return (*(out if isinstance(out, tuple) else (out,)), *logits)
 
     def _given(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
-        """Return the module's own output; its routers' logits of all tokens go where each router's would."""
+        """Return the module's own output, and pass the logits of all tokens to each router's hooks."""
         if self.keeps_routing and self.routers:
             outs, logits = outs[: -len(self.routers)], outs[-len(self.routers) :]
             for router, x in zip(self.routers, logits, strict=True):
@@ -144,12 +144,12 @@ class Tiled:
 
 
 class Router:
-    """A router whose logits are taken from each tile, and given once, of all tokens, to whoever records its output.
+    """Take a router's logits from each tile, and pass those of all tokens once to the hooks that record its output.
 
-    transformers records what a router gives first by a hook on its call. Within a tile there is nothing to record.
+    transformers records the first output of a router by a hook on its call. Within a tile nothing is recorded.
 
     Args:
-        module: the router; it gives a tuple, the logits first.
+        module: the router; it returns a tuple, the logits first.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -172,13 +172,13 @@ class Router:
         """Return the logits of the tile that was computed.
 
         Raises:
-            LongspanError: for a router that does not give them.
+            LongspanError: for a router that does not return them.
         """
         found, self.taken = self.taken or [], None
         if len(found) != 1:
             raise LongspanError(
-                f"the router {type(self.module).__name__} of {name} does not give its logits first, so they cannot be "
-                f"kept from tiles; use tiled_mlp=1, or output_router_logits=False"
+                f"the router {type(self.module).__name__} of {name} does not return its logits first, so tiles "
+                f"cannot save them; use tiled_mlp=1, or output_router_logits=False"
             )
         return found
 
@@ -390,7 +390,7 @@ class _TiledCall(torch.autograd.Function):
             if asked
         }
         grads = tuple(None if g is None else g.contiguous() for g in grads)  # cut below: one copy, not one a tile
-        # As in this forward; another one may have come since.
+        # As in this forward: another one may have run since.
         (tiled.tiled if isinstance(tiled, _Through) else tiled).keeps_routing = ctx.keeps_routing
         dtype = hidden.dtype if source is None else source.dtype
         grad_hidden = (

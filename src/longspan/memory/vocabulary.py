@@ -35,7 +35,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, group: TensorGroup, size: int) -> Vocabulary:
-        """This rank's part of `size` ids, as `DTensor` cuts them."""
+        """Return this rank's part of `size` ids, as `DTensor` cuts them."""
         start, stop = even_span(size, group.rank, group.size)
         return cls(group, start, stop - start, size)
 

@@ -101,7 +101,7 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
 
 
 def mesh_not_run(model: ModelShape, mesh: Mesh) -> list[str]:
-    """What of the mesh is planned, and not run."""
+    """Return what this version plans but does not run in a mesh."""
     said = [
         f"{axis}={getattr(mesh, axis)} is planned from its formulas: this version of longspan does not run it"
         for axis in AXES
@@ -113,7 +113,7 @@ def mesh_not_run(model: ModelShape, mesh: Mesh) -> list[str]:
 
 
 def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
-    """What of the mesh, the model and the job is planned, and not run."""
+    """Return what this version plans but does not run in a mesh, a model and a job."""
     said = mesh_not_run(model, mesh)
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]

@@ -2,7 +2,7 @@
 
 `longspan.parallelize(memory="auto")` and `longspan train --memory auto` ask `longspan.plan.advice.choose`. The levers
 are looked for on a lattice of a hundred combinations: of a count either 1 or 0 ("as many as it takes"), and a disk only
-where it is asked for, since it is worn by what is written to it. For more than 1,024 GPUs there are eight combinations.
+where it is asked for, since writing wears it out. For more than 1,024 GPUs only eight combinations are tried.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _MANY_GPUS: dict[str, tuple[Any, ...]] = {
 def lattice(
     job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None, *, many_gpus: bool = False
 ) -> list[Memory]:
-    """The combinations that are looked at, `fixed` levers as they are given. With `many_gpus`, only eight."""
+    """Return the combinations to try, with `fixed` levers as they are given. With `many_gpus`, only eight."""
     axes = {**_LATTICE, **(_MANY_GPUS if many_gpus else {})}
     if hardware.on_cpu:  # its ranks compute in the host's memory as it is
         axes |= {"offload": ("none",), "cpu_offload": (False,)}
@@ -105,7 +105,7 @@ def fastest_levers(
     times: dict[Job, tuple[float, float]] = {}
 
     def seconds(each: Job) -> float:
-        on_gpu = replace(each, memory=replace(each.memory, offload="none"))  # what moves has its own seconds
+        on_gpu = replace(each, memory=replace(each.memory, offload="none"))  # the time of moving it is added below
         if on_gpu not in times:
             times[on_gpu] = step_times(model, on_gpu, mesh, hardware)
         moved = offloaded(model, each, mesh, hardware).seconds
@@ -117,7 +117,7 @@ def fastest_levers(
 
     bare = min(jobs, key=lambda each: _levers(each.memory))
     asked = sum(value != getattr(FASTEST, name) for name, value in (fixed or {}).items())
-    # No lever makes a step shorter, but for head chunks, which an overlapped exchange may go in.
+    # No lever shortens a step, except head chunks, if an overlapped exchange is sent in them.
     nothing_faster = bare in fitting and _levers(bare.memory) == asked and job.exchange_chunks == 1
     ordered = [bare] if nothing_faster else sorted(jobs, key=order)
     at = next(at for at, each in enumerate(ordered) if each in fitting)
@@ -209,8 +209,10 @@ def longest(
 def _furthest(
     model: ModelShape, job: Job, memories: list[Memory], gpus: int, hardware: Hardware
 ) -> tuple[int, list[Mesh]]:
-    """The longest context, in multiples of 1,024 tokens, that fits by one of `memories`, and the meshes that hold it;
-    0 where none does."""
+    """Return the longest context that fits with one of `memories`, and the meshes that it fits on.
+
+    It is a multiple of 1,024 tokens, or 0 if none fits.
+    """
     candidates = [mesh for mesh in meshes(gpus) if may_run(model, job, mesh)]
     # Those that cut the sequence into most parts first: they are the likely ones, and what they reach bounds the rest.
     candidates.sort(key=lambda mesh: -mesh.sequence)
@@ -269,7 +271,7 @@ class LeverRow:
         plan: the job with it.
         saved_bytes: less than with none, per GPU; below 0 where it takes more.
         max_context: the longest that fits on as many GPUs, in multiples of 1,024 tokens; 0 where none does.
-        max_mesh: the mesh that holds it; None where none does.
+        max_mesh: the mesh that it fits on; None if there is none.
     """
 
     name: str

@@ -137,13 +137,13 @@ class Plan:
 
 
 def spelled_items(items: dict[str, int], most: int | None = None) -> str:
-    """Items with their sizes, the largest first."""
+    """Format items with their sizes, the largest first."""
     largest = sorted((name for name in items if items[name]), key=lambda name: -items[name])[:most]
     return ", ".join(f"{name} {_rounded(items[name])}" for name in largest)
 
 
 def _rounded(number: float) -> str:
-    """GB with one digit; what is less than a tenth of one, in its own unit."""
+    """Format bytes in GB with one digit; below 0.1 GB in a smaller unit."""
     return f"{number / GB:.1f} GB" if number >= 0.1 * GB else size(number)
 
 
@@ -198,7 +198,7 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
 
 
 def _said_of_weights(comm: tuple[Collective, ...], job: Job, step: float) -> Iterator[str]:
-    """Say where a step mostly waits for weights: of decoding, FSDP gathers all of them for every token."""
+    """Yield a note if a step mostly waits for weights: in decoding, FSDP gathers all of them for every token."""
     gathers = [each for each in comm if each.op == "all_gather" and each.what.startswith("weights of")]
     took = sum(each.seconds for each in gathers)
     if took > step / 2:
@@ -206,7 +206,7 @@ def _said_of_weights(comm: tuple[Collective, ...], job: Job, step: float) -> Ite
         gathered = size(sum(each.bytes_total for each in gathers))
         yield (
             f"FSDP gathers {gathered} of weights per GPU and {unit}, which takes {took:.3g} s, more than half of it; a "
-            f"tensor axis gathers less, and --no-fsdp, where whole weights fit, nothing"
+            f"tensor axis gathers less, and --no-fsdp, if whole weights fit, gathers nothing"
         )
 
 

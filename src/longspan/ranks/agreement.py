@@ -55,11 +55,11 @@ def agree(peers: Peers, facts: Facts, *, alive: bool = False) -> None:
 
 @contextlib.contextmanager
 def refusing_together(peers: Peers, *, alive: bool = False) -> Iterator[None]:
-    """Whatever this rank raises inside ends all ranks: the others, who wait in `agree`, are told.
+    """End all ranks with whatever this rank raises inside: tell the others, which wait in `agree`.
 
     Raises:
         LongspanError: as it was raised inside; on the others by `agree`.
-        Exception: any other kind, as it was raised inside.
+        Exception: any other exception, as it was raised inside.
     """
     try:
         yield

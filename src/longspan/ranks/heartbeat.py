@@ -33,7 +33,7 @@ from longspan.ranks.rendezvous import Peers
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits
 _LONG_STEPS = 10
 _FIRST_STEPS, _FIRST_STEPS_S = 30, 1800
-# torch's own waits, whoever calls them (FSDP, say); ours are marked by `waiting`.
+# Waits inside torch itself (by FSDP, say); longspan's own are marked by `waiting`.
 _WAITING_FILES = ("torch/distributed/", "torch/cuda/")
 _waiting_threads: set[int] = set()
 

@@ -274,7 +274,7 @@ def _diagnose(failures: dict[int, _End], ranks: _Ranks, store: Any) -> BaseExcep
             return RankFailed(f"rank {rank} of {nproc} called sys.exit({end.text}) before the job was done; {ended}")
         if end.kind != "died" and not end.lost_peer:
             return RankFailed(f"rank {rank} of {nproc} died (exit code 1): {end.text}; {ended}", end.traceback)
-    if any(end.kind == "died" for end in failures.values()):  # by their own choice: they had no store any more
+    if any(end.kind == "died" for end in failures.values()):  # they ended themselves, having lost the store
         return RankFailed(
             f"the ranks lost contact with this process (the launcher, process {os.getpid()}), which holds the job's "
             f"store and did not answer for --timeout seconds: it was stopped, or starved of processor time; all ranks "

@@ -108,8 +108,8 @@ class TrainConfig(MemoryFlags, RopeFlags):
     """AdamW's weight decay; not applied to norms and biases."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit keeps AdamW's two states in 8 bits a value, with a scale for each 256 (torchao's AdamW8bit, the extra
-    `adamw8bit`), instead of 32: a quarter of their memory, and other numbers. For a weight of which a rank's part is
-    no whole blocks of 256, they stay fp32."""
+    `adamw8bit`), instead of 32: a quarter of their memory, and other numbers. The states stay fp32 for a weight
+    whose part on a rank is not a multiple of 256 values."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     clip: float = 1.0

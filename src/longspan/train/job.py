@@ -58,7 +58,7 @@ def run(config: TrainConfig) -> int:
 
 
 def _settled(config: TrainConfig) -> TrainConfig:
-    """The config with the context and levers that the planner chooses; the first rank says which."""
+    """Return the config with the context and levers that the planner chooses; the first rank prints them."""
     from longspan.train.levers import settled
 
     config, said = settled(config)

@@ -22,7 +22,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 
     Raises:
         LongspanError: for a model that `--tensor` cannot cut; for a mesh that cannot hold its heads, as `longspan plan`
-            says it; and where nothing fits, with the sum, item by item, and what would do.
+            says it; and if nothing fits, with the sum, item by item, and what would fit.
     """
     import torch
 
@@ -38,7 +38,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         ranks_here = min(config.ranks, config.nproc or config.ranks)
         held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
     hardware = hardware_of(device, held)
-    if config.context == "max":  # as it is: how long it reaches with the RoPE scaling asked for follows from both
+    if config.context == "max":  # unscaled: its longest context follows from it and the RoPE scaling asked for
         model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
     else:
         model_config, _ = load_model_config(config)
@@ -50,7 +50,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     except LongspanError:
         if config.memory == "auto" or config.context == "max":
             raise
-        return config, []  # nothing is chosen of a model that the planner cannot read
+        return config, []  # the planner cannot read this model, so it chooses nothing
     job = Job(
         context=1 if config.context == "max" else config.tokens,
         batch=config.micro_batch * config.data_degree,
@@ -67,7 +67,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         return config, []
     fixed = config.fixed()
     if config.level == "auto" and LeverModules(model).untiled is not None:
-        fixed.setdefault("tiled_mlp", 1)  # what a model does not take is not chosen
+        fixed.setdefault("tiled_mlp", 1)  # do not choose a lever that the model cannot use
     if config.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]

@@ -88,7 +88,7 @@ class StepMetrics:
     offload_waited: float | None = None
 
     def line(self, steps: int, width: int | None = None) -> str:
-        """The figures for a log: one line, or as many as `width` columns take, none broken inside a figure."""
+        """Format the figures for a log: in one line, or in lines of `width` columns that break between figures."""
         parts = [
             f"step {self.step}/{steps}",
             f"loss {self.loss:.4f}",

@@ -67,7 +67,7 @@ def shards_of(folder: str) -> checkpoint.Checkpoint:
 def why_not_whole(folder: Path) -> str | None:
     """Return what a checkpoint of the Trainer lacks, or None. trainer_state.json is written last.
 
-    Of the sharded weights, markers and sizes are compared; their content when they are loaded.
+    Only markers and sizes of the sharded weights are checked here; their content is checked when they are loaded.
     """
     state = folder / STATE
     try:
@@ -83,7 +83,7 @@ def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
     """Return the newest whole checkpoint of a Trainer's run, and what is wrong with the newer ones.
 
     Raises:
-        LongspanError: there are checkpoints, and none is whole.
+        LongspanError: if there are checkpoints, but none is whole.
     """
     named = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     wrong: list[str] = []

@@ -315,20 +315,20 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer's. The state is written last, so a checkpoint that has one is whole: remove an older one."""
+        """Save as the Trainer does. Remove an older state first: it is written last, and marks a whole checkpoint."""
         if self._sharded:
             state = Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}" / STATE
             checkpoints.Ranks().first(lambda: state.unlink(missing_ok=True))
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As the Trainer's; every rank has written its own before the first one writes the state."""
+        """Save as the Trainer does, and wait for all ranks, before the first one writes the state."""
         super()._save_rng_state(output_dir)
         if self._sharded:
             checkpoints.Ranks().gather(None)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; `resume_from_checkpoint=True` takes the newest checkpoint that is whole, and says which."""
+        """Train as the Trainer does; `resume_from_checkpoint=True` takes the newest whole checkpoint, and names it."""
         if self._sharded and resume_from_checkpoint is True:
             run = Path(self.args.output_dir)
             found, wrong = checkpoints.Ranks().first(lambda: newest_whole(run))

@@ -234,7 +234,7 @@ def make_models(
     source = find_source(origin, sp, later=config.resume is not None) if apart else None
 
     def prepared(model: Any) -> Any:
-        if origin.adapter is not None:  # whose dropout no config of the model knows
+        if origin.adapter is not None:  # the model's config does not set the adapter's dropout
             switch_dropout_off(model)
         return model.train()
 

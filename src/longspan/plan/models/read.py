@@ -162,12 +162,12 @@ def _refuse_unless_llama_like(config: Mapping[str, Any], name: str, family: Fami
 
 
 def _assumed(config: Mapping[str, Any], sparse: bool) -> Iterator[str]:
-    """Say what is not as in a Llama, and how it is read."""
+    """Yield what the config says otherwise than a Llama's, and what is assumed of it."""
     activation = config.get("hidden_act") or config.get("hidden_activation")
     if activation not in (None, "silu", "swish"):
         yield f"its MLP, of hidden_act {activation!r}, is assumed to have three matrices"
     if config.get("sliding_window") and config.get("layer_types") is None and config.get("use_sliding_window", True):
-        yield f"sliding_window={config['sliding_window']} is assumed of no layer, as no layer_types say where"
+        yield f"sliding_window={config['sliding_window']} is assumed of no layer, as no layer_types name its layers"
     if sparse:
         yield "every layer is assumed to have experts"
 
