@@ -227,7 +227,7 @@ def truth_of(model: Any, whole: dict[str, Any]) -> Truth:
 
 
 def truth_by(model: Any, run: Callable[[Any], Run], wide: Callable[[Any], Any] = widened) -> Truth:
-    """The truth by a way of running a model; `run` gets `model` itself last, and copies of it before.
+    """Return the truth by a given way of running a model; `run` gets `model` itself last, and copies of it before.
 
     `wide` makes the copy that counts as exact, of a model that cannot run in fp64 a plain one.
     """

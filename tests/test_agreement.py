@@ -103,7 +103,7 @@ def test_ranks_compare_before_they_go_on(pool4: RankPool) -> None:
     (said,) = set(pool4.run(_agree_on, facts))
     assert "lr is 0.2 on rank 3, 0.1 on ranks 0, 1, 2" in said
     assert set(pool4.run(_one_refuses, LongspanError)) == {"rank 1: --data x is missing; give another"}
-    said = pool4.run(_one_refuses, ValueError)  # any other kind as well: the others would wait for this rank
+    said = pool4.run(_one_refuses, ValueError)  # an exception of any kind: the other ranks would wait for this one
     assert said[1] == "--data x is missing; give another"
     assert {said[0], said[2], said[3]} == {"rank 1: ValueError: --data x is missing; give another"}
     heard = pool4.run(_say_nothing_on_rank_1)
@@ -260,7 +260,7 @@ def test_processes_with_other_flags_are_refused_on_every_rank(tmp_path: Path) ->
         assert "steps is 4 on rank 1, 3 on rank 0" in said
 
 
-def test_the_time_for_starting_is_another_limit_than_that_for_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starting_has_another_time_limit_than_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine ranks start minutes apart, whatever `--timeout` says of ranks that have arrived."""
     limits: list[float] = []
     monkeypatch.setattr(rendezvous, "_connect", lambda job, limit_s: limits.append(limit_s) or "a store")

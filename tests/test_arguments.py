@@ -117,7 +117,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        # --- a call that does not fit the function
+        # --- a missing or unknown argument
         (lambda m, sp, to: longspan.parallelize(m), r"missing .*'sp'; call it as parallelize\(model, sp\)"),
         (lambda m, sp, to: _plain(sp, memmory="auto"), r"no argument 'memmory'; did you mean 'memory'"),
         (lambda m, sp, to: longspan.init_mesh(ulyses=2), r"no argument 'ulyses'; did you mean 'ulysses'"),
@@ -129,7 +129,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
         (lambda m, sp, to: longspan.trainer(transformers.Trainer)(m), r"call it as TrainerMixin\(sp=\.\.\.\)"),
         (lambda m, sp, to: longspan.from_pretrained(to, sp, torch_dtype="bf16"), r"did you mean 'dtype'"),
         (lambda m, sp, to: checkpoint.export("str"), r"call it as export\(folder, model\)"),
-        # --- values of another type
+        # --- values of a wrong type
         (lambda m, sp, to: longspan.parallelize(m, sp.mesh), r"`sp` must be a longspan.Seq.*, got OneDevice"),
         (lambda m, sp, to: longspan.parallelize(sp, m), r"`sp` must be a longspan.Seq.*, got LlamaFor"),
         (lambda m, sp, to: _plain(sp, fsdp="no"), r"fsdp must be True or False, got 'no'"),
@@ -161,7 +161,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
         (lambda m, sp, to: checkpoint.latest(None), r"`folder` must be a path .*got None"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_of_what_takes_a_model_is_refused(
+def test_a_wrong_call_with_a_model_is_refused(
     call: Callable[..., Any], said: str, sp: longspan.SequenceSharding, tmp_path: Path
 ) -> None:
     model = longspan.parallelize(build("Llama"), sp)
@@ -170,7 +170,7 @@ def test_a_wrong_call_of_what_takes_a_model_is_refused(
 
 
 def test_paths_may_be_text_and_dtypes_names(sp: longspan.SequenceSharding, tmp_path: Path) -> None:
-    """Saved, loaded and exported by text alone; an export without a config and a dtype has the model's own."""
+    """Save, load and export with paths as text; without a config and a dtype an export has the model's."""
     model = longspan.parallelize(build("Llama"), sp)
     run, folder = str(tmp_path / "run"), str(tmp_path / "hf")
     saved = checkpoint.save(run, 3, model, _sgd(model), {})

@@ -202,7 +202,7 @@ def _loaded(folder: Path, name: str, second: Tensor, expected: Any, rings: list[
 
 
 def _not_saved(folder: Path, by_library: bool) -> str:
-    """The message of a save while rank 1's disk is full; `by_library`: safetensors says so, by an error of its own."""
+    """Return the message of a save while rank 1's disk is full; `by_library`: safetensors raises its own error."""
     said = "No space left on device"
     full = mock.Mock(side_effect=SafetensorError(said) if by_library else OSError(errno.ENOSPC, said))
     save = full if dist.get_rank() == 1 else files.save_file

@@ -215,7 +215,7 @@ def script():
     longspan.checkpoint.export(Path(sys.argv[1]), model, config, None, torch.float32)
 
 def start(port, rank):
-    pid = os.fork()  # what takes long is imported once
+    pid = os.fork()  # the slow imports run only once
     if pid == 0:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -238,7 +238,7 @@ for _ in range(int(sys.argv[2])):
 
 @pytest.mark.launcher
 def test_a_script_that_ends_with_an_export_does_not_abort(tmp_path: Path) -> None:
-    """It leaves its process group to Python's end, in which a thread of gloo must not hold a tensor any more."""
+    """The script does not destroy its process group: when Python ends, no thread of gloo may still hold a tensor."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "hf"), "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.stdout == "0 0\n" * 4, done.stderr

@@ -93,7 +93,7 @@ def test_what_is_no_integer_is_refused(text: str, capsys: pytest.CaptureFixture[
     assert "--context" in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_refused_with_the_one_that_was_meant() -> None:
+def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
     for given, meant in {
         "--ulyses": "--ulysses",
         "--contxt=8k": "--context",

@@ -210,7 +210,7 @@ def test_alone_nothing_happens(pool2: RankPool) -> None:
 
 
 def _objects() -> tuple[list[Any], Any, list[bool]]:
-    """Objects of every rank, of the first, and whether any tensor that was sent still lives when they are here."""
+    """Return all ranks' objects, the first rank's, and whether any tensor that was sent is still alive."""
     sent: list[weakref.ref[Tensor]] = []
     plain = dist.all_gather, dist.broadcast
 
@@ -245,13 +245,13 @@ def _fail(kind: type[Exception] | None, ranks: list[int]) -> str:
 
 
 def test_objects_arrive_and_gloo_holds_none_of_their_tensors(pool4: RankPool) -> None:
-    """A thread of gloo that frees a tensor while Python ends would abort the process."""
+    """A thread of gloo that frees a tensor while Python ends aborts the process."""
     for every, first, alive in pool4.run(_objects):
         assert every == [{"rank": rank, "more": "x" * 100 * rank} for rank in range(4)]
         assert first == ("first", [0]) and not any(alive)
 
 
-def test_whatever_one_rank_raises_reaches_all(pool2: RankPool) -> None:
+def test_an_exception_on_one_rank_reaches_all(pool2: RankPool) -> None:
     assert pool2.run(_fail, None, []) == ["0", "1"]
     said = pool2.run(_fail, ZeroDivisionError, [1])
     assert said == ["LongspanError: rank 1 failed: ZeroDivisionError: no more", "ZeroDivisionError: no more"]

@@ -167,7 +167,7 @@ def test_the_versions_are_those_that_are_tested() -> None:
     assert f"<{major}.{int(minor) + 1}\n" in wanted + "\n"
 
 
-def test_a_cache_is_taken_by_either_name() -> None:
+def test_a_cache_is_accepted_by_either_name() -> None:
     cache, other = object(), object()
     for given, found in (
         ({}, None),
@@ -291,7 +291,7 @@ def test_a_library_of_no_known_version_is_named_all_the_same(monkeypatch: pytest
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A version above those that are tested.
+# A version newer than the tested ones.
 
 
 def _parallelized_untested(ring: int, **changes: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The fuzzer of whole models: it reports a planted fault, and what it draws comes back from its text."""
+"""The fuzzer of whole models: it reports a planted fault, and a case can be read back from its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.run import judge
 from tests.pool import RankPool
 
 FOUND = ['{"family": "causal/jetmoe", "mesh": {"ring": 2}, "options": {"memory": {"head_chunks": 2}}}']
-"""Cases that once failed, and have no test of their own elsewhere."""
+"""Cases that once failed and have no other test."""
 
 PADDED = Case("causal/llama", rows=2, length=11, padding="left", mesh={"ring": 2})
 
@@ -53,7 +53,7 @@ def test_a_planted_fault_is_reported(get_pool: Callable[[int], RankPool]) -> Non
     assert differs.kind == "failed" and "another text on each rank" in differs.text
 
 
-def test_cases_come_back_from_their_text() -> None:
+def test_a_case_is_read_back_from_its_text() -> None:
     for number in range(200):
         case = drawn(random.Random(number), "causal/llama", MESHES[4][number % 9])
         assert Case.read(str(case)) == case and case.ranks == 4

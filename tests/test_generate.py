@@ -65,7 +65,7 @@ def _ways(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
 
 
 def _drafted(name: str, repeated: Any, expected: list[Any]) -> None:
-    """Prompt lookup, a plain assistant and a parallelized one; then another cache's name."""
+    """Test prompt lookup, a plain assistant and a parallelized one, then the names of other caches."""
     for ring in (1, 2):
         model, _ = parallelized(name, ring, fsdp=ring == 1)
         ways: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}]
@@ -78,7 +78,7 @@ def _drafted(name: str, repeated: Any, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text"])
 def test_drafted_tokens_and_other_caches_names(pool4: RankPool, name: str) -> None:
-    """What is generated is what one process generates token by token, wherever drafted tokens were refused."""
+    """The tokens are those that one process generates one by one, wherever drafted tokens were rejected."""
     repeated = {key: rows.repeat(1, 2)[:, :41] for key, rows in prompt(1, 17).items()}
     plainly = made(name).generate(**repeated, do_sample=False, max_new_tokens=20)
     pool4.run(_drafted, name, repeated, [plainly] * 3)

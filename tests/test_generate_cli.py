@@ -77,7 +77,7 @@ def _generate(config: GenerateConfig) -> dict[str, Any]:
 
 
 def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, tmp_path: Path) -> None:
-    """The example's model finds the answers; the second time, on another mesh, from the cache that the first kept."""
+    """The example's model finds the answers; the second run, on another mesh, uses the cache that the first saved."""
     ask = runpy.run_path(str(ROOT / "examples" / "ask.py"))
     ask["look_up"]().save_pretrained(tmp_path / "hf")
     book = ask["book"](0)
@@ -89,7 +89,7 @@ def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, 
         report = pool2.run(_generate, asked)[0]
         assert report["text"].strip() == re.findall(rf"{town}\? (.*)", book)[0]
         assert report["ended_by"] == "the model"
-        assert abs(report["reused_tokens"] - reused) < 3  # of the line ends between text and question
+        assert abs(report["reused_tokens"] - reused) < 3  # the line ends between text and question
     (kept,) = (tmp_path / "kept").iterdir()
     others: tuple[dict[str, Any], ...] = ({"question": "Who?"}, {"question": "Who?", "cache": "int8"}, {})
     assert [opened(replace(config, **more)).key == kept.name for more in others] == [True, False, False]
@@ -98,7 +98,7 @@ def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, 
 def test_an_adapter_is_generated_scored_and_verified_with_its_base(
     folder: Path, pool2: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As PEFT computes it in one process; the tokenizer is the base model's (bytes)."""
+    """Results equal PEFT's in one process; the tokenizer is the base model's (bytes)."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(3)

@@ -182,7 +182,7 @@ def test_a_rank_alone_has_no_threads() -> None:
 
 
 def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -> tuple[str, bool]:
-    """Where this rank is, and whether its heartbeat says that it waits, while rank 1 hangs between two layers."""
+    """Return where this rank is, and whether its heartbeat reports a wait, while rank 1 hangs between two layers."""
     import torch.distributed as dist
 
     import longspan

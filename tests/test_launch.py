@@ -565,7 +565,7 @@ def test_sys_exit_under_torchrun_is_no_success(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_that_lost_the_launchers_store_are_not_blamed(store: Any) -> None:
-    """As after a launcher was stopped and continued: every rank has ended itself."""
+    """This is the state after a launcher was stopped and continued: every rank has ended itself."""
     lost = supervisor._End("died", code=supervisor.LOST_CODE)
     said = str(supervisor._diagnose({1: lost, 0: lost}, _FakeRanks(lost, lost), store))  # type: ignore[arg-type]
     assert "rank 1" not in said and f"process {os.getpid()}" in said and "it was stopped" in said

@@ -201,7 +201,7 @@ def test_who_needs_logits_is_told_how_to_get_them(use: Any, said: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tiled", *(["torch"] if hasattr(F, "linear_cross_entropy") else [])])
 def test_a_second_backward(kind: str) -> None:
-    """A kept graph gives the same gradients again; one that was not kept, or another kernel's, is refused."""
+    """A retained graph gives the same gradients again; without it, or with other kernels, an error is raised."""
     module, hidden, labels = _case("plain", torch.float32)
     head = Head(module)
     head.armed, head.loss = True, kind

@@ -154,7 +154,7 @@ def test_levers_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
         pool8.run(_on_a_mesh, _truth(family), family, memory, 1, ring, True)
 
 
-# A layer of DistilBERT takes in what the last norm of the one before gives.
+# The input of a DistilBERT layer is the output of the previous layer's last norm.
 @pytest.mark.parametrize(
     ("family", "lever"),
     [(f, "all") for f in ("GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert")]
@@ -437,7 +437,7 @@ def test_auto_reads_a_family_that_the_planner_does_not_know(family: str, monkeyp
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3Moe", "GptOss", "Gemma3Text", "Phi3", "GPTNeoX", "GPT2", "Olmo2"])
-def test_modules_say_what_the_planner_reads_of_a_config(family: str) -> None:
+def test_modules_give_the_shape_that_the_planner_reads_from_a_config(family: str) -> None:
     model = build(family)
     read, known = shape_from_modules(model), config_shape(model.config)
     assert read.params == known.params == sum(p.numel() for p in model.parameters())
@@ -469,7 +469,7 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
     return gradients(model)
 
 
-def test_what_auto_chooses_has_room_reserved_in_that_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_reserves_room_in_the_forward_that_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(checkpointing="layers", offload="disk")
     monkeypatch.setattr("longspan.hf.levers.levers_for", lambda *_, **__: (memory, "a planner of ours"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
@@ -481,7 +481,7 @@ def test_what_auto_chooses_has_room_reserved_in_that_forward(monkeypatch: pytest
 
 
 def test_losses_are_counted_where_only_the_loss_is_asked_for() -> None:
-    """A trainer tells by the count whether a forward computed the loss of all ranks."""
+    """From this count a trainer sees whether a forward computed the loss of all ranks."""
     model = longspan.parallelize(build("Llama"), ONE_DEVICE).eval()
     hooks = model.longspan_hooks
     with hooks.only_loss():

@@ -99,7 +99,7 @@ def test_in_other_dtypes(folders: dict[str, Path], pool4: RankPool, family: str)
 
 
 def _adapter(base: Path, folder: Path, **how: Any) -> Path:
-    """A PEFT adapter with weights that matter, saved as PEFT saves it."""
+    """Save a PEFT adapter with nonzero weights, as PEFT does."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -125,7 +125,7 @@ def _loads_adapter(base: Path, folder: Path, dtype: torch.dtype, fsdp: bool) -> 
     with torch.no_grad():
         found = longspan.token_logprobs(model, {"input_ids": ids}, gather=True)[:, :-1]
         wanted = plain(input_ids=ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    if dtype == torch.float32:  # in bf16 the weights, which are equal, say enough
+    if dtype == torch.float32:  # in bf16 comparing the weights is enough
         torch.testing.assert_close(found, wanted)
 
 

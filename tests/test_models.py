@@ -96,8 +96,8 @@ def test_sinks_have_a_gradient_on_ranks_without_heads(pool4: RankPool) -> None:
 
 
 @pytest.mark.parametrize("family", ["Albert", "DistilBert", "Qwen2Moe", "Gemma4Text"])
-def test_configs_out_of_the_ordinary(pool2: RankPool, family: str) -> None:
-    """Layers without numbers; a mask with a window of 0 that no layer uses; layers whose heads differ in size."""
+def test_unusual_configs(pool2: RankPool, family: str) -> None:
+    """Layers without an index; a mask with a window of 0 that no layer uses; layers whose heads differ in size."""
     pool2.run(_run, family, {}, [(1, 1, True), (1, 1, False)], inputs_of(family), truth_about(family))
 
 
@@ -131,7 +131,7 @@ def _divides(family: str) -> Any:
     """A model that divides by its hidden states and by what its attention gives, without an epsilon."""
     model = build(family)
     with torch.no_grad():
-        model.get_input_embeddings().weight[0] = 0  # of the padding token
+        model.get_input_embeddings().weight[0] = 0  # the padding token's
     if family == "Llama":
         for layer in model.model.layers:
             layer.register_forward_pre_hook(lambda _, args: (args[0] / args[0].norm(dim=-1, keepdim=True), *args[1:]))
@@ -152,7 +152,7 @@ def test_padding_reaches_no_gradient(pool2: RankPool, pool4: RankPool) -> None:
     for family in ("Gemma3nText", "Llama"):
         whole = {name: x[:2] for name, x in inputs_of(family).items()}
         padded = {name: x[1:] for name, x in _padded(family, "right").items()}
-        if family == "Llama":  # in one process it divides 0 by 0 at padding of id 0
+        if family == "Llama":  # one process divides 0 by 0 at padding with id 0
             padded["input_ids"] = padded["input_ids"].clamp(min=2)
         for one in (whole, padded):
             cases.append((family, one, truth_of(_divides(family), one)))
@@ -178,7 +178,7 @@ def _packed_from_2(family: str) -> dict[str, Any]:
 
 
 def _with_holes(family: str) -> dict[str, Any]:
-    """A row of padding alone, zeros between ones, padding at either end; labels in the holes, as plain takes them."""
+    """A row of padding alone, zeros between ones, padding at either end, and labels in the holes (plain allows it)."""
     whole = inputs_of(family)
     mask = torch.ones_like(whole["input_ids"])
     mask[0], mask[1, :4], mask[1, 9:12], mask[2, 5], mask[3, 3:8], mask[3, 18:] = 0, 0, 0, 0, 0, 0
@@ -194,7 +194,7 @@ OWN = ["Roberta", "Camembert", "Esm", "OPT", "BioGpt"]
 
 def _without_positions(family: str) -> dict[str, Any]:
     whole = _padded(family, "right" if family in MASKED else "left")
-    whole["input_ids"][0, 20] = 0  # Roberta's positions follow from the ids, whatever the mask says
+    whole["input_ids"][0, 20] = 0  # Roberta computes positions from the ids, whatever the mask says
     del whole["position_ids"]
     return whole
 
@@ -205,7 +205,7 @@ def test_models_that_count_positions_themselves(pool4: RankPool, family: str) ->
     pool4.run(_run, family, {}, [(1, 1, True), (1, 2, True)], _without_positions(family), truth)
 
 
-def test_positions_of_a_batch_cut_beforehand_are_not_guessed() -> None:
+def test_a_batch_cut_beforehand_needs_position_ids() -> None:
     sp = longspan.SequenceSharding(longspan.init_mesh())
     model, whole = longspan.parallelize(build("Roberta"), sp), _without_positions("Roberta")
     with pytest.raises(longspan.LongspanError, match="give longspan.shard_batch the position_ids"):

@@ -101,15 +101,15 @@ def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.Monk
         (ExchangeLink(3e-5, 8e-11), 128 << 20, 4),
     ],
 )
-def test_the_default_goes_by_the_time_of_the_exchange(link: ExchangeLink | None, sent: int, chunks: int) -> None:
+def test_the_default_depends_on_the_time_of_the_exchange(link: ExchangeLink | None, sent: int, chunks: int) -> None:
     assert choose_exchange_chunks(sent, link) == chunks
 
 
 def _chunks_by_default() -> tuple[Any, int, int]:
-    """Rank 1 measures a slow link, the others a fast one: the link of all, and the chunks and the exchanges."""
+    """Rank 1 measures a slow link, the others a fast one; return the agreed link, the chunks and the exchanges."""
     mesh = longspan.init_mesh(ring=2, ulysses=2)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
-        assert longspan.SequenceSharding(mesh).exchange_link is not None  # as it is measured
+        assert longspan.SequenceSharding(mesh).exchange_link is not None  # measured, not patched
         seconds = (1e-4, 5e-2) if dist.get_rank() == 1 else (1e-5, 1e-5)
         by_size = lambda self, size: seconds[size > 1 << 16]  # noqa: E731
         with mock.patch.object(longspan.SequenceSharding, "_exchange_seconds", by_size):

@@ -736,7 +736,7 @@ def test_two_backwards_of_a_kept_graph(pool2: RankPool) -> None:
 
 
 def _kept_logits(places: Any) -> None:
-    """Logits of some tokens on every rank, and the gradients of a loss that each rank makes of them."""
+    """Compare some tokens' logits on every rank, and the gradients of a loss that each rank computes from them."""
     ids = batch()["input_ids"]
     reference = build("Llama").double()
     for ring, fsdp in ((1, True), (2, False)):

@@ -455,7 +455,7 @@ def test_model_types_that_are_not_supported(config: dict[str, Any], reason: str)
         (_llama(model_type="olmoe", num_experts=8, num_experts_per_tok=2), "every layer is assumed to have experts"),
     ],
 )
-def test_an_unknown_family_is_read_as_far_as_its_config_says(config: dict[str, Any], assumed: str) -> None:
+def test_an_unknown_family_is_read_from_its_config(config: dict[str, Any], assumed: str) -> None:
     shape = shape_from_config(config, "another")
     assert shape.assumption is not None and assumed in shape.assumption
     assert len(shape.layers) == 2 and shape.layers[0].mlp.ffn == 96

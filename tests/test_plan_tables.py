@@ -157,7 +157,7 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     assert on_these or more or "No levers would do" in advice
 
 
-def test_the_recommended_mesh_is_in_the_table_and_waiting_for_weights_is_said(
+def test_the_recommended_mesh_is_in_the_table_and_a_note_says_if_steps_wait_for_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")

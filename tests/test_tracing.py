@@ -169,7 +169,7 @@ def test_imbalance_is_the_most_over_the_mean() -> None:
 
 
 def _backward_traced(mesh: dict[str, int], chunks: int) -> float:
-    """The share of an attention's backward that its trace takes for attention."""
+    """Return the share of an attention's backward that its trace counts as attention."""
     import torch
 
     import longspan

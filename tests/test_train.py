@@ -195,7 +195,7 @@ def test_the_longest_context_is_settled_before_anything_starts(config: TrainConf
     assert settled(config) == (config, [])
 
 
-def test_a_mesh_that_plan_rejects_is_refused_in_the_same_words(
+def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = "needs at least 16 query heads"
@@ -207,7 +207,7 @@ def test_a_mesh_that_plan_rejects_is_refused_in_the_same_words(
 
 
 def test_a_model_that_does_not_fit_takes_levers_unless_told(config: TrainConfig) -> None:
-    """Nothing is said of memory: the levers that fit are taken, and named."""
+    """Without a memory flag, the levers that fit are taken and named."""
     tight = dataclasses.replace(config, context=512, rank_memory=0.003)
     found, said = settled(tight)
     assert found.level == "fastest" and found.levels() != FASTEST and found.levels().described() in said[-1]

@@ -105,7 +105,7 @@ def test_a_run_goes_on_on_another_mesh(pool2: RankPool, pool4: RankPool, name: s
     pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **EVALUATED, **variant})
     whole = tmp_path / "checkpoint-10"
     shutil.rmtree(tmp_path / "checkpoint-20")
-    # As a trainer leaves it that was killed while it saved: the state is written last.
+    # A trainer that is killed while it saves leaves this: the state is written last.
     shutil.copytree(whole, tmp_path / "checkpoint-15", ignore=shutil.ignore_patterns("trainer_state.json"))
     found, (wrong,) = newest_whole(tmp_path)
     assert found == whole and "checkpoint-15 is not whole" in wrong

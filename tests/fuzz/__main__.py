@@ -5,9 +5,9 @@
 
 Families are those of transformers' own lists of causal and masked language models. A case is equal (loss, logits,
 every gradient, generated ids, logs), or refused by a LongspanError that is the same on every rank, or it failed: other
-numbers, another exception, a rank that hangs or refuses alone. "plain" counts what transformers itself cannot run. The
-exit code is 1 if any failed. The same seed draws the same cases, as many as there is time for; each failure prints the
-case that shows it again.
+numbers, another exception, a rank that hangs or refuses alone. "plain" counts cases that transformers itself cannot
+run. The exit code is 1 if any failed. The same seed draws the same cases, as many as there is time for; each failure
+prints the case that reproduces it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.fuzz.run import Outcome, judge, refusal
 from tests.pool import RankPool
 
 BLOCK = 12
-"""Cases on one mesh, whose ranks and process groups they share."""
+"""How many cases on one mesh share its ranks and process groups."""
 
 
 class Pools:
-    """The pool for the plain run, and that of the last number of ranks."""
+    """The pool for plain runs, and the pool with the last number of ranks."""
 
     def __init__(self) -> None:
         self.pools: dict[int, RankPool] = {}
@@ -48,10 +48,10 @@ class Pools:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=None, help="of the cases; by default a new one, which is printed")
-    parser.add_argument("--minutes", type=float, default=10.0, help="no case begins later")
+    parser.add_argument("--seed", type=int, default=None, help="seed; by default a new one, which is printed")
+    parser.add_argument("--minutes", type=float, default=10.0, help="start no case after this many minutes")
     parser.add_argument("--case", type=Case.read, help="run this case alone")
-    parser.add_argument("--family", nargs="+", help="only these, as causal/llama")
+    parser.add_argument("--family", nargs="+", help="only these families, such as causal/llama")
     parser.add_argument("--ranks", nargs="+", type=int, choices=list(MESHES), default=list(MESHES))
     args = parser.parse_args(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def campaign(pools: Callable[[int], RankPool], seed: int, minutes: float, names: list[str], ranks: list[int]) -> int:
-    """Draw and judge until the time is over; 1 if any case failed."""
+    """Draw and judge cases until the time is up; return 1 if any case failed."""
     print(f"seed {seed}, {len(names)} families, {minutes:g} minutes", flush=True)
     end, counts, reasons = time.monotonic() + 60 * minutes, Counter[str](), Counter[str]()
     accepted = functools.cache(lambda family: refusal(family, pools) is None)
@@ -90,7 +90,7 @@ def campaign(pools: Callable[[int], RankPool], seed: int, minutes: float, names:
 
 
 def _family(rng: random.Random, names: list[str], accepted: Callable[[str], bool]) -> str:
-    """One of the names; one that is refused whatever is asked of it only now and then."""
+    """Draw a family; one that is refused with any options only now and then."""
     for family in rng.sample(names, len(names)):
         if accepted(family) or rng.random() < 0.05:
             return family
@@ -98,7 +98,7 @@ def _family(rng: random.Random, names: list[str], accepted: Callable[[str], bool
 
 
 def report(case: Case, outcome: Outcome) -> None:
-    """A line for a case, and for one that failed how, and how to run it again."""
+    """Print a line for a case; for a failed one also the failure, and the command that repeats it."""
     text = outcome.text if outcome.kind == "failed" else outcome.text.strip().rpartition("\n")[2][:110]
     print(f"{outcome.kind:8} {case.family} {case.job} {case.mesh}  {text}", flush=True)
     if outcome.kind == "failed":

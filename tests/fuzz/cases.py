@@ -1,4 +1,4 @@
-"""One drawn case: a model, a batch, a mesh, options and a job. It prints as JSON, and is read from that again."""
+"""One drawn case: a model, a batch, a mesh, options and a job. It prints as JSON, and can be read back."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Case:
-    """What `python -m tests.fuzz --case` takes, as JSON; what is left out is as here.
+    """The case that `python -m tests.fuzz --case` takes as JSON; fields left out have the defaults below.
 
     Attributes:
         family: one of `tests.fuzz.families.families()`.
-        config: what its config has other than the small default.
-        double: fp64 on the ranks too, not fp32.
+        config: what its config changes in the small default.
+        double: fp64 on the ranks too, instead of fp32.
         lora: PEFT adapters on every linear layer.
         seed: of weights and tokens.
         mesh: sizes of the axes.
         sharding: keywords of `SequenceSharding`.
         options: keywords of `parallelize`; `memory` may be the fields of a `longspan.Memory`.
-        rows: of the batch, for each replica.
+        rows: rows of the batch, for each replica.
         length: tokens of a row.
-        padding: left, right, both, holes, or row: the last row is padding alone.
+        padding: left, right, both, holes, or row (the last row is padding alone).
         documents: the key of the batch that marks packed documents: position_ids, document_ids, seq_idx, cu_seq_lens_q.
         positions: offset: position ids given, from 3; mask: counted over real tokens, as `generate` does.
-        labels: all, few, or edge: also where the last token of left-hand padding predicts the first real one.
-        embeds: `inputs_embeds` in the place of ids.
+        labels: all, few, or edge (also where the last token of left-hand padding predicts the first real one).
+        embeds: `inputs_embeds` in place of ids.
         types: `token_type_ids` given.
         job: step, generate or trainer.
         steps: of an SGD optimizer.
-        micro: batches for each step, all but the last in `no_sync`.
-        resume: after the first step a checkpoint is saved, and loaded into a new model.
+        micro: batches per step, all but the last in `no_sync`.
+        resume: save a checkpoint after the first step, and load it into a new model.
         generation: keywords of `generate`, or of TrainingArguments.
     """
 
@@ -94,7 +94,7 @@ MESHES = {
 
 
 def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
-    """A case on a mesh. Most of what can be asked for is left alone, so that few cases are refused."""
+    """Draw a case on a mesh. Most options keep their defaults, so that few cases are refused."""
 
     def maybe(chance: float, *values: Any) -> Any:
         return rng.choice(values) if rng.random() < chance else None
@@ -162,7 +162,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     if documents == "cu_seq_lens_q":  # marks the documents of one row
         case = replace(case, rows=1)
         documents = documents if "data" not in mesh else "seq_idx"
-    if documents:  # where all are of a few tokens, no query and no key has a gradient
+    if documents:  # if all documents have few tokens, no query and no key has a gradient
         case = replace(case, length=max(case.length, 9))
     padding = "" if documents else maybe(0.4, "left", "right", "both", "holes", "row") or ""
     steps = rng.choice([1, 1, 1, 2, 3])
@@ -189,9 +189,9 @@ class Batch:
     """One global batch.
 
     Attributes:
-        whole: what the sharded model is given: every replica its rows.
-        plain: what one process is given.
-        real: bool [rows, length], which logits count.
+        whole: the input of the sharded model: each replica has its rows.
+        plain: the input of one process.
+        real: bool [rows, length], the logits that count.
         documents: the borders of each row's documents, empty without any.
     """
 
@@ -202,7 +202,7 @@ class Batch:
 
 
 def batch_of(case: Case, number: int, vocabulary: int) -> Batch:
-    """The batch of this number, the same wherever it is made."""
+    """Return the batch of this number, which is the same in every process."""
     rng = random.Random(f"{case.seed} {number}")
     g = torch.Generator().manual_seed(case.seed + 1000 * number)
     n, rows = case.length, case.rows * case.mesh.get("data", 1)
@@ -225,7 +225,7 @@ def batch_of(case: Case, number: int, vocabulary: int) -> Batch:
         labels[:, 1:].masked_fill_(~real[:, :-1], IGNORED)
     for row, borders in enumerate(documents):
         labels[row, borders[:-1]] = IGNORED
-    labels[0, -1 if real[0, -1] else int(real[0].nonzero()[-1])] = 5  # never none at all
+    labels[0, -1 if real[0, -1] else int(real[0].nonzero()[-1])] = 5  # at least one label
     plain: dict[str, Any] = {"input_ids": ids, "labels": labels}
     if case.padding:
         plain["attention_mask"] = real.long()

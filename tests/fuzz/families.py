@@ -1,7 +1,7 @@
 """Every causal and masked language model of the installed transformers, as a small model with random weights.
 
 The families are those of transformers' auto classes. A config starts as the family's default, and `shrunk` makes its
-numbers small by what their names say: a family that is new in transformers needs no line here.
+numbers small by their names, so that a new family of transformers needs no line here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 VOCABULARY, HEADS, HEAD_DIM = 64, 4, 8
 HIDDEN = HEADS * HEAD_DIM
 PARAMETERS = 1_000_000
-"""A model with more was not made small, and is no family of the fuzzer."""
+"""Parameters of the largest model that counts as small; the fuzzer skips families whose model is larger."""
 
-# The first pattern that fits the whole name gives the size. What is 0, 1 or off by default stays so.
+# The first pattern that matches the whole name sets the size. Values that are 0, 1 or off by default stay so.
 _SIZES: tuple[tuple[str, Any], ...] = (
     (r".*_(factor|ratio|coef|scale)|.*_pattern", None),
     (r".*(drop|pdrop|dropout)(_p|_prob|out)?|.*layerdrop|.*jitter.*", 0.0),
@@ -46,11 +46,11 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r".*shared_experts", 1),
 )
 _UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
-"""Sizes that a config may leave unset and its model then misses."""
+"""Sizes that a config may leave unset, although its model needs them."""
 
 
 def families() -> list[str]:
-    """`causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists; one name for one class."""
+    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, one name per class."""
     from transformers.models.auto import modeling_auto as auto
 
     found: dict[Any, str] = {}
@@ -64,7 +64,7 @@ def families() -> list[str]:
 
 
 def model_name(family: str) -> str:
-    """The class, as transformers names it."""
+    """Return the name of a family's class in transformers."""
     from transformers.models.auto import modeling_auto as auto
 
     kind, _, model_type = family.partition("/")
@@ -79,10 +79,10 @@ def config_class(model_type: str) -> Any:
 
 
 def shrunk(cls: Any, changes: dict[str, Any]) -> Any:
-    """A config of `cls` whose sizes are small, and what `changes` says, as far as the config has it."""
+    """Return a config of `cls` with small sizes, and with those of `changes` that it has."""
     try:
         default = cls()
-    except Exception:  # a config whose default does not hold together may still take small numbers
+    except Exception:  # a config with an inconsistent default may still accept small numbers
         default = None
     values = default.to_dict() if default is not None else {}
     sizes = {name: _size_of(name, value, values) for name, value in values.items()}
@@ -92,7 +92,7 @@ def shrunk(cls: Any, changes: dict[str, Any]) -> Any:
         sub = getattr(default, name, None)
         if hasattr(sub, "to_dict"):
             sizes[name] = shrunk(type(sub), changes).to_dict()
-    if "kv_lora_rank" in values:  # every head has keys and values of its own
+    if "kv_lora_rank" in values:  # no head shares keys and values
         changes = {name: value for name, value in changes.items() if name != "num_key_value_heads"}
     known = {*values, *getattr(cls, "attribute_map", {})}
     sizes |= {name: value for name, value in changes.items() if name in known}
@@ -116,7 +116,7 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 
 def _per_layer(values: dict[str, Any]) -> dict[str, Any]:
-    """The lists with an entry for each layer, cut to layers that show every combination of entries once."""
+    """Return the per-layer lists, cut to layers that contain each combination of entries once."""
     key = next((n for n in ("num_hidden_layers", "num_layers", "n_layer") if isinstance(values.get(n), int)), "")
     layers = values.get(key, 0)
     lists = {name: x for name, x in values.items() if isinstance(x, list | tuple) and len(x) == layers > 2}
@@ -131,7 +131,7 @@ def _per_layer(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_model(family: str) -> Any:
-    """The model of the family's default config."""
+    """Return the model of the family's default config."""
     kind, _, model_type = family.partition("/")
     return _auto(kind).from_config(config_class(model_type)(), dtype=torch.float32)
 
@@ -143,13 +143,13 @@ def _auto(kind: str) -> Any:
 
 
 def build(family: str, changes: dict[str, Any], seed: int) -> Any:
-    """A model of `family` in fp32 with random weights that depend on `seed` alone."""
+    """Return a model of `family` in fp32 with random weights that depend on `seed` alone."""
     kind, _, model_type = family.partition("/")
     config = shrunk(config_class(model_type), changes)
     if kind == "causal" and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True
     if getattr(config.get_text_config(), "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # with sdpa transformers leaves the softcap out
+        config._attn_implementation = "eager"  # with sdpa, transformers leaves out the softcap
     auto = _auto(kind)
     with torch.device("meta"):
         count = sum(p.numel() for p in auto.from_config(config, dtype=torch.float32).parameters())
@@ -163,7 +163,7 @@ def build(family: str, changes: dict[str, Any], seed: int) -> Any:
 
 @torch.no_grad()
 def draw(model: Any, seed: int) -> None:
-    """Weights large enough that attention is not uniform, and biases and norms that are not all the same."""
+    """Draw weights large enough that attention is not uniform, and biases and norms that differ."""
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         noise = torch.randn(p.shape, generator=generator)

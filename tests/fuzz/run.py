@@ -34,22 +34,22 @@ LIMIT_S = 90.0
 Setup = Callable[[], contextlib.AbstractContextManager[Any]]
 Pools = Callable[[int], RankPool]
 TIE = 1e-4
-"""Two logits that are no further apart, relative to the largest, may change places by rounding."""
+"""Rounding may swap two logits that are no further apart than this, relative to the largest."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """equal, refused, failed, or plain: plain transformers itself cannot run it. `text` says how, or why."""
+    """equal, refused, failed, or plain (plain transformers itself cannot run it); `text` explains."""
 
     kind: str
     text: str = ""
 
 
 def judge(cases: list[Case], pools: Pools, setup: Setup = contextlib.nullcontext) -> list[Outcome]:
-    """What became of cases on one mesh. The sharded runs are within `setup`: a test plants faults by it.
+    """Return the outcomes of cases on one mesh. The sharded runs are inside `setup`, by which a test plants faults.
 
-    They share one task of the ranks, since process groups take longer to make than a case to run; where one raises or
-    hangs, each is run by itself.
+    All cases share one task of the ranks, since making process groups takes longer than running a case. If one raises
+    or hangs, each is run by itself.
     """
     limit_s = LIMIT_S + 10 * len(cases)
     try:
@@ -75,7 +75,7 @@ def _of_all_ranks(found: list[Outcome]) -> Outcome:
 
 
 def refusal(family: str, pools: Pools) -> Outcome | None:
-    """Why the small default of a family is refused whatever is asked of it, or cannot be made; None if it is not."""
+    """Return why a family's small default is refused with any options, or cannot be made; None if it runs."""
     try:
         found: Outcome | None = pools(1).run(_refusal, family, timeout=LIMIT_S)[0]
     except (RankError, RankHang) as error:
@@ -143,13 +143,13 @@ def _batches(case: Case, model: Any) -> list[Batch]:
 
 
 def plain_runs(cases: list[Case]) -> list[Any]:
-    """What one process computes of each; an `Outcome` for what it cannot run."""
+    """Return what one process computes for each case; an `Outcome` for a case that it cannot run."""
     _quiet()
     truths = list[Any]()
     for case in cases:
         try:
             truths.append(_plain_run(case))
-        except Exception as error:  # of any kind: it is plain transformers'
+        except Exception as error:  # of any kind: plain transformers raised it
             truths.append(Outcome("plain", f"{type(error).__name__}: {error}"[-200:]))
     return truths
 
@@ -166,14 +166,14 @@ def _plain_run(case: Case) -> Any:
         if not torch.equal(expected[0], _generated(apart, _model(case))[0]):
             raise ValueError("plain transformers generates other tokens with its cache than without")
         return expected
-    model = _model(dataclasses.replace(case, double=False))  # how large rounding is in fp32 is the limit for fp64 too
+    model = _model(dataclasses.replace(case, double=False))  # rounding in fp32 is the limit for fp64 too
     batches = _batches(case, model)
     apart = bool(batches[0].documents) and _leaks(model, batches[0])
 
     def run(model: Any) -> Run:
         return _trained_plainly(case, model, batches, apart)
 
-    for wide in (widened, copy.deepcopy):  # not every layer, and no fp32 softmax over masked scores, has fp64
+    for wide in (widened, copy.deepcopy):  # some layers, and fp32 softmax over masked scores, cannot run in fp64
         try:
             truth = truth_by(copy.deepcopy(model), run, wide)
         except RuntimeError:
@@ -187,7 +187,7 @@ def _plain_run(case: Case) -> Any:
 
 
 def _leaks(model: Any, batch: Batch) -> bool:
-    """Whether plain transformers lets documents attend to each other, whatever their position ids say."""
+    """Return whether plain transformers lets documents attend to each other, whatever their position ids say."""
     border = batch.documents[0][1]
     key = "inputs_embeds" if "inputs_embeds" in batch.plain else "input_ids"
     changed = batch.plain[key].clone()
@@ -205,7 +205,7 @@ def _trained_plainly(case: Case, model: Any, batches: list[Batch], apart: bool) 
 
 
 def _each_document(model: Any, batch: Batch) -> Any:
-    """Each document through the model by itself, and the mean loss over all."""
+    """Run each document through the model by itself; the loss is the mean over all."""
     rows = []
     for row, borders in enumerate(batch.documents):
         parts = []
@@ -236,7 +236,7 @@ def _trained_by(
     no_sync: Callable[[Any], Any],
     between: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> Run:
-    """Training steps, then logits: the first loss, gradients of the first step, and the last loss as `aux_loss`."""
+    """Train, then compute logits; return first loss, first step's gradients, and last loss as `aux_loss`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first, found, loss = 0.0, dict[str, Tensor](), 0.0
     for step in range(case.steps):
@@ -266,7 +266,7 @@ def _trained_by(
 
 
 def sharded_runs(runs: list[tuple[Case, Any]], setup: Setup) -> list[Outcome]:
-    """On every rank: what it finds of each case, with what plain transformers has computed of it."""
+    """Run each case on every rank, and compare it with what plain transformers computed."""
     _quiet()
     mesh, found = None, list[Outcome]()
     for case, truth in runs:
@@ -317,7 +317,7 @@ def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> O
     a, b = (run.logits.chunk(sp.data_size)[sp.data_rank][real] for run in (single, exact))
     worst["logits"] = excess_of_rows(found.logits[real], a, b)
     missing = exact.gradients.keys() ^ found.gradients.keys()
-    # A parameter that nothing reaches has no gradient, or zeros.
+    # A parameter without influence on the loss has no gradient, or zeros.
     extra = {n for n in missing if n in found.gradients and not bool(found.gradients[n].any())}
     if missing - extra:
         return Outcome("failed", f"gradients that one side alone has: {sorted(missing - extra)}")
@@ -333,7 +333,7 @@ def _of_all(value: Any) -> list[Any]:
 
 
 def _resumed(case: Case, sp: Any, model: Any, optimizer: Any) -> tuple[Any, Any]:
-    """What a new model is after a checkpoint of this one."""
+    """Return a new model, loaded from a checkpoint of this one."""
     with tempfile.TemporaryDirectory() as mine:
         folder = Path(_of_all(mine)[0])
         checkpoint.save(folder, 1, model, optimizer, {})
@@ -395,7 +395,7 @@ def _trained(case: Case) -> Callable[[], Any]:
 
 def _arguments(case: Case) -> dict[str, Any]:
     save = {"save_strategy": "steps"} if "save_steps" in case.generation else {}
-    # Adam divides by the size of a gradient, and makes rounding as large as a step where that is nothing else.
+    # Adam divides by the size of a gradient: where a gradient is rounding alone, it makes that as large as a step.
     fixed = {"optim": "sgd", "learning_rate": 0.05}
     return {
         **fixed,
