@@ -37,7 +37,7 @@ def shape_of(config: Any) -> ModelShape:
     If the planner does not know the family, the model is built on the meta device.
 
     Raises:
-        LongspanError: for a config of no such model, and as `shape_of_model`.
+        LongspanError: for a config of another kind of model, and as in `shape_of_model`.
     """
     if is_family(config.get_text_config().to_dict()):
         return config_shape(config)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from longspan.compat.gone import untested
+from longspan.compat.gone import TESTED, untested
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import shard_batch
 
@@ -68,7 +68,8 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
         wrong = f"{type(error).__name__}: {error}"
     if wrong is not None:
         _checked.discard(version)
-        raise LongspanError(f"{said}. A check of small models failed: {wrong}; install a tested version")
+        tested = " to ".join(TESTED["transformers"])
+        raise LongspanError(f"{said}. A check of small models failed: {wrong}; install transformers {tested}")
 
 
 def _differences(sp: SequenceSharding, parallelize: Callable[..., Any]) -> Iterator[str]:

@@ -68,7 +68,7 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     if not all(shard.q_heads for shard in split_groups(q, kv, t)):
         return f"tensor={t} leaves a rank without any of the model's {q} query heads; try tensor={math.gcd(q, t)}"
     if even_span(width, t - 1, t)[0] == width:
-        return f"tensor={t} leaves a rank with nothing of {what} {width}; try tensor={math.gcd(width, t)}"
+        return f"tensor={t} leaves a rank without a share of {what} ({width}); try tensor={math.gcd(width, t)}"
     return None
 
 
