@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,10 @@ from tests.fuzz.families import build, families
 from tests.fuzz.run import judge
 from tests.pool import RankPool
 
-FOUND = ['{"family": "causal/jetmoe", "mesh": {"ring": 2}, "options": {"memory": {"head_chunks": 2}}}']
+FOUND = [
+    '{"family": "causal/jetmoe", "mesh": {"ring": 2}, "options": {"memory": {"head_chunks": 2}}}',
+    '{"family": "causal/opt", "mesh": {"ring": 2}, "job": "generate", "generation": {"max_new_tokens": 2}}',
+]
 """Cases that once failed and have no other test."""
 
 PADDED = Case("causal/llama", rows=2, length=11, padding="left", mesh={"ring": 2})
@@ -43,8 +47,11 @@ def _one_rank_refuses() -> Iterator[None]:
 
 def test_a_planted_fault_is_reported(get_pool: Callable[[int], RankPool]) -> None:
     generated = Case("causal/llama", length=5, job="generate", mesh={"ring": 2}, generation={"max_new_tokens": 2})
+    # Generation from a cache would be silently wrong.
+    twice = dataclasses.replace(generated, family="causal/diffllama")
     mamba = Case("causal/mamba", length=5, mesh={"ring": 2})
-    refused, *equal = judge([mamba, PADDED, generated, *map(Case.read, FOUND)], get_pool)
+    refused, cached, *equal = judge([mamba, twice, PADDED, generated, *map(Case.read, FOUND)], get_pool)
+    assert cached.kind == "refused" and "calls its attention twice" in cached.text
     assert [outcome.kind for outcome in equal] == ["equal"] * len(equal), equal
     assert refused.kind == "refused" and "Mamba" in refused.text
     (wrong,) = judge([PADDED], get_pool, _padding_forgotten)

@@ -54,6 +54,7 @@ class Step:
         cut: whether they are cut over the ranks; else every rank has computed all of them.
         owned: where they lie that this ring rank stores: runs in the block's tokens (cut), or in the new tokens.
         kernels: what was prepared for a kind of layer.
+        stored: layers whose keys and values of the new tokens are in the cache.
     """
 
     sp: SequenceSharding
@@ -62,6 +63,7 @@ class Step:
     cut: bool
     owned: tuple[Span, ...]
     kernels: dict[Any, _Prepared] = field(default_factory=dict)
+    stored: set[Any] = field(default_factory=set)
 
     @property
     def past(self) -> int:

@@ -42,8 +42,8 @@ from longspan.hf.support import (
     Place,
     attention_dropout,
     check_model,
-    decoder_of,
     draws,
+    innermost_decoder,
     refuse_dropout,
     switch_dropout_off,
     transformers_model,
@@ -320,7 +320,7 @@ def _set_hooks(
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)
     if model.can_generate():
-        decoder_of(model).register_forward_hook(hooks.keep_last)
+        innermost_decoder(model).register_forward_hook(hooks.keep_last)
         model.generate = Generate(model, sp)
     model.loss_function = hooks.loss
     return hooks

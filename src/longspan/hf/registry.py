@@ -258,6 +258,12 @@ def _with_cache(
     assert info.step is not None and info.cache is not None
     if not request.causal:
         raise LongspanError(f"layer {layer.name} is not causal, so it has no KV cache; call the model without one")
+    if number in info.step.stored:
+        raise LongspanError(
+            f"layer {layer.name} calls its attention twice, and the KV cache holds the keys and values of one call; "
+            f"this model can be trained and scored, not generate: call it without a cache"
+        )
+    info.step.stored.add(number)
     mask = replace(_mask(request, info), q_start=info.step.past)
     back = info.cache.rollback
     first = kept_from(info.length if back is None else min(back, info.length), request.window, request.chunk)

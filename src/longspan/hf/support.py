@@ -82,6 +82,13 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
+def innermost_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the innermost model that runs all layers: the head of OPT calls it past the model around it."""
+    layers = set(decoder_layers(model))
+    inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
+    return next((m for m in reversed(inner) if layers <= set(m.modules())), None) or decoder_of(model)
+
+
 def is_masked_lm(model: PreTrainedModel) -> bool:
     """Whether the logits at a token predict that token (BERT), and not the next one: its labels are not shifted."""
     return bool(model.loss_type == "ForMaskedLM")
