@@ -15,8 +15,7 @@ Flags = TypeVar("Flags")
 class MemoryFlags:
     """The levers that save memory."""
 
-    unsaid: ClassVar[MemoryLevel] = "fastest"
-    """What `by-flags` means if no flag sets a lever."""
+    default_level: ClassVar[MemoryLevel] = "fastest"  # of by-flags, where no flag sets a lever
 
     memory: Literal["by-flags", "fastest", "longest", "auto"] = "by-flags"
     """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: the
@@ -75,7 +74,7 @@ class MemoryFlags:
         """The level in force: `memory`, or what `by-flags` stands for."""
         if self.memory != "by-flags":
             return self.memory
-        return "fastest" if self.fixed() else self.unsaid
+        return "fastest" if self.fixed() else self.default_level
 
     @property
     def chooses(self) -> bool:

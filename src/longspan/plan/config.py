@@ -25,7 +25,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     Needs neither torch nor a GPU. A GB is 1e9 bytes.
     """
 
-    unsaid: ClassVar[MemoryLevel] = "auto"
+    default_level: ClassVar[MemoryLevel] = "auto"
 
     model: str
     """A built-in name (llama-3.1-8b, qwen3-30b-a3b, ...) or the path of a Hugging Face config.json or its folder."""

@@ -33,7 +33,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
     checkpoint and ends with code 143 or 130; the same command then goes on from there.
     """
 
-    unsaid: ClassVar[MemoryLevel] = "auto"
+    default_level: ClassVar[MemoryLevel] = "auto"
 
     data: str = ""
     """Text: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of English that comes
