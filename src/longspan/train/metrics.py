@@ -306,7 +306,8 @@ class Display:
             self._progress.update(self._task, completed=step)
         if metrics is None:
             return
-        self.say(metrics.line(self.steps, shutil.get_terminal_size().columns))
+        width = None if self._progress is None else shutil.get_terminal_size().columns
+        self.say(metrics.line(self.steps, width))
         if self._progress is not None:
             figures = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s"
             self._progress.update(self._task, figures=figures)
