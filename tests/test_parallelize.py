@@ -752,7 +752,26 @@ def _kept_logits(places: Any) -> None:
         for name, grad in gradients(reference).items():
             torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
         assert model(ids).logits.shape[1] < 21
+        every = model(ids, logits_to_keep=torch.arange(21)).logits
+        torch.testing.assert_close(every, reference(ids).logits, rtol=1e-5, atol=1e-7)
+        with pytest.raises(LongspanError, match="`logits_to_keep` holds 21, the sequence has 21 tokens: -21 to 20"):
+            model(ids, logits_to_keep=torch.tensor([21]))
 
 
 def test_logits_to_keep(pool4: RankPool) -> None:
     pool4.run(_kept_logits, torch.tensor([3, -1, 17, 3]))
+
+
+def _embeds_after_the_cut() -> None:
+    sp = sharding()
+    model = longspan.parallelize(build("Llama"), sp)
+    ids = batch()["input_ids"]
+    cut = longspan.shard_batch({"input_ids": ids, "labels": ids}, sp)
+    expected = model(**cut).loss
+    embedded = model.get_input_embeddings()(cut.pop("input_ids"))
+    torch.testing.assert_close(model(inputs_embeds=embedded, **cut).loss, expected)
+
+
+def test_ids_may_be_embedded_after_the_cut(pool2: RankPool) -> None:
+    """21 tokens do not divide, so padding is replaced."""
+    pool2.run(_embeds_after_the_cut)

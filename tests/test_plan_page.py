@@ -586,5 +586,5 @@ def test_drawing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_drawing_refuses_when_there_is_no_mesh(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="nothing is drawn: pip install matplotlib")
-    with pytest.raises(LongspanError, match="no mesh of 7 GPUs can hold a context of 3 tokens"):
-        draw(grid(MODEL, Job(context=3, batch=2), 7, HARDWARE), tmp_path / "plan.png")
+    with pytest.raises(LongspanError, match="no mesh of 67 GPUs can hold a context of 3 tokens"):
+        draw(grid(MODEL, Job(context=3, batch=2), 67, HARDWARE), tmp_path / "plan.png")

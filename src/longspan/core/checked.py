@@ -191,7 +191,7 @@ def checked_call(
 
     Args:
         together: runs the checks on every rank and raises on all if one fails; called with the checks and the call's
-            keyword arguments. By default each rank checks for itself.
+            arguments by name. By default each rank checks for itself.
         checks: by argument.
     """
 
@@ -208,12 +208,21 @@ def checked_call(
                     bound.arguments[argument] = value if used is None else used
                 return bound
 
-            bound: inspect.BoundArguments = check() if together is None else together(check, kwargs)
+            bound: inspect.BoundArguments
+            bound = check() if together is None else together(check, _given(signature, args, kwargs))
             return function(*bound.args, **bound.kwargs)
 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _given(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    """Return a call's arguments by name; of a call that cannot be bound, its keyword arguments."""
+    try:
+        return signature.bind_partial(*args, **kwargs).arguments
+    except TypeError:
+        return kwargs
 
 
 def _bind(

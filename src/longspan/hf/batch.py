@@ -249,8 +249,12 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
         real_BL = real_BL | (labels != IGNORE)
     padding_BL = ~real_BL
     cut["longspan"] = dataclasses.replace(info, padding=padding_BL)
-    for key, filler in info.fillers.items():
-        x = cut[key]
+    for key in (*_INPUTS, "position_ids"):
+        x, filler = cut.get(key), info.fillers.get(key)
+        if x is None or (filler is None and key == "position_ids"):
+            continue
+        if filler is None:  # ids that were embedded after the cut: copy the first real token of this rank
+            filler = x.detach().flatten(0, 1)[real_BL.flatten().int().argmax()].expand(len(x), *x.shape[2:])
         at_BL = padding_BL[(...,) + (None,) * (x.dim() - 2)]
         cut[key] = torch.where(at_BL, filler.to(x.device, non_blocking=True)[:, None], x)
 
@@ -293,7 +297,7 @@ def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
 
 def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
     for key, value in batch.items():
-        if value is None or key in ("input_ids", "inputs_embeds", *_BORDERS, *_LONGEST):
+        if value is None or key in ("input_ids", "inputs_embeds", "logits_to_keep", *_BORDERS, *_LONGEST):
             continue
         if key == "cache_position":
             check_cache_position(value, 0, n)

@@ -86,6 +86,8 @@ class Generate:
             return type(model).generate(model, inputs, generation_config, **more)
         finally:
             cache.announced = 0
+            if not getattr(settings, "is_assistant", False):  # an assistant's drafts are cropped afterwards
+                cache.rollback = None
 
     def _say_once(self, text: str) -> None:
         if not self.said and self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from longspan.comm.gather import gather_into
+from longspan.core.errors import LongspanError
 from longspan.memory.logits import WAY_OUT, DeferredLogits, Head, LogitsNotMade
 
 if TYPE_CHECKING:
@@ -137,9 +138,16 @@ class KeptLogits:
         head.register_forward_hook(lambda _, args, out: out if self.picked is None else self.picked.join(out))
 
     def begin(self, keep: int | Tensor | None, info: SequenceInfo, sp: SequenceSharding) -> None:
-        """Set which tokens the next forward keeps: the last ones, or those at given positions; None or 0: all."""
+        """Set which tokens the next forward keeps: the last ones, or those at given positions; None or 0: all.
+
+        Raises:
+            LongspanError: for a position outside the sequence.
+        """
         n = info.length
         if isinstance(keep, Tensor):
+            outside = next((int(i) for i in keep.tolist() if not -n <= i < n), None)
+            if outside is not None:
+                raise LongspanError(f"`logits_to_keep` holds {outside}, the sequence has {n} tokens: {-n} to {n - 1}")
             tokens: Sequence[int] = [int(i) % n for i in keep.tolist()]
         else:
             tokens = range(max(0, n - keep), n) if keep else ()

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from longspan.comm.objects import gather_objects
 from longspan.compat.gone import TESTED, untested
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import shard_batch
@@ -61,11 +62,13 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
     exact = copy.copy(sp)
     exact.exchange_dtype, exact.plans = "exact", type(sp.plans)()
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
+        devices = [sp.device] if sp.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), torch.device("cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wrong = next(_differences(exact, parallelize), None)
     except Exception as error:  # a private name that is gone may raise anything
         wrong = f"{type(error).__name__}: {error}"
+    wrong = next((text for text in gather_objects(wrong, sp.everyone) if text is not None), None)
     if wrong is not None:
         _checked.discard(version)
         tested = " to ".join(TESTED["transformers"])

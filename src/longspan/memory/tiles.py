@@ -77,8 +77,12 @@ class Tiled:
         routers = self.routers if self.keeps_routing else []
         for router in routers:
             router.taken = []
-        out = torch.func.functional_call(self.bare, parameters, (hidden,)) if parameters else self.compute(hidden)
-        logits = [x for router in routers for x in router.take(self.name)]
+        try:
+            out = torch.func.functional_call(self.bare, parameters, (hidden,)) if parameters else self.compute(hidden)
+            logits = [x for router in routers for x in router.take(self.name)]
+        finally:
+            for router in routers:
+                router.taken = None
         return (*(out if isinstance(out, tuple) else (out,)), *logits)
 
     def _given(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
