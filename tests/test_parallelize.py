@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.core.errors import LongspanError
@@ -246,8 +247,6 @@ def test_logits_are_not_gathered(pool4: RankPool) -> None:
 
 
 def _mixed_precision() -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     sp = sharding()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = longspan.parallelize(build("Llama"), sp, mp_policy=policy)
@@ -350,7 +349,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama4Text", ROUTER, {}, {}, "output_router_logits=True asks Llama4ForCausalLM for an auxiliary loss over all"),
     ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, {}, {}, "has output_attentions=True"),
     ("Llama", {}, {}, {"kernel": "flash_attn"}, "pip install flash-attn"),
-    ("Llama", {}, {}, {"fsdp": False, "mp_policy": object()}, "mp_policy is FSDP's"),
+    ("Llama", {}, {}, {"fsdp": False, "mp_policy": MixedPrecisionPolicy()}, "mp_policy is FSDP's"),
     ("Llama", {"num_key_value_heads": 1}, {}, {"sharding": {"kv_replication": False}}, "has 1; try `ulysses=1"),
     # Of a call.
     ("Llama", {"attention_dropout": 0.1}, {}, {},
