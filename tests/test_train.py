@@ -189,7 +189,7 @@ def test_the_longest_context_is_settled_before_anything_starts(config: TrainConf
     assert (
         found.tokens == 512 and found.memory == "fastest" and "would fit, the model's positions end at 512" in said[1]
     )
-    longer = dataclasses.replace(asked, context=1 << 16, memory="auto", rank_memory=0.01)
+    longer = dataclasses.replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*would do"):
         settled(longer)
     assert settled(config) == (config, [])
