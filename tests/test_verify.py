@@ -287,11 +287,11 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
 
     original = hooks.cut_batch
 
-    def late(batch: Any, sp: Any) -> dict[str, Any]:
+    def late(batch: Any, sp: Any, **options: Any) -> dict[str, Any]:
         if "labels" not in batch:
-            return original(batch, sp)
+            return original(batch, sp, **options)
         mine = shard.shard(batch["labels"], sp, pad_value=-100)
-        return {**original(batch, sp), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
+        return {**original(batch, sp, **options), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
 
     patch.setattr(hooks, "cut_batch", late)
 
