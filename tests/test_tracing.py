@@ -169,7 +169,7 @@ def test_imbalance_is_the_most_over_the_mean() -> None:
 
 
 def _backward_traced(mesh: dict[str, int], chunks: int) -> float:
-    """Return the share of an attention's backward that its trace counts as attention: the largest of three."""
+    """Return the share of an attention's backward that its trace counts as attention: the largest of eight."""
     import torch
 
     import longspan
@@ -178,7 +178,7 @@ def _backward_traced(mesh: dict[str, int], chunks: int) -> float:
     sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
     qkv = [sp.shard(torch.randn(1, 512, 4, 16)).requires_grad_() for _ in "qkv"]
     shares = []
-    for _ in range(3):
+    for _ in range(8):
         out = longspan.attention(*qkv, sp, head_chunks=chunks).sum()
         recorder = Recorder(torch.device("cpu"))
         with recorder.step():
@@ -190,4 +190,4 @@ def _backward_traced(mesh: dict[str, int], chunks: int) -> float:
 
 @pytest.mark.parametrize(("mesh", "chunks"), [({"ring": 2}, 1), ({"ulysses": 2}, 2)], ids=["ring", "chunked"])
 def test_the_backward_of_an_attention_is_traced_as_attention(pool2: Any, mesh: dict[str, int], chunks: int) -> None:
-    assert min(pool2.run(_backward_traced, mesh, chunks)) > 0.5  # 0 where the backward is not marked
+    assert min(pool2.run(_backward_traced, mesh, chunks)) > 0.9  # about 0.8 without the marks: SDPA alone
