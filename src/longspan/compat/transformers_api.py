@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import sys
@@ -182,6 +183,18 @@ def output_dir_of(trainer: Any, trial: Any) -> str:
     """
     own = getattr(trainer, "_get_output_dir", None)
     return str(trainer.args.output_dir if own is None else own(trial=trial))
+
+
+@functools.cache
+def counts_repeated_tokens_once() -> bool:
+    """Return whether the Trainer divides the number of labelled tokens by the ranks that see the same batch.
+
+    Versions: transformers 5.19 and newer divide by `get_tp_size()`. Public way: none. When gone: True.
+    """
+    from transformers import Trainer  # needs accelerate
+
+    count = getattr(Trainer, "_get_num_items_in_batch", None)
+    return count is None or "get_tp_size" in inspect.getsource(count)
 
 
 @dataclass(frozen=True)

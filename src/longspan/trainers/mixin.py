@@ -25,7 +25,7 @@ from longspan import checkpoint as checkpoints
 from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
-from longspan.compat.transformers_api import output_dir_of
+from longspan.compat.transformers_api import counts_repeated_tokens_once, output_dir_of
 from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
@@ -92,6 +92,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_sp = sp
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval = _Tally()
+        self.longspan_in_loss = False
         super().__init__(*args, **kwargs)
         self._refuse()
         if self._sharded:
@@ -175,8 +176,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             self.gather_function = self.accelerator.gather_for_metrics
 
     def get_tp_size(self) -> int:
-        """Ranks that see the same batch, which the Trainer knows under this name."""
-        return self.longspan_sp.size
+        """Return how many ranks see the same batch: the Trainer's name for a divisor of processes and of tokens.
+
+        TRL divides the loss's factor by it, on the assumption that the Trainer divided the number of tokens too, which
+        older versions of transformers do not.
+        """
+        return 1 if self.longspan_in_loss and not counts_repeated_tokens_once() else self.longspan_sp.size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """As the Trainer's, which adds up what all processes read; those of a sequence group read the same."""
@@ -219,7 +224,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             else:  # versions of transformers differ in which labels count
                 self.longspan_eval.items = int(num_items_in_batch)
         before, replicas = self._hooks.losses, self.longspan_sp.data_size
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.longspan_in_loss = self.model.training
+        try:
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.longspan_in_loss = False
         if self._hooks.losses == before:  # a loss that the trainer made by itself, of its replica
             return found
         loss, outputs = found if return_outputs else (found, None)
