@@ -54,7 +54,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 # each other.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench chaos_edges chaos_inputs checked \
 	cli compat data digests examples extending flex generate_cli gpu_report imports launch layout local offload operators \
-	plan plan_agrees plan_counts plan_figures plan_levers plan_page plan_shapes plan_tables readme regions saved syncs \
+	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme regions saved syncs \
 	tiled tolerance tracing train verify_compare))
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.

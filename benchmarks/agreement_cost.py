@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.hf.across_ranks import gather_numbers
-from longspan.hf.alike import _content, _form, _number, _wide
-from longspan.hf.digests import Digester
+from longspan.comm.consistency import gather_numbers
+from longspan.comm.digests import Digester
+from longspan.hf.checks.batches import _content, _form, _number, _wide
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama-tiny.json"
 EVERY = 100  # forwards from one comparison of weights to the next, by default

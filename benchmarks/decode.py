@@ -28,7 +28,7 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
-from longspan.hf.digests import local_part
+from longspan.comm.digests import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import largest_moment
 from longspan.plan.models import shape_from_config

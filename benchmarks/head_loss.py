@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longspan.memory.logits import Head
-from longspan.memory.loss import loss_sum
+from longspan.losses.cross_entropy import loss_sum
+from longspan.losses.deferred_logits import Head
 
 
 def main() -> None:

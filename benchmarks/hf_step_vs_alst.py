@@ -30,7 +30,7 @@ import torch.distributed as dist
 from longspan.core.memory import LONGEST, Memory
 
 MIB = 2**20
-LEVERS = {  # by the names that benchmarks give them, after "longspan"
+MEMORY_OPTIONS = {  # by the names that benchmarks give them, after "longspan"
     "checkpointing=attention": Memory(checkpointing="attention"),
     "checkpointing=output": Memory(checkpointing="output"),
     "checkpointing=layers": Memory(checkpointing="layers"),
@@ -141,7 +141,7 @@ class Method:
             import longspan
 
             sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
-            memory: Any = LEVERS.get(name.partition(" ")[2]) or name.partition(" ")[2] or "fastest"
+            memory: Any = MEMORY_OPTIONS.get(name.partition(" ")[2]) or name.partition(" ")[2] or "fastest"
             self.model = longspan.parallelize(model, sp, fsdp=False, memory=memory)
             shard = longspan.shard_batch(batch, sp)
             self.forward_backward = lambda: _plain_step(self.model, shard)

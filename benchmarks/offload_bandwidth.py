@@ -18,8 +18,8 @@ import time
 import common
 import torch
 
-from longspan.memory.spill import IN_FLIGHT, PIECE, DiskStore
-from longspan.memory.spill_file import SpillFile, aligned, memory_of
+from longspan.memory.offload.disk import IN_FLIGHT, PIECE, DiskStore
+from longspan.memory.offload.disk_file import SpillFile, aligned, memory_of
 
 MIB = 1 << 20
 Seconds = dict[str, list[float]]

@@ -121,8 +121,8 @@ class Trainer:
         model = transformers.AutoModelForCausalLM.from_config(llama)
         bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-        levers = options.get("memory", FASTEST)
-        self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
+        memory_options = options.get("memory", FASTEST)
+        self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
         self.autocast = bf16 and not sharded
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         torch.manual_seed(self.sp.data_rank)

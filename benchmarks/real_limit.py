@@ -170,10 +170,10 @@ def attempt(args: argparse.Namespace, shape: dict[str, Any], tokens: int, method
 def one_step(shape: dict[str, Any], tokens: int, dtype: str, name: str, mib: int) -> float:
     import peers
 
-    from longspan.core import buckets
+    from longspan.core import tile_sizes
 
     # The sides' fixed sizes are for real models; here both make logits in tiles of as many bytes.
-    buckets.HEAD_TILE = (buckets.HEAD_TILE[0], (shape["tile_mib"] << 18, 64))
+    tile_sizes.HEAD_TILE = (tile_sizes.HEAD_TILE[0], (shape["tile_mib"] << 18, 64))
     if not name.startswith("longspan"):
         peers.start_deepspeed()
     method = steps.Method(name, shape, tokens, dtype)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
-from longspan.core.differences import differences, odd_ones
 from longspan.core.errors import LongspanError
+from longspan.core.rank_differences import differences, odd_ones
 from tests.models import batch, build, compare, sharding, truth_of
 from tests.pool import RankError, RankPool
 

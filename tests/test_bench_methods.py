@@ -34,7 +34,7 @@ def _compare(what: str, **changes: Any) -> tuple[Any, str, dict[str, Any]]:
     import torch.distributed as dist
 
     from longspan.bench.compare import compare
-    from longspan.bench.shown import as_json, print_tables
+    from longspan.bench.output import as_json, print_tables
 
     found = compare(BenchConfig(what, **{**SMALL, **changes}), dist.get_world_size(), torch.device("cpu"), "here")
     out = io.StringIO()
@@ -49,7 +49,7 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
 
     from longspan.bench.measure import run
     from longspan.bench.methods import builder
-    from longspan.bench.works import Case, Shardings
+    from longspan.bench.workloads import Case, Shardings
 
     case = Case(32, 4, 2, 8, torch.float32, Shardings(torch.device("cpu")))
     q, k, v, grad = (x.double().transpose(1, 2) for x in case.tensors())
@@ -122,13 +122,13 @@ def _losses() -> dict[str, list[float]]:
 
     import longspan
     from longspan.bench import peers
+    from longspan.bench.bytes_sent import counting
     from longspan.bench.compare import formula
     from longspan.bench.measure import run
     from longspan.bench.methods import Kind, Row, builder, installed
-    from longspan.bench.sent import counting
     from longspan.bench.shapes import read_config
     from longspan.bench.step import StepCase
-    from longspan.bench.works import Shardings
+    from longspan.bench.workloads import Shardings
 
     config = BenchConfig("step", **{**SMALL, **SHAPE})
     model = read_config(config)
@@ -166,7 +166,7 @@ def _collectives() -> tuple[dict[str, Any], str]:
     import torch
 
     from longspan.bench.collectives import measure_collectives
-    from longspan.bench.shown import as_json, print_tables
+    from longspan.bench.output import as_json, print_tables
 
     config = BenchConfig("collectives", ulysses=2, sizes=(64, 1024, 4096, 1 << 40), quick=True)
     found = measure_collectives(config, torch.device("cpu"), "here")

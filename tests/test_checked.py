@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from longspan.core.checked import (
+from longspan.core.errors import LongspanError
+from longspan.core.validation import (
     check_number,
     check_output,
     existing_path,
@@ -19,7 +20,6 @@ from longspan.core.checked import (
     read_toml,
     spell,
 )
-from longspan.core.errors import LongspanError
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from longspan.attn.mask import Mask
 from longspan.compat import torch_api, torch_attention, torch_checkpoint, transformers_api
 from longspan.compat.gone import TESTED, gone
 from longspan.core.errors import LongspanError
-from longspan.hf import registry, version_check
+from longspan.hf.checks import version
+from longspan.hf.forward import registry
 from tests.models import build, sharding
 from tests.pool import RankPool
 
@@ -300,7 +301,7 @@ def _parallelized_untested(ring: int, **changes: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setitem(TESTED, "transformers", ("5.5", "5.4"))
-        patch.setattr(version_check, "_checked", set())
+        patch.setattr(version, "_checked", set())
         for name, value in changes.items():
             patch.setattr(registry, name, value)
         try:

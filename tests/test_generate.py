@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import longspan
+from longspan.core.kv_placement import Places, tokens_held
 from longspan.core.layout import Layout
-from longspan.core.places import Places, tokens_held
 from tests.generating import FAMILY, NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt
 from tests.models import sharding
 from tests.pool import RankPool

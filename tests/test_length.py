@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.comm.mesh import OneDeviceMesh
-from longspan.core import buckets
+from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
-from longspan.memory.logits import DeferredLogits, Head
-from longspan.memory.logprobs import logprobs_of
-from longspan.memory.loss import IGNORE, Terms, loss_sum
+from longspan.losses.cross_entropy import IGNORE, Terms, loss_sum
+from longspan.losses.deferred_logits import DeferredLogits, Head
+from longspan.losses.logprobs import logprobs_of
 from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
 from tests.pool import RankPool
 from tests.tolerance import excess
@@ -79,7 +79,9 @@ def _whole(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
 def test_the_loss_and_all_its_gradients(
     monkeypatch: pytest.MonkeyPatch, head: str, steps: str, terms: Terms, deferred: bool
 ) -> None:
-    monkeypatch.setattr("longspan.memory.loss.head_tile", lambda *_: 7)  # so that tiles end in the middle of things
+    monkeypatch.setattr(
+        "longspan.losses.cross_entropy.head_tile", lambda *_: 7
+    )  # so that tiles end in the middle of things
     found = []
     for compute, dtype in ((loss_sum, torch.float32), (_whole, torch.float32), (_whole, torch.float64)):
         module, hidden, labels = _case(head, dtype)
@@ -101,7 +103,7 @@ def test_low_precision_heads_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> 
     # bf16 has 8 bits: a gradient of 50 tokens that were added up one after the other would lose most of them.
     grads = []
     for rows in (1, T):
-        monkeypatch.setattr("longspan.memory.loss.head_tile", lambda *_, rows=rows: rows)
+        monkeypatch.setattr("longspan.losses.cross_entropy.head_tile", lambda *_, rows=rows: rows)
         module, hidden, labels = _case("plain", torch.bfloat16)
         Head(module).armed = True
         loss_sum(module(hidden), labels).backward()
@@ -175,8 +177,8 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, wh
 
 
 def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
-    assert buckets.head_tile(32000, on_cpu=True) == 128 and buckets.head_tile(128256, on_cpu=True) == 64
-    assert buckets.head_tile(128256, on_cpu=False) == 1024 and buckets.head_tile(32000, on_cpu=False) == 4096
+    assert tile_sizes.head_tile(32000, on_cpu=True) == 128 and tile_sizes.head_tile(128256, on_cpu=True) == 64
+    assert tile_sizes.head_tile(128256, on_cpu=False) == 1024 and tile_sizes.head_tile(32000, on_cpu=False) == 4096
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
+from longspan.comm.digests import local_part
 from longspan.core.errors import LongspanError
-from longspan.hf.digests import local_part
 from tests.memory import peak_of
 from tests.models import batch, build, check_gradients, check_loss, gradients, rows_of, sharding, truth_of
 from tests.pool import RankError, RankPool
@@ -165,7 +165,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(folders: dict[str, Pat
 def _origin(seed: int = 5, **changes: Any) -> Any:
     import transformers
 
-    from longspan.hf.sources import Origin
+    from longspan.hf.weights.sources import Origin
 
     return Origin(transformers.AutoModelForCausalLM, build("Qwen3", **changes).config, torch.float32, seed=seed)
 

@@ -13,7 +13,7 @@ import longspan
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
-from longspan.memory import loss as loss_module
+from longspan.losses import cross_entropy as loss_module
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, units
 

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
-from longspan.memory import pinned
-from longspan.memory.offload import store_for
-from longspan.memory.pinned import HostStore
-from longspan.memory.slots import Slots
-from longspan.memory.spill import DiskStore
+from longspan.memory.offload.allocator import Slots
+from longspan.memory.offload.choice import host, store_for
+from longspan.memory.offload.disk import DiskStore
+from longspan.memory.offload.host import HostStore
 from tests.disk import largest_file
 from tests.side_stream import LateSide
 
@@ -452,7 +451,7 @@ def test_file_systems_that_can_less(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     elif without == "posix_fallocate":
         monkeypatch.setattr(os, "posix_fallocate", _fails(errno.EOPNOTSUPP))
     else:
-        monkeypatch.setattr("longspan.memory.spill_file._set_direct", lambda fd: False)
+        monkeypatch.setattr("longspan.memory.offload.disk_file._set_direct", lambda fd: False)
     store = _disk(tmp_path)
     monkeypatch.undo()
     assert not list(tmp_path.iterdir())
@@ -486,12 +485,12 @@ def test_what_a_device_can_have() -> None:
 
 
 def test_a_host_without_room_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "free_memory", lambda: 1000)
+    monkeypatch.setattr(host, "free_memory", lambda: 1000)
     store = HostStore(LateSide())
     for call in (lambda: store.reserve(2000), lambda: store.put(torch.randn(10))):
         with pytest.raises(LongspanError, match="(?=.*2,000|.*67,108,864)(?=.*1,000 bytes are free)"):
             call()
-    monkeypatch.setattr(pinned, "free_memory", lambda: None)
+    monkeypatch.setattr(host, "free_memory", lambda: None)
     x = torch.randn(10)
     assert torch.equal(store.put(x).get(), x)
 
@@ -552,7 +551,7 @@ def test_metrics_count_both_ways_and_from_zero_again(disk: DiskStore) -> None:
 
 PROCESS = """
 import os, sys, time, torch
-from longspan.memory.spill import DiskStore
+from longspan.memory.offload.disk import DiskStore
 store = DiskStore(sys.argv[1], torch.device("cpu"))
 store.reserve(1 << 22)
 stored = [store.put(torch.randn(100_000)) for _ in range(8)]

@@ -253,7 +253,7 @@ def test_sums_in_bf16_are_refused_where_there_are_none(config: TrainConfig) -> N
 
 
 def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.hf import fsdp
+    from longspan.hf.weights import fsdp
 
     policies: list[Any] = []
 
@@ -275,7 +275,8 @@ def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch
 
 ON_ONE = """
 import pickle, sys
-from longspan.hf import fsdp, parallelize
+from longspan.hf.weights import fsdp
+from longspan.hf import parallelize
 from longspan.train.loop import Trainer
 fsdp.check_cpu_offload = parallelize.check_cpu_offload = lambda *_: None  # a CPU has nothing to move
 fsdp.CPUOffloadPolicy = fsdp.OffloadPolicy
@@ -311,7 +312,7 @@ def test_a_process_that_has_joined_others_is_no_mesh_of_one() -> None:
 
 def _peaks_of_sums(folder: Path) -> list[float]:
     """Bytes held at most by a backward and its sum, over those of the gradients."""
-    from longspan.hf.gradients import GradientSum
+    from longspan.hf.weights.gradients import GradientSum
 
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
     found = []

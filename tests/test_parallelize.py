@@ -469,7 +469,7 @@ def test_what_is_no_hugging_face_model() -> None:
 
 def _unused_parameters() -> None:
     """Without FSDP: a parameter that only some ranks use is summed, one that none uses keeps no gradient."""
-    from longspan.hf.gradients import GradientSum
+    from longspan.hf.weights.gradients import GradientSum
 
     sp = sharding()
     a, b, c = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
@@ -587,7 +587,7 @@ def _heads_that_share() -> None:
     """A masked LM's head shares table and bias with other modules; a model without a head has no last group."""
     import transformers
 
-    from longspan.hf.fsdp import outer_groups
+    from longspan.hf.weights.fsdp import outer_groups
 
     assert outer_groups(build("Bert")) == (None, [])
     untied = build("ModernBert", tie_word_embeddings=False)

@@ -293,7 +293,7 @@ def test_no_command_for_what_this_version_does_not_run() -> None:
         (Job(context=8192, mode="prefill", batch=2), Mesh(data=2)),
         (Job(context=8192, mode="decode", memory=Memory(head_chunks=0)), Mesh(ulysses=2)),
     ):
-        assert command(cost(LLAMA, job, mesh, A100)) is None  # of several texts, or with levers that it has not
+        assert command(cost(LLAMA, job, mesh, A100)) is None  # of several texts, or with memory options that it has not
 
 
 # ---- Rings.

@@ -39,7 +39,7 @@ FILES: dict[str, dict[str, Any]] = {
                "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                  "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
 }  # fmt: skip
-LEVERS = (
+MEMORY_OPTIONS = (
     "--grad-checkpointing",
     "--memory longest",
     "--memory auto",
@@ -96,11 +96,13 @@ def as_run(said: str, folder: Path, name: str) -> list[str]:
 
 
 def cases() -> Iterator[tuple[str, str]]:
-    """Models x GPUs x contexts x levers: each model and each of the others often, and not all of their product."""
+    """Models x GPUs x contexts x memory options: each model and each of the others often, and not all of their
+    product.
+    """
     gpus = ("--gpu h100 --gpus 8", "--gpu a100-40gb --gpus 12 --batch 4", "--gpu cpu --gpus 4 --dtype fp32",
             "--gpu b200 --gpus 32", "--gpu mi300x --gpus 1")  # fmt: skip
     for i, name in enumerate(CONFIGS):
-        yield name, f"{gpus[i % 5]} --context {('8k', '300k', '512k')[i % 3]} {LEVERS[i % 4]}"
+        yield name, f"{gpus[i % 5]} --context {('8k', '300k', '512k')[i % 3]} {MEMORY_OPTIONS[i % 4]}"
     for i, name in enumerate(("llama-3.1-8b", "gemma-3-4b", "gpt-oss-20b")):
         yield name, f"--gpus {8 >> i % 3} --context 512k --memory auto --compare"
     yield "llama-3.1-8b", "--gpus 8 --context 512k --grad-checkpointing"  # the README's

@@ -26,7 +26,7 @@ from longspan.plan.cost.communication import layer_method
 from longspan.plan.cost.ring import ring_schedule
 from longspan.plan.job import TensorStyle
 from longspan.plan.layers import Causal, Chunk, Reach, Window
-from longspan.plan.layers.reach import CAUSAL
+from longspan.plan.layers.attended_keys import CAUSAL
 from longspan.plan.models import ModelShape, shape_from_config
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -336,9 +336,11 @@ def step_sent(
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.weights > 1 else None
         by_transformers = options.get("memory") == CHECKPOINTED
-        levers = "fastest" if by_transformers else options.get("memory", "fastest")
+        memory_options = "fastest" if by_transformers else options.get("memory", "fastest")
         style = options.get("tensor_style", "tp")
-        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers, tensor_style=style)
+        model = longspan.parallelize(
+            model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options, tensor_style=style
+        )
         if by_transformers:
             model.gradient_checkpointing_enable()
         model.train()

@@ -43,7 +43,7 @@ CASES = [
     (NARROW, 2048, Mesh(ring=2, ulysses=2), {**FP32, **P2P, "memory": CHECKPOINTED}),
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
-    # Levers, each alone and together.
+    # Memory options, each alone and together.
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="output")}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="attention")}),
     (DEEP, 2048, Mesh(ulysses=2), {**BF16, "memory": Memory(tiled_mlp=4)}),
@@ -114,9 +114,9 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-    levers = options.get("memory", FASTEST)
-    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=levers).train()
-    store = model.longspan_hooks.levers.store
+    memory_options = options.get("memory", FASTEST)
+    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
+    store = model.longspan_hooks.memory_options.store
     if store is not None:  # its bounds are for real models: all of these small layers would be on their way at once
         store._in_flight = context // sp.size * config["hidden_size"] * 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -22,11 +22,11 @@ from longspan.core.heads import split_heads
 from longspan.core.layout import choose_layout
 from longspan.core.memory import Memory
 from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, planned, read_hardware, read_model, search
-from longspan.plan.advice import would_do
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
+from longspan.plan.suggestions import would_do
 from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
 from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import render
@@ -374,7 +374,7 @@ def _switched() -> tuple[str, dict[str, Any]]:
 
 
 SETTINGS = [
-    # checkpointing, levers, kind of GPU, batch, steps of the context and of the GPUs to the right of the job's
+    # checkpointing, memory options, kind of GPU, batch, steps of the context and of the GPUs to the right of the job's
     ("layers", "none", "h100", 1, 0, 0),
     ("layers", "tiles", "h200", 4, 1, 1),
     ("output", "tiles, and the host's memory", "a100-40gb", 1, 2, -1),
@@ -384,24 +384,26 @@ SETTINGS = [
 ]
 
 
-def _levers(checkpointing: str, levers: str) -> Memory:
+def _memory_options(checkpointing: str, memory_options: str) -> Memory:
     tiled = Memory(checkpointing=checkpointing, tiled_mlp=0, tiled_norms=True, head_chunks=0)  # type: ignore[arg-type]
     offload: Any = "none" if checkpointing == "none" else "host"
     return {
         "none": Memory(checkpointing=checkpointing),  # type: ignore[arg-type]
         "tiles": tiled,
         "tiles, and the host's memory": dataclasses.replace(tiled, offload=offload, cpu_offload=True),
-    }[levers]
+    }[memory_options]
 
 
 def _by_the_planner(
     setting: tuple[str, str, str, int, int, int], data: dict[str, Any]
 ) -> tuple[Job, int, list[Plan], list[Plan]]:
     """The job and the GPUs of a setting; what `search` says of it: what fits, and all; without a tensor axis."""
-    checkpointing, levers, kind, batch, right, more = setting
+    checkpointing, memory_options, kind, batch, right, more = setting
     context = data["contexts"][data["contexts"].index(ASKED.context) + right]
     gpus = data["gpus"][data["gpus"].index(8) + more]
-    job = dataclasses.replace(ASKED, memory=_levers(checkpointing, levers), batch=batch, context=context)
+    job = dataclasses.replace(
+        ASKED, memory=_memory_options(checkpointing, memory_options), batch=batch, context=context
+    )
     plans = [plan for plan in search(LLAMA, job, gpus, CATALOGUE[kind]).plans if plan.runs and plan.mesh.tensor == 1]
     return job, gpus, [plan for plan in plans if plan.fits], plans
 
@@ -410,13 +412,13 @@ def _by_the_planner(
 def test_the_settings_say_what_search_says(setting: tuple[str, str, str, int, int, int]) -> None:
     _, data = _switched()
     job, gpus, fitting, plans = _by_the_planner(setting, data)
-    checkpointing, levers, kind, batch, *_ = setting
+    checkpointing, memory_options, kind, batch, *_ = setting
     places = [
-        data["checkpointing"].index(checkpointing), data["levers"].index(levers), data["batches"].index(batch),
-        data["contexts"].index(job.context), data["gpus"].index(gpus),
+        data["checkpointing"].index(checkpointing), data["memory_options"].index(memory_options),
+        data["batches"].index(batch), data["contexts"].index(job.context), data["gpus"].index(gpus),
     ]  # fmt: skip
     at = 0
-    for place, name in zip(places, ("checkpointing", "levers", "batches", "contexts", "gpus"), strict=True):
+    for place, name in zip(places, ("checkpointing", "memory_options", "batches", "contexts", "gpus"), strict=True):
         at = at * len(data[name]) + place
     names = [each["name"] for each in data["hardware"]]
     timed, held = data["timed"][names.index(kind)][at], data["held"][at]
@@ -444,10 +446,10 @@ def test_the_switches_show_the_planners_figures(browser: Any, tmp_path: Path) ->
     for setting in SETTINGS:
         _find(browser, "#back")[0].click()
         job, gpus, fitting, plans = _by_the_planner(setting, data)
-        checkpointing, levers, kind, batch, right, more = setting
+        checkpointing, memory_options, kind, batch, right, more = setting
         for name, text in (
             ("checkpointing", checkpointing),
-            ("levers", levers),
+            ("memory_options", memory_options),
             ("hardware", kind),
             ("batch", str(batch)),
         ):
@@ -492,11 +494,11 @@ def test_the_page_says_how_many_gpus_would_do_and_draws_the_methods(browser: Any
     page, _ = _switched()
     _open(browser, tmp_path / "plan.html", page)
     found = would_do(LLAMA, ASKED, 8, CATALOGUE["h100"])
-    assert found.more is not None and found.levers is not None
+    assert found.more is not None and found.memory_options is not None
     assert _find(browser, "#more-gpus")[0].text.startswith(
         f"{found.more.mesh.gpus} GPUs of the kind would do: {found.more.mesh},"
     )
-    assert str(found.levers.mesh) in _find(browser, "#other-levers")[0].text
+    assert str(found.memory_options.mesh) in _find(browser, "#other-memory-options")[0].text
     rows = {row.get_attribute("data-method"): row for row in _find(browser, "#methods [data-method]")}
     methods = compare(LLAMA, ASKED, 8, CATALOGUE["h100"])
     assert list(rows) == [method.name for method in methods if method.plan is not None]
@@ -546,7 +548,7 @@ def test_text_is_readable_in_both_themes(browser: Any, tmp_path: Path, theme: st
     assert (paper < 0.05) == (theme == "dark")
 
 
-@pytest.mark.parametrize("extra", [[], ["--compare"], ["--levers"], ["--json"]])
+@pytest.mark.parametrize("extra", [[], ["--compare"], ["--memory-options"], ["--json"]])
 def test_it_is_said_that_the_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
 ) -> None:
@@ -560,7 +562,7 @@ def test_it_is_said_that_the_page_is_written(
         json.loads(out)
     told = json.loads(re.findall(r"<script[^>]*>(.*?)</script", path.read_text(), flags=re.DOTALL)[0])
     assert bool(told["report"]["methods"]) == ("--compare" in extra)
-    assert (told["report"]["levers"] is not None) == ("--levers" in extra)
+    assert (told["report"]["memory_options"] is not None) == ("--memory-options" in extra)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from longspan.cli import main, parse
-from longspan.core.counts import parameters, size
+from longspan.core.formatting import parameters, size
 from longspan.plan import Job, Plan, read_hardware, read_model, search
-from longspan.plan.advice import what_would_do, would_do
 from longspan.plan.command import PlanConfig
 from longspan.plan.job import Mesh
-from longspan.plan.memory import search_levers
+from longspan.plan.memory_search import search_memory_options
+from longspan.plan.suggestions import what_would_do, would_do
 from longspan.plan.views.tables import show
 
 WIDE = 1000
@@ -26,7 +26,7 @@ SCREENS = [
     "--model llama-3.1-8b --context 128k --compare",
     "--model gemma-3-12b --context 128k --compare --mode prefill --gpus 16",
     "--model llama-3.1-8b --context max",
-    "--model llama-3.1-8b --context 512k --levers",
+    "--model llama-3.1-8b --context 512k --memory-options",
     "--model llama-3.1-70b --context 128k",
     "--model llama-3.1-70b --context 1M --gpus 16 --batch 4 --memory auto --offload disk",
     "--model qwen3-30b-a3b --context 100000 --mode decode --batch 8",
@@ -140,7 +140,7 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     def best(gpus: str | int) -> Plan | None:
         count = int(str(gpus).replace(",", ""))
         found = (
-            search_levers(shape, job, count, h100, config.fixed())
+            search_memory_options(shape, job, count, h100, config.fixed())
             if config.chooses
             else search(shape, job, count, h100)
         )
@@ -154,7 +154,7 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     if fewer := re.search(r"So would ([\d,]+): (.*?)\.", advice):
         fitting = best(fewer[1])
         assert fitting is not None and str(fitting.mesh) == fewer[2]
-    assert on_these or more or "No levers would do" in advice
+    assert on_these or more or "No memory options would do" in advice
 
 
 def test_the_recommended_mesh_is_in_the_table_and_a_note_says_if_steps_wait_for_weights(
@@ -170,7 +170,7 @@ def test_the_recommended_mesh_is_in_the_table_and_a_note_says_if_steps_wait_for_
     assert not re.search(r"\de-\d", text) and "6.91 kB" in text
 
 
-def test_a_plain_plan_finds_levers_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_plan_finds_memory_options_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-3.1-8b"]) == 0
     text = capsys.readouterr().out
     assert "recommended" in text and "--tiled-norms" in text
@@ -194,8 +194,8 @@ def test_advice_in_the_json_is_the_printed_one(capsys: pytest.CaptureFixture[str
     assert main(["plan", *args]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert f"{told['more']['gpus']} GPUs would do, the job as it is: {Mesh(**told['more']['mesh'])}," in text
-    assert f"On these GPUs {Mesh(**told['levers']['mesh'])} would do" in text
-    assert "--grad-checkpointing" not in shlex.split(told["levers"]["command"])
+    assert f"On these GPUs {Mesh(**told['memory_options']['mesh'])} would do" in text
+    assert "--grad-checkpointing" not in shlex.split(told["memory_options"]["command"])
     assert main(["plan", "--model", "llama-3.1-8b", "--context", "4k", "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["would_do"] is None
 
@@ -204,6 +204,6 @@ def test_where_nothing_would_do() -> None:
     model, hardware = read_model("llama-3.1-405b"), read_hardware("l40s")
     job = Job(context=1 << 30)
     found = would_do(model, job, 1, hardware)
-    assert (found.levers, found.more, found.fewer, found.longest) == (None, None, None, None)
-    assert "No levers would do, nor would up to 16,384 GPUs" in what_would_do(model, job, 1, hardware)
+    assert (found.memory_options, found.more, found.fewer, found.longest) == (None, None, None, None)
+    assert "No memory options would do, nor would up to 16,384 GPUs" in what_would_do(model, job, 1, hardware)
     assert search(model, job, 1, hardware).fastest is None

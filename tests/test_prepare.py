@@ -19,7 +19,7 @@ from longspan.attn.prepare import AttentionPlan
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
-from longspan.hf import registry
+from longspan.hf.forward import registry
 from tests.attention import CASES, one_device, run
 from tests.attention import sharding as sharding_of
 from tests.fakes import fake_world

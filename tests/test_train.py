@@ -28,7 +28,7 @@ from longspan.core.memory import FASTEST
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
-from longspan.train.levers import settled
+from longspan.train.memory_choice import settled
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
 from tests.tolerance import excess, excess_of_losses, roughly
@@ -168,7 +168,7 @@ def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: Rank
     assert losses_of(again.out) == losses_of(short.out)
 
 
-def test_the_levers_of_memory_change_nothing_but_rounding(config: TrainConfig, pool2: RankPool) -> None:
+def test_the_memory_options_of_memory_change_nothing_but_rounding(config: TrainConfig, pool2: RankPool) -> None:
     short = dataclasses.replace(config, steps=2, save_every=1, export="never", ulysses=2, context=512)
     _on(pool2, dataclasses.replace(short, out=short.out / "plain"))
     longest = dataclasses.replace(short, memory="longest", offload="disk", checkpointing="output")
@@ -206,8 +206,8 @@ def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
         run(dataclasses.replace(config, ulysses=16, context=512, dry_run=True))
 
 
-def test_a_model_that_does_not_fit_takes_levers_unless_told(config: TrainConfig) -> None:
-    """Without a memory flag, the levers that fit are taken and named."""
+def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: TrainConfig) -> None:
+    """Without a memory flag, the memory options that fit are taken and named."""
     tight = dataclasses.replace(config, context=512, rank_memory=0.003)
     found, said = settled(tight)
     assert found.level == "fastest" and found.levels() != FASTEST and found.levels().described() in said[-1]
@@ -615,7 +615,7 @@ def test_a_diverged_run_says_so(config: TrainConfig) -> None:
 
 def _rank_with_a_bad_disk(config: TrainConfig) -> None:
     """Rank 1's disk fails once the checkpoint of step 2 is there."""
-    from longspan.memory.spill_file import SpillFile
+    from longspan.memory.offload.disk_file import SpillFile
     from longspan.train.job import _train_rank
 
     write, saved = SpillFile.write, config.checkpoints / "step-00000002" / "complete.json"

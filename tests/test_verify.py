@@ -119,8 +119,10 @@ def test_a_compressed_exchange_is_called_lossy(
 
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "plain"])
 def test_replicas_with_batches_of_their_own_pass(models: dict[str, Path], pool4: RankPool, fsdp: bool) -> None:
-    levers: dict[str, Any] = {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"} if fsdp else {}
-    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp, **levers))[0]
+    memory_options: dict[str, Any] = (
+        {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"} if fsdp else {}
+    )
+    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp, **memory_options))[0]
     assert report.passed, _failing(report)
     assert ("layers_per_checkpoint=2, offload=disk" in report.setup["memory"]) == fsdp
     assert report.places == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
@@ -283,7 +285,7 @@ def _shift_positions(patch: pytest.MonkeyPatch) -> None:
 
 def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
     from longspan.comm import shard
-    from longspan.hf import hooks
+    from longspan.hf.forward import hooks
 
     original = hooks.cut_batch
 
@@ -297,14 +299,14 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.whole import Whole
+    from longspan.attn.methods.local import Whole
 
     original = Whole.__call__
     patch.setattr(Whole, "__call__", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf import hooks
+    from longspan.hf.forward import hooks
 
     def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         total = F.cross_entropy(
@@ -319,7 +321,7 @@ def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.gradients import GradientSum
+    from longspan.hf.weights.gradients import GradientSum
 
     patch.setattr(GradientSum, "_sum", lambda self, bucket: None)
 
@@ -334,7 +336,7 @@ def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _report_a_loss_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf import hooks
+    from longspan.hf.forward import hooks
 
     original = hooks.mean_loss
 

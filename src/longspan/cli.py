@@ -22,8 +22,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from longspan.core.checked import check_text, means_a_path, nearest, path_of, read_toml, spell
 from longspan.core.errors import LongspanError, require
+from longspan.core.validation import check_text, means_a_path, nearest, path_of, read_toml, spell
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {

@@ -16,9 +16,9 @@ from longspan.attn.prepare import AttentionPlan, Shapes, check, check_tensors, c
 from longspan.attn.score import Bias, Scores
 from longspan.attn.segments import cu_seqlens_segments, document_segments, paired_segments
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
-from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
+from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, spell
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from longspan.compat.torch_attention import tree_leaves
-from longspan.core.checked import check_flag, check_function, spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
 from longspan.core.segments import Segments
+from longspan.core.validation import check_flag, check_function, spell
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`mask_mod(b, h, q, kv) -> bool`, FlexAttention's form: row of the batch, query head, positions of query and key."""

@@ -20,10 +20,10 @@ from longspan.attn.kernels.eager import EAGER
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.methods.base import Keeper, Method
 from longspan.attn.methods.chunked import Chunk, ChunkedUlysses
+from longspan.attn.methods.local import Whole
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
-from longspan.attn.methods.whole import Whole
 from longspan.attn.score import ScoreKind, Scores
 from longspan.comm.arguments import check_tensor
 from longspan.compat.torch_api import named_range

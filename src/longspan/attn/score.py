@@ -13,8 +13,8 @@ from torch import Tensor
 
 from longspan.attn.mask import over_indices
 from longspan.comm.arguments import check_tensor
-from longspan.core.checked import check_function, check_number, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_function, check_number, spell
 
 Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`bias(h, q, kv) -> float`: what is added to the score of query head h, query position q and key position kv."""

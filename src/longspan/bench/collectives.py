@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from longspan.bench.bytes_sent import counting
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.links import COLLECTIVES
 from longspan.bench.measure import Spread, most_sent
-from longspan.bench.sent import counting
 from longspan.bench.timing import every_seconds
 from longspan.comm.mesh import OneDeviceMesh, init_mesh
 from longspan.core.errors import LongspanError

@@ -16,7 +16,7 @@ from longspan.bench.measure import Measured, measure
 from longspan.bench.methods import Row, builder, chosen
 from longspan.bench.predict import Prediction, hardware_of, messages, predict
 from longspan.bench.shapes import job_of, read_config, shape_of
-from longspan.bench.works import Case, Shardings, Work
+from longspan.bench.workloads import Case, Shardings, Work
 from longspan.core.errors import LongspanError
 from longspan.plan.limits import refusal
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from tyro.conf import Positional  # imports no torch; tyro looks the annotation up when it makes the help
 
-from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
 from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
 from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 What = Literal["link", "collectives", "attention", "step"]

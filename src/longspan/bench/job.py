@@ -8,8 +8,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.config import BenchConfig
-from longspan.core.checked import check_processes
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_processes
 from longspan.ranks import launch
 from longspan.ranks.rendezvous import read_job
 from longspan.tracing.drawing import check_matplotlib
@@ -52,7 +52,7 @@ def run(config: BenchConfig) -> int:
 
 def _run_shown(config: BenchConfig) -> int:
     """`collectives`, `attention` and `step`: measure, print, draw."""
-    from longspan.bench.shown import show
+    from longspan.bench.output import show
 
     ranks = _ranks(config)
     if not launch.under_torchrun():

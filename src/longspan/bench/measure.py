@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longspan.bench.sent import counting
+from longspan.bench.bytes_sent import counting
 from longspan.bench.timing import synchronize, wait_for_all
-from longspan.bench.works import Work
+from longspan.bench.workloads import Work
 from longspan.comm.objects import gather_objects
 from longspan.tracing.merge import gather_trace
 from longspan.tracing.record import Recorder

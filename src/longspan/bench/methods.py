@@ -1,7 +1,7 @@
 """The methods that `bench attention` and `bench step` put side by side: a line each, and the meshes each has.
 
-What a line names as "module:function" makes the work of one rank (`longspan.bench.works`); nothing is imported before
-it is asked for.
+What a line names as "module:function" makes the work of one rank (`longspan.bench.workloads`); nothing is imported
+before it is asked for.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.core.cached import CODES
-from longspan.core.checked import spell
+from longspan.core.cache_dtype import CODES
 from longspan.core.errors import LongspanError
+from longspan.core.validation import spell
 from longspan.plan.job import Mesh
 
 
@@ -94,11 +94,11 @@ _PEER: dict[str, Any] = {
 }
 
 _SEQUENCE: dict[str, Any] = {
-    "attention": "longspan.bench.works:sequence_attention",
+    "attention": "longspan.bench.workloads:sequence_attention",
     "step": "longspan.bench.step:sequence_step",
 }
 _TENSOR: dict[str, Any] = {
-    "attention": "longspan.bench.works:tensor_attention",
+    "attention": "longspan.bench.workloads:tensor_attention",
     "step": "longspan.bench.step:tensor_step",
 }
 

@@ -23,11 +23,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan.bench.methods import Row
 from longspan.bench.step import StepCase, step_work
-from longspan.bench.works import Case, Work, attention_work, leaves_of
+from longspan.bench.workloads import Case, Work, attention_work, leaves_of
 from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
-from longspan.hf.fsdp import apply_fsdp
+from longspan.hf.weights.fsdp import apply_fsdp
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
 """q [B, L, H, D], k and v [B, L, K, D] of a rank's tokens, a contiguous part of the sequence, to [B, L, H, D]."""

@@ -15,9 +15,9 @@ from longspan.bench.config import BenchConfig
 from longspan.bench.links import Messages, measure_links
 from longspan.bench.report import Measurement, as_toml
 from longspan.comm.mesh import init_mesh
+from longspan.plan.cost.collective import Sent
 from longspan.plan.cost.communication import communication, layer_method
 from longspan.plan.cost.compute import layer_seconds
-from longspan.plan.cost.sent import Sent
 from longspan.plan.cost.times import layer_exposed, seconds_of
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh

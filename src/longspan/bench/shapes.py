@@ -8,7 +8,7 @@ from typing import Any
 
 from longspan.bench.config import MOST_CONTEXT, BenchConfig
 from longspan.bench.methods import Row
-from longspan.core.checked import existing_path
+from longspan.core.validation import existing_path
 from longspan.plan.job import Job
 from longspan.plan.models import CONFIGS, read_model, shape_from_config
 from longspan.plan.models.shape import ModelShape

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from longspan.bench.methods import Row
 from longspan.bench.tensor import Tensors
-from longspan.bench.works import Shardings, Work
+from longspan.bench.workloads import Shardings, Work
+from longspan.comm.digests import local_part
 from longspan.core.errors import LongspanError
-from longspan.hf.digests import local_part
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import decoder_layers
 from longspan.plan.models.shape import ModelShape

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from longspan.attn.score import ScoreKind, Scores
     from longspan.cache.store import Store
     from longspan.comm.mesh import SequenceSharding
+    from longspan.core.kv_placement import Places
     from longspan.core.layout import Span
-    from longspan.core.places import Places
 
 
 @dataclass(frozen=True, eq=False)

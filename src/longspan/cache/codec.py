@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.quantize import SCALED, Scaled
-from longspan.core.cached import CODES
+from longspan.core.cache_dtype import CODES
 from longspan.core.errors import LongspanError
 
 

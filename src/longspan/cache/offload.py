@@ -18,11 +18,11 @@ from longspan.cache.codec import PLAIN
 from longspan.cache.store import Store
 from longspan.core.errors import LongspanError
 from longspan.core.system import free_memory
-from longspan.memory.pinned import CudaCopier
+from longspan.memory.offload.host import CudaCopier
 
 if TYPE_CHECKING:
     from longspan.cache.codec import Codec
-    from longspan.memory.pinned import Copier, Copy
+    from longspan.memory.offload.host import Copier, Copy
 
 
 class Staged:

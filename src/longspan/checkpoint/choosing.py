@@ -10,8 +10,8 @@ from typing import Any
 from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, is_step, step_path, unmarked
 from longspan.checkpoint.ranks import Ranks, check_ranks
 from longspan.comm.objects import describe
-from longspan.core.checked import as_path, checked_call
 from longspan.core.errors import LongspanError
+from longspan.core.validation import as_path, checked_call
 
 
 def _as_resume(name: str, resume: Any) -> str:

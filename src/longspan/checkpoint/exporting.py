@@ -25,8 +25,8 @@ from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
 from longspan.checkpoint.saving import check_finite
 from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model
-from longspan.core.checked import as_path, check_choice, checked_call
 from longspan.core.errors import LongspanError
+from longspan.core.validation import as_path, check_choice, checked_call
 from longspan.hf.support import transformers_model
 
 RECORD = "longspan.json"

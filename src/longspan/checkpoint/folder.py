@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longspan.core.checked import as_path, check_count, checked_call
 from longspan.core.errors import LongspanError
+from longspan.core.validation import as_path, check_count, checked_call
 
 MARKER = "complete.json"
 FORMAT = 2

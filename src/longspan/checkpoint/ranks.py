@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from longspan.checkpoint.disk import DiskFull
 from longspan.comm.objects import broadcast_object, gather_objects
-from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full, spell_os_error
+from longspan.core.validation import spell
 
 T = TypeVar("T")
 

@@ -44,9 +44,9 @@ from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.compat.torchao_api import as_plain
-from longspan.core.checked import as_path, check_count, checked_call, spell
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full
+from longspan.core.validation import as_path, check_count, checked_call, spell
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor, beside its content, at most."""

@@ -32,15 +32,15 @@ from torch import Tensor
 from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
 from longspan.comm.quantize import coded_width, decode_blocks, encode_blocks
-from longspan.core.checked import LARGEST_COUNT, check_number, spell
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
+from longspan.core.validation import LARGEST_COUNT, check_number, spell
 from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from longspan.core.cached import CacheCode
+    from longspan.core.cache_dtype import CacheCode
 
 # Ranges of heads travel through the operators as one flat list of integers, [rank][tensor][start, stop].
 
@@ -156,7 +156,7 @@ def scatter_heads(
         shares: which heads each rank of `group` computes; a KV head in two shares is sent twice, and its gradient
             is the sum of what the two ranks return.
         group: the Ulysses group.
-        code: how it travels, of `longspan.core.cached.CODES`, and its gradient too.
+        code: how it travels, of `longspan.core.cache_dtype.CODES`, and its gradient too.
 
     Returns:
         `[S, B, W]`: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
@@ -347,7 +347,7 @@ class _Wire:
         by_rank: [rank][tensor] -> (start, stop), the heads of each rank.
         dims: elements of a head, of each tensor.
         rank: this one.
-        code: of `longspan.core.cached.CODES`.
+        code: of `longspan.core.cache_dtype.CODES`.
         home: whether my heads go to their tokens; else my tokens to their heads.
     """
 

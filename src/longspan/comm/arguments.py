@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.core.checked import spell
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
+from longspan.core.validation import spell
 
 
 def describe(value: object) -> str:

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.compat.torch_api import find_group as find_group
 from longspan.compat.torch_api import flatten_mesh, give_up_like_the_job
-from longspan.core.cached import CODES, CacheCode
-from longspan.core.checked import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
+from longspan.core.cache_dtype import CODES, CacheCode
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, layout_names
 from longspan.core.routes import ExchangeLink
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
 from longspan.ranks.rendezvous import meet, read_job
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
-from longspan.core.checked import LARGEST_COUNT, check_number
+from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.core.cached import SCALE_BYTES
+from longspan.core.cache_dtype import SCALE_BYTES
 
 Runs = Sequence[tuple[int, int]]
 """What a packed row is made of: so many vectors of so many elements, one run after the other."""

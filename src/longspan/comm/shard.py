@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_dim, check_tensor, describe
 from longspan.comm.mesh import group_name
-from longspan.core.checked import LARGEST_COUNT, check_number
 from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_number
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

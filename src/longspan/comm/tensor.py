@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.comm import gather
 from longspan.comm.mesh import find_group, group_name
-from longspan.core.buckets import Span, even_span
+from longspan.core.tile_sizes import Span, even_span
 
 
 @dataclass(frozen=True)

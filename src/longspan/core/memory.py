@@ -1,7 +1,8 @@
-"""What is done to save memory, one lever each, as one value: `longspan.parallelize(model, sp, memory=Memory(...))`.
+"""What is done to save memory, one memory option each, as one value: `longspan.parallelize(model, sp,
+memory=Memory(...))`.
 
-Every lever is exact; each says what it saves and what it costs. The planner costs the same value (`longspan plan
---memory ...`), so a table of levers and what a run really holds are about the same thing.
+Every memory option is exact; each says what it saves and what it costs. The planner costs the same value (`longspan
+plan --memory ...`), so a table of memory options and what a run really holds are about the same thing.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, checked_call, path_of, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, checked_call, path_of, spell
 
 Checkpointing = Literal["none", "attention", "output", "layers"]
 Offload = Literal["none", "host", "disk"]
@@ -27,7 +28,7 @@ LEVELS: tuple[MemoryLevel, ...] = ("fastest", "longest", "auto")
 
 @dataclass(frozen=True)
 class Memory:
-    """The levers.
+    """The memory options.
 
     Attributes:
         checkpointing: what of a layer is kept for its backward.
@@ -123,7 +124,7 @@ LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True)
 
 
 def memory_of(asked: object) -> Memory:
-    """The levers of a level, or those that were given.
+    """The memory options of a level, or those that were given.
 
     Raises:
         LongspanError: for what is neither.

@@ -1,4 +1,6 @@
-"""The levers of `longspan.core.memory` as flags of a command; `longspan plan` and `longspan train` have the same."""
+"""The memory options of `longspan.core.memory` as flags of a command; `longspan plan` and `longspan train` have the
+same.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,15 @@ Flags = TypeVar("Flags")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFlags:
-    """The levers that save memory."""
+    """The memory options that save memory."""
 
-    default_level: ClassVar[MemoryLevel] = "fastest"  # of by-flags, where no flag sets a lever
+    default_level: ClassVar[MemoryLevel] = "fastest"  # of by-flags, where no flag sets a memory option
 
     memory: Literal["by-flags", "fastest", "longest", "auto"] = "by-flags"
-    """The levers that save memory, together. fastest: none. longest: the least memory without offload. auto: the
-    fastest combination that fits by the planner, for each mesh (a disk is used where it is asked for, and not
-    otherwise). The flags below set one lever each, whatever this says. by-flags: exactly what these flags say; without
-    any, plan and train take auto, and verify takes fastest."""
+    """The memory options that save memory, together. fastest: none. longest: the least memory without offload. auto:
+    the fastest combination that fits by the planner, for each mesh (a disk is used where it is asked for, and not
+    otherwise). The flags below set one memory option each, whatever this says. by-flags: exactly what these flags say;
+    without any, plan and train take auto, and verify takes fastest."""
     checkpointing: Literal["by-memory", "none", "attention", "output", "layers"] = "by-memory"
     """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
     attention's output, its input alone. by-memory: as --memory says."""
@@ -45,10 +47,10 @@ class MemoryFlags:
     """Weights, gradients and optimizer states stay in the host's memory."""
 
     def fixed(self) -> dict[str, Any]:
-        """The levers that a flag of their own sets, by the fields of `Memory`.
+        """The memory options that a flag of their own sets, by the fields of `Memory`.
 
         Raises:
-            LongspanError: for two flags that say different things of one lever.
+            LongspanError: for two flags that say different things of one memory option.
         """
         given: dict[str, Any] = {
             "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
@@ -78,14 +80,14 @@ class MemoryFlags:
 
     @property
     def chooses(self) -> bool:
-        """Whether the planner chooses levers."""
+        """Whether the planner chooses memory options."""
         return self.level == "auto"
 
     def levels(self) -> Memory:
-        """The levers that are asked for; of those that the planner chooses, the fixed ones over the fastest.
+        """The memory options that are asked for; of those that the planner chooses, the fixed ones over the fastest.
 
         Raises:
-            LongspanError: for levers that cannot be together.
+            LongspanError: for memory options that cannot be together.
         """
         fixed = self.fixed()
         # It chooses a checkpointing to go with them.
@@ -95,7 +97,9 @@ class MemoryFlags:
 
 
 def flags_to_add(given: Memory, wanted: Memory) -> list[str]:
-    """The flags that make the levers of a command `wanted`, where they are `given` now: of those that differ alone."""
+    """The flags that make the memory options of a command `wanted`, where they are `given` now: of those that differ
+    alone.
+    """
     said = []
     for field in fields(Memory):
         name, value = field.name.replace("_", "-"), getattr(wanted, field.name)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from longspan.core.checked import LARGEST_COUNT, check_number, existing_path, read_text, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_number, existing_path, read_text, spell
 
 RopeKind = Literal["linear", "dynamic", "yarn", "longrope"]
 RopeChoice = Literal["as-is", "auto", "linear", "dynamic", "yarn", "longrope"]

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from longspan.core.checked import near, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import near, spell
 from longspan.hf.pretrained import first_line, not_found
 
 KINDS = (".txt", ".jsonl", ".parquet")

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.objects import gather_objects
-from longspan.core.differences import odd_ones
 from longspan.core.errors import LongspanError
+from longspan.core.rank_differences import odd_ones
 from longspan.data.stream import Piece, SequenceStream
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.core.checked import existing_path, means_a_path, near
 from longspan.core.errors import LongspanError
+from longspan.core.validation import existing_path, means_a_path, near
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
 from longspan.hf.pretrained import check_on_hub
 

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cached import CacheCode, CacheOffload
-from longspan.core.checked import (
+from longspan.core.cache_dtype import CacheCode, CacheOffload
+from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
+from longspan.core.memory_flags import flags_last
+from longspan.core.rope import RopeFlags
+from longspan.core.validation import (
     LARGEST_COUNT,
     LARGEST_JOB,
     LARGEST_SEED,
@@ -16,10 +20,6 @@ from longspan.core.checked import (
     check_number,
     check_output,
 )
-from longspan.core.errors import LongspanError
-from longspan.core.layout import LayoutName
-from longspan.core.memory_flags import flags_last
-from longspan.core.rope import RopeFlags
 from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.hf.auto import BASE_OF_A_RANK, device_memory, hardware_of
+from longspan.hf.memory_auto import BASE_OF_A_RANK, device_memory, hardware_of
 from longspan.hf.shapes import shape_of
 from longspan.plan.cost.cached import staged_bytes
 from longspan.plan.cost.offload import outside

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from longspan.core.checked import check_processes
+from longspan.core.validation import check_processes
 from longspan.generate.config import GenerateConfig
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.cache.folder import INDEX
+from longspan.comm.consistency import host_group
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
 from longspan.generate.fit import planned_cache_bytes, planned_device_bytes
@@ -19,8 +20,7 @@ from longspan.generate.job import opened
 from longspan.generate.prompt import tokenizer_name
 from longspan.generate.start import start
 from longspan.generate.stream import Progress, TextStream
-from longspan.hf.across_ranks import host_group
-from longspan.hf.kv_cache import ShardedCache
+from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import decoder_layers
 from longspan.ranks.launch import Stopped, StopRequest
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.core.checked import LARGEST_COUNT, check_number, check_output, check_processes
 from longspan.core.errors import LongspanError, require
+from longspan.core.validation import LARGEST_COUNT, check_number, check_output, check_processes
 from longspan.generate.config import ModelFlags
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch

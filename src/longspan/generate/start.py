@@ -11,7 +11,7 @@ import torch
 from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import base_of, is_adapter
-from longspan.hf.sources import Origin
+from longspan.hf.weights.sources import Origin
 from longspan.ranks import agreement, launch
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from torch import Tensor
 from longspan.attn.mask import Mask
 from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
 from longspan.comm.arguments import check_integers, check_sharding, describe
+from longspan.comm.digests import Digester
 from longspan.comm.shard import shard
-from longspan.core.checked import check_flag, checked_call
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
-from longspan.hf.digests import Digester
-from longspan.memory.loss import IGNORE as IGNORE
+from longspan.core.validation import check_flag, checked_call
+from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
-from longspan.hf.hooks import ForwardHooks
+from longspan.core.validation import checked_call
+from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.support import transformers_model
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @checked_call()
 def explain(model: nn.Module) -> str:
-    """What `parallelize` has chosen for a model: mesh, layout, levers of memory and why, and in its last forward
+    """What `parallelize` has chosen for a model: mesh, layout, memory options and why, and in its last forward
     the attention kernel of each kind of layer.
 
     Args:
@@ -29,15 +29,15 @@ def explain(model: nn.Module) -> str:
     hooks = getattr(inner, "longspan_hooks", None)
     if not isinstance(hooks, ForwardHooks):
         raise LongspanError(f"{type(inner).__name__} was not parallelized; call longspan.parallelize(model, sp) first")
-    sp, levers = hooks.sp, hooks.levers
+    sp, memory_options = hooks.sp, hooks.memory_options
     tensor = "" if hooks.tensor is None else f" tensor={sp.tensor_size} ({hooks.tensor.style})"
     lines = [
         f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}, layout {sp.layout.kind}",
     ]
     if sp.exchange_dtype != "exact" and sp.ulysses_size > 1:
         lines.append(f"exchange: {sp.exchange_dtype}, LOSSY: a byte per element, a scale per token and head")
-    if levers is not None:
-        lines.append(f"memory: {levers.memory.described()} ({levers.why})")
+    if memory_options is not None:
+        lines.append(f"memory: {memory_options.memory.described()} ({memory_options.why})")
     chosen = Counter(str(layer.choice) for layer in hooks.binding.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
     if not chosen:

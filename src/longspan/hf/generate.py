@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.arguments import check_tensor
+from longspan.comm.consistency import gather_numbers
 from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
-from longspan.core.places import CHUNK
-from longspan.hf.across_ranks import gather_numbers
-from longspan.hf.kv_cache import ShardedCache
+from longspan.core.kv_placement import CHUNK
+from longspan.hf.forward.kv_cache import ShardedCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from longspan.comm.arguments import as_dtype, check_sharding, describe
+from longspan.comm.consistency import agree_on_model
 from longspan.comm.objects import together
 from longspan.compat.transformers_api import generation_config
-from longspan.core.checked import checked_call, refuse_unknown
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
-from longspan.hf.across_ranks import agree_on_model
-from longspan.hf.hollow import materialize, vacate
+from longspan.core.validation import checked_call, refuse_unknown
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import base_of, check_source, first_line, is_adapter, read_adapter
-from longspan.hf.sources import Files, FirstRank, Origin, Weights
-from longspan.hf.weight_files import WeightFiles
+from longspan.hf.weights.files import WeightFiles
+from longspan.hf.weights.meta_init import materialize, vacate
+from longspan.hf.weights.sources import Files, FirstRank, Origin, Weights
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -139,8 +139,8 @@ def load_sharded(
     Raises:
         LongspanError: as `from_pretrained`.
     """
-    sharded, levers = fsdp and sp.job_size > 1, options.get("memory")
-    offloads = fsdp and isinstance(levers, Memory) and levers.cpu_offload
+    sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
+    offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from longspan.core.checked import check_flag, check_number, checked_call
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_flag, check_number, checked_call
 from longspan.hf.batch import check_batch, shard_batch
-from longspan.hf.fsdp import reshard
-from longspan.hf.outputs import Gathered
+from longspan.hf.forward.outputs import Gathered
 from longspan.hf.support import transformers_model
-from longspan.memory.logits import DeferredLogits
-from longspan.memory.logprobs import logprobs_of
+from longspan.hf.weights.fsdp import reshard
+from longspan.losses.deferred_logits import DeferredLogits
+from longspan.losses.logprobs import logprobs_of
 
 if TYPE_CHECKING:
     pass

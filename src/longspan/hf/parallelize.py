@@ -23,21 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.comm.arguments import check_sharding
-from longspan.core.checked import check_flag, checked_call, spell
+from longspan.comm.consistency import ReplicaCheck, agree_on_model, broadcast_weights
+from longspan.comm.digests import digests_of, weights_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
-from longspan.hf.across_ranks import ReplicaCheck, agree_on_model, broadcast_weights
-from longspan.hf.alike import BatchCheck
-from longspan.hf.digests import digests_of, weights_of
-from longspan.hf.fsdp import apply_fsdp, check_cpu_offload, gather_group_of
+from longspan.core.validation import check_flag, checked_call, spell
+from longspan.hf.checks.batches import BatchCheck
+from longspan.hf.checks.guards import Guard, RestCheck, forbid
+from longspan.hf.checks.savers import refuse_savers
+from longspan.hf.checks.version import check_version
+from longspan.hf.forward.hooks import ForwardHooks
+from longspan.hf.forward.registry import ModelBinding, bind_layers
 from longspan.hf.generate import Generate
-from longspan.hf.gradients import GradientSum
-from longspan.hf.guards import Guard, RestCheck, forbid
-from longspan.hf.hooks import ForwardHooks
-from longspan.hf.levers import Auto, LeverModules, Levers
-from longspan.hf.registry import ModelBinding, bind_layers
-from longspan.hf.savers import refuse_savers
+from longspan.hf.memory_options import Auto, MemoryManager, MemoryModules
 from longspan.hf.support import (
     Place,
     attention_dropout,
@@ -48,9 +47,10 @@ from longspan.hf.support import (
     switch_dropout_off,
     transformers_model,
 )
-from longspan.hf.tensor import TensorParallel, TensorStyle, check_style, tensor_plan
-from longspan.hf.version_check import check_version
-from longspan.memory.offload import store_for
+from longspan.hf.tensor_parallel.layers import TensorParallel, TensorStyle, check_style, tensor_plan
+from longspan.hf.weights.fsdp import apply_fsdp, check_cpu_offload, gather_group_of
+from longspan.hf.weights.gradients import GradientSum
+from longspan.memory.offload.choice import store_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,8 +90,8 @@ def parallelize(
         sp: how the sequence lies over the ranks.
         fsdp: shard weights, gradients and optimizer state by FSDP2: one group per decoder layer, gathered one layer
             ahead in forward and backward, released after forward; embedding, and final norm and head, are groups of
-            their own unless they are tied (`longspan.hf.fsdp`). False: every rank holds all weights, and gradients are
-            summed over all ranks at the end of each backward.
+            their own unless they are tied (`longspan.hf.weights.fsdp`). False: every rank holds all weights, and
+            gradients are summed over all ranks at the end of each backward.
         mp_policy: FSDP's mixed precision; by default everything stays in the parameters' dtype.
         kernel: the local attention, by name or any callable; see `longspan.attention`.
         weights: "same": the ranks must hold the same weights, which a digest of each parameter and buffer shows.
@@ -107,17 +107,18 @@ def parallelize(
             and at each forward: finds memory that changed by itself. Each costs one pass over this rank's weights.
         logits: True: the model makes its logits in training too. By default a forward in training that is given labels
             does not: head and cross entropy go tile by tile over the tokens, so that the largest tensor of a step
-            never exists, and `out.logits` is None (`longspan.memory.loss`). Elsewhere logits are made.
-        memory: what is done in training to save memory: "fastest" (nothing beyond that), "longest" (every lever that
-            stays on the device), "auto" (the fastest levers that fit this device, by the planner, chosen at the first
-            training forward and again whenever a batch is larger than all before), or a `longspan.Memory` that names
-            each lever. `longspan.explain(model)` says what was taken, and why.
+            never exists, and `out.logits` is None (`longspan.losses.cross_entropy`). Elsewhere logits are made.
+        memory: what is done in training to save memory: "fastest" (nothing beyond that), "longest" (every memory option
+            that stays on the device), "auto" (the fastest memory options that fit this device, by the planner, chosen
+            at the first training forward and again whenever a batch is larger than all before), or a `longspan.Memory`
+            that names each memory option. `longspan.explain(model)` says what was taken, and why.
         dropout: 0.0: every dropout of the model is set to 0, in its layers and its config, so that a model with dropout
             in its attention can be trained. None: the model's stay; those in attention are refused in training, since
             what they draw would depend on the number of ranks. Nothing else is taken.
         tensor_style: over the mesh's `tensor` axis, where it is more than 1: "tp": every rank of a tensor group holds
             the whole residual stream, and each layer sums it twice. "megatron-sp": each holds its tokens of it, which
-            are gathered before attention and MLP, and summed and scattered behind; see `longspan.hf.tensor`.
+            are gathered before attention and MLP, and summed and scattered behind; see
+            `longspan.hf.tensor_parallel.layers`.
 
     Returns:
         `model`. Its forward takes the full batch, or one cut by `longspan.shard_batch` (with `shift=False` for a masked
@@ -148,19 +149,19 @@ def parallelize(
     }
     inner: PreTrainedModel | None = None
     facts, digests, problem = dict[str, str](), dict[str, int](), None
-    levers, store, auto = FASTEST, None, None
+    memory_options, store, auto = FASTEST, None, None
     try:
-        levers = FASTEST if memory == "auto" else memory_of(memory)
+        memory_options = FASTEST if memory == "auto" else memory_of(memory)
         inner = _checked(model, sp, options)
-        _check_levers(inner, levers, fsdp=fsdp)
-        if sp.tensor_size > 1 and levers.head_loss != "tiled":
+        _check_memory_options(inner, memory_options, fsdp=fsdp)
+        if sp.tensor_size > 1 and memory_options.head_loss != "tiled":
             raise LongspanError(
-                f"head_loss={levers.head_loss!r} knows no vocabulary that is cut over `tensor={sp.tensor_size}`; "
+                f"head_loss={memory_options.head_loss!r} knows no vocabulary cut over `tensor={sp.tensor_size}`; "
                 "use 'tiled'"
             )
         auto = Auto(inner, sp, fsdp, mp_policy, tensor_style) if memory == "auto" else None
-        check_cpu_offload(sp.device, levers.cpu_offload)
-        store = store_for(levers, sp.device)
+        check_cpu_offload(sp.device, memory_options.cpu_offload)
+        store = store_for(memory_options, sp.device)
         facts = _facts(model, sp, options)
         if sp.job_size > 1 and weights == "same":
             digests = digests_of(weights_of(model))
@@ -176,9 +177,9 @@ def parallelize(
     if sp.data_rank == sp.rank == sp.tensor_rank == 0:  # it is the same on all
         _warn_of_idle_ranks(inner, sp)
         _warn_of_dropout(inner)
-    binding = bind_layers(inner, sp, kernel, levers)
-    hooks = _set_hooks(inner, sp, binding, Levers(inner, levers, store, auto), logits)
-    sharded = sp.shards_weights(fsdp=fsdp, cpu_offload=levers.cpu_offload)
+    binding = bind_layers(inner, sp, kernel, memory_options)
+    hooks = _set_hooks(inner, sp, binding, MemoryManager(inner, memory_options, store, auto), logits)
+    sharded = sp.shards_weights(fsdp=fsdp, cpu_offload=memory_options.cpu_offload)
     sums = not fsdp and sp.world_size > 1
     if sp.job_size > 1:
         hooks.batches = BatchCheck(sp, check_batches, ReplicaCheck(inner, check_weights if sums else 0))
@@ -192,7 +193,7 @@ def parallelize(
         if sharded:
             if hooks.tensor is None:
                 hooks.guard.remember(inner)
-            apply_fsdp(inner, sp, mp_policy, cpu_offload=levers.cpu_offload)
+            apply_fsdp(inner, sp, mp_policy, cpu_offload=memory_options.cpu_offload)
             inner.register_forward_hook(hooks.give_back)
             if hooks.head is not None:
                 hooks.head.gather = functools.partial(gather_group_of, inner, hooks.head.module)
@@ -212,7 +213,7 @@ def check_ahead(
     ring_size: int,
     fsdp: bool,
     kernel: AnyKernel,
-    levers: Memory,
+    memory_options: Memory,
 ) -> None:
     """What `parallelize`, or the first forward in training, would refuse of a model, before there are any ranks.
 
@@ -222,19 +223,19 @@ def check_ahead(
         ring_size: blocks of a sequence.
         fsdp: whether weights are sharded where there are several ranks.
         kernel: the local attention.
-        levers: of memory.
+        memory options: of memory.
 
     Raises:
         LongspanError: naming the layer and the reason.
     """
-    check_model(model, Place(device, ring_size), kernel, lean=levers.lean)
-    _check_levers(model, levers, fsdp=fsdp)
+    check_model(model, Place(device, ring_size), kernel, lean=memory_options.lean)
+    _check_memory_options(model, memory_options, fsdp=fsdp)
     refuse_dropout(attention_dropout(model))
 
 
-def _check_levers(model: PreTrainedModel, levers: Memory, *, fsdp: bool) -> None:
-    LeverModules(model).check(levers)
-    if levers.cpu_offload and not fsdp:
+def _check_memory_options(model: PreTrainedModel, memory_options: Memory, *, fsdp: bool) -> None:
+    MemoryModules(model).check(memory_options)
+    if memory_options.cpu_offload and not fsdp:
         raise LongspanError("cpu_offload=True is FSDP's, and fsdp is off; leave one of them")
 
 
@@ -253,8 +254,8 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
         )
     for option in ("fsdp", "check_at_rest", "logits"):
         check_flag(option, options[option])
-    levers = FASTEST if options["memory"] == "auto" else memory_of(options["memory"])
-    if mp_policy is not None and not sp.shards_weights(fsdp=fsdp, cpu_offload=levers.cpu_offload):
+    memory_options = FASTEST if options["memory"] == "auto" else memory_of(options["memory"])
+    if mp_policy is not None and not sp.shards_weights(fsdp=fsdp, cpu_offload=memory_options.cpu_offload):
         why = "with fsdp=False" if not fsdp else "on one rank, where nothing is sharded,"
         raise LongspanError(f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model")
     if weights not in ("same", "broadcast"):
@@ -313,9 +314,9 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
 
 
 def _set_hooks(
-    model: PreTrainedModel, sp: SequenceSharding, binding: ModelBinding, levers: Levers, logits: bool
+    model: PreTrainedModel, sp: SequenceSharding, binding: ModelBinding, memory_options: MemoryManager, logits: bool
 ) -> ForwardHooks:
-    hooks = ForwardHooks(model, sp, binding, logits=logits, levers=levers)
+    hooks = ForwardHooks(model, sp, binding, logits=logits, memory_options=memory_options)
     model.longspan_hooks = hooks
     model.register_forward_pre_hook(hooks.enter, with_kwargs=True)
     model.register_forward_hook(hooks.leave)

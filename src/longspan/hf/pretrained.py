@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.core.checked import existing_path, means_a_path, near, read_text, spell
 from longspan.core.errors import LongspanError
 from longspan.core.rope import (
     AS_IS,
@@ -19,6 +18,7 @@ from longspan.core.rope import (
     scaled_table,
     scaling_for,
 )
+from longspan.core.validation import existing_path, means_a_path, near, read_text, spell
 from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.ranks import launch
 

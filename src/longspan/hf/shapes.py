@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.core.errors import LongspanError
-from longspan.hf.auto import config_shape
+from longspan.hf.memory_auto import config_shape
 from longspan.hf.support import attention_layers, decoder_layers
 from longspan.plan.layers import CAUSAL, Bidirectional, Chunk, Dense, Experts, Mlp, Reach, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers

@@ -22,8 +22,8 @@ from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.compat.transformers_api import makes_positions, router_loss, uses_registry
 from longspan.core.errors import LongspanError
-from longspan.hf.loss import balance, balance_sums
 from longspan.hf.pretrained import kind_of, without_dropout
+from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = "it cannot be sharded in this version"
 
@@ -149,7 +149,8 @@ def refuse_dropout(found: tuple[str, float, str] | None) -> None:
 
 
 def router_top_k(model: PreTrainedModel) -> int | None:
-    """Experts per token of a mixture of experts whose auxiliary loss is `longspan.hf.loss.load_balancing_loss`.
+    """Experts per token of a mixture of experts whose auxiliary loss is
+    `longspan.losses.load_balancing.load_balancing_loss`.
 
     The family's own copy of that function is called on a small example, and has to agree. None for a
     model without such a loss, or with another one.

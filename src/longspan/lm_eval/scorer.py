@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from longspan.core.errors import LongspanError
 from longspan.hf.logprobs import token_logprobs
-from longspan.memory.loss import IGNORE
+from longspan.losses.cross_entropy import IGNORE
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -1,1 +1,1 @@
-"""What bounds the length of a sequence, one lever a file, each exact."""
+"""What bounds the length of a sequence, one memory option a file, each exact."""

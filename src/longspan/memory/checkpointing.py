@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from longspan.attn.prepare import AttentionPlan
     from longspan.attn.score import Scores
     from longspan.core.memory import Memory
-    from longspan.memory.offload import Store, Stored
+    from longspan.memory.offload.choice import Store, Stored
 
 
 _SMALL = 4096  # bytes; not worth a way to the host and back
@@ -124,7 +124,7 @@ class CheckpointedLayer:
 
     Args:
         layer: the module. Hooks around its call, FSDP's among them, stay outside, where its class has them.
-        memory: the levers.
+        memory: the memory options.
         store: where what is kept lies; None: where it is.
         tell: is told, for the time of a call, who keeps what its attentions compute; None: nobody.
         draws: whether the layer draws random numbers, which must be the same when it is computed again.

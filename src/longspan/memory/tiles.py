@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.comm.sharded_weights import seeing_local, trained_parameters
 from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
+from longspan.losses.deferred_logits import Bare
 from longspan.memory.activations import Kept
-from longspan.memory.logits import Bare
-from longspan.memory.shards import seeing_local, trained_parameters
 
 _PROBED = 4  # tokens with which a module is asked whether its tokens are independent
 

@@ -12,16 +12,16 @@ from typing import Any
 from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST
 from longspan.core.rope import scaling_for
-from longspan.plan.advice import WouldDo, spelled_would_do, what_would_do, would_do
 from longspan.plan.config import PlanConfig
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory import STEP, LeverRow, lever_rows, longest, search_levers
+from longspan.plan.memory_search import STEP, MemoryRow, longest, memory_rows, search_memory_options
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Search, search
-from longspan.plan.views.levers import levers_dict
+from longspan.plan.suggestions import WouldDo, spelled_would_do, what_would_do, would_do
+from longspan.plan.views.memory_options import memory_options_dict
 from longspan.plan.views.report import to_dict
 
 __all__ = ["PlanConfig", "run"]
@@ -44,10 +44,10 @@ def run(config: PlanConfig) -> int:
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
     advice = _advice(config, found, model, job, hardware) if found.recommended is None else None
     report: dict[str, Any] | None = None
-    rows = _levers(found, job, hardware) if config.levers else []
+    rows = _memory_options(found, job, hardware) if config.memory_options else []
     if config.json or config.html:
-        levers = levers_dict(rows, config.gpus) if rows else None
-        report = to_dict(found, model, job, config.gpus, hardware, methods, levers, advice)
+        memory_options = memory_options_dict(rows, config.gpus) if rows else None
+        report = to_dict(found, model, job, config.gpus, hardware, methods, memory_options, advice)
     if config.json:
         print(json.dumps(report, indent=1))
     else:
@@ -90,7 +90,8 @@ def run(config: PlanConfig) -> int:
 
 
 def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Refuse what no mesh would change: positions that the model cannot have, levers that the hardware has no use for.
+    """Refuse what no mesh would change: positions that the model cannot have, memory options that the hardware has no
+    use for.
 
     Raises:
         LongspanError: with the way out.
@@ -106,7 +107,7 @@ def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
 
 
 def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
-    """What was found, and the job with the context and the levers of the plan that is recommended."""
+    """What was found, and the job with the context and the memory options of the plan that is recommended."""
     job, fixed = config.job(), config.fixed()
     if config.context == "max":
         if config.level == "longest":
@@ -119,9 +120,9 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
                 f"{what_would_do(model, shortest, config.gpus, hardware, fixed, chooses=True)}"
             )
         job = dataclasses.replace(best.job, memory=job.memory)
-        found = search_levers(model, job, config.gpus, hardware, fixed)
+        found = search_memory_options(model, job, config.gpus, hardware, fixed)
     elif config.level == "auto":
-        found = search_levers(model, job, config.gpus, hardware, fixed)
+        found = search_memory_options(model, job, config.gpus, hardware, fixed)
     else:
         return job, search(model, job, config.gpus, hardware)
     chosen = found.recommended or next(iter(found.plans), None)
@@ -136,11 +137,11 @@ def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hard
     return would_do(model, job, config.gpus, hardware, config.fixed(), config.chooses)
 
 
-def _levers(found: Search, job: Job, hardware: Hardware) -> list[LeverRow]:
+def _memory_options(found: Search, job: Job, hardware: Hardware) -> list[MemoryRow]:
     """Of the mesh that is recommended, else of the nearest that this version runs."""
     running = [plan for plan in found.plans if plan.runs]
     plan = found.recommended or next(iter(running or found.plans), None)
-    return [] if plan is None else lever_rows(plan.model, job, plan.mesh, hardware)
+    return [] if plan is None else memory_rows(plan.model, job, plan.mesh, hardware)
 
 
 def _write(what: str, path: Path, write: Callable[[Path], object], quietly: bool) -> None:

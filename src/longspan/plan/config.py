@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.core.cached import CacheCode, CacheOffload
-from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
+from longspan.core.cache_dtype import CacheCode, CacheOffload
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory import MemoryLevel
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeChoice, RopeFlags
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.plan.job import Job
 from longspan.plan.search import MOST_GPUS
 
@@ -36,7 +36,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     """GPUs in all, up to 16,384."""
     context: int | Literal["max"] = 131072
     """Tokens of one sequence (also 128k or 1M: k is 1024, M is 1024 * 1024). In decode those already in the cache. max:
-    the longest that fits, with the levers that it takes; those that are given stay as they are."""
+    the longest that fits, with the memory options that it takes; those that are given stay as they are."""
     batch: int = 1
     """Sequences of one step, over all GPUs."""
     mode: Literal["train", "prefill", "decode"] = "train"
@@ -82,15 +82,15 @@ class PlanConfig(MemoryFlags, RopeFlags):
 
     top: int = 6
     """Meshes that the table shows."""
-    levers: bool = False
-    """Show what each lever alone saves and costs, and the longest context with it."""
+    memory_options: bool = False
+    """Show what each memory option alone saves and costs, and the longest context with it."""
     compare: bool = False
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
     """Print JSON (schema longspan.plan/3, see docs/plan.md) instead of tables."""
     html: Path | None = None
-    """Write one self-contained page with sliders for context and GPUs, and switches for checkpointing, levers, kind of
-    GPU and batch."""
+    """Write one self-contained page with sliders for context and GPUs, and switches for checkpointing, memory options,
+    kind of GPU and batch."""
     png: Path | None = None
     """Draw memory and time against context (needs matplotlib)."""
     rope_scaling: RopeChoice = field(default="auto", kw_only=True)
@@ -100,7 +100,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
 
     @property
     def chooses(self) -> bool:
-        """Whether the planner chooses levers."""
+        """Whether the planner chooses memory options."""
         return super().chooses or self.context == "max"
 
     def job(self) -> Job:

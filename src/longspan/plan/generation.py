@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import head_tile
 from longspan.core.errors import LongspanError
+from longspan.core.tile_sizes import head_tile
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.offload import HOST_SHARE, outside
 from longspan.plan.limits import GB, refusal

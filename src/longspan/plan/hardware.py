@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspan.core.checked import Toml, check_flag, check_number, existing_path, path_of, read_toml, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import Toml, check_flag, check_number, existing_path, path_of, read_toml, spell
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
 """The collectives that longspan and the methods beside it use."""

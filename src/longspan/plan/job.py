@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cached import CODES, OFFLOADS, CacheCode, CacheOffload
-from longspan.core.checked import LARGEST_COUNT, check_flag, check_number, spell
+from longspan.core.cache_dtype import CODES, OFFLOADS, CacheCode, CacheOffload
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 from longspan.core.memory import FASTEST, Memory
+from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, spell
 
 Mode = Literal["train", "prefill", "decode"]
 TensorStyle = Literal["tp", "megatron-sp"]
@@ -38,7 +38,8 @@ class Job:
         dtype: of activations and gathered weights. Training in bf16 keeps weights, gradients and optimizer in fp32.
         optimizer: `adamw` keeps two fp32 numbers per weight, `sgd` none.
         weight_sharding: FSDP over data x ring x ulysses, or whole weights on every GPU.
-        memory: the levers that save memory, as `longspan.parallelize(memory=...)` takes them. A forward alone keeps
+        memory: the memory options that save memory, as `longspan.parallelize(memory=...)` takes them. A forward alone
+            keeps
             nothing for a backward: of prefill and decode only `tiled_mlp`, `head_chunks` and `cpu_offload` change
             anything.
         tiled_loss: logits exist a tile at a time, never whole, as in training by default.
@@ -51,9 +52,9 @@ class Job:
             takes it; 1: all at once.
         exchange_dtype: how it travels, likewise: "exact", or lossy, "int8" or "fp8". Bytes and their time are counted,
             coding's own time is not.
-        cache: how keys and values are kept (`longspan.core.cached.CODES`).
-        cache_offload: where they lie (`longspan.core.cached.OFFLOADS`).
-        cache_latent: of MLA, hold latent vectors where they take less (`longspan.core.cached.holds_latent`).
+        cache: how keys and values are kept (`longspan.core.cache_dtype.CODES`).
+        cache_offload: where they lie (`longspan.core.cache_dtype.OFFLOADS`).
+        cache_latent: of MLA, hold latent vectors where they take less (`longspan.core.cache_dtype.holds_latent`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
             runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import even_span
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
+from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.tensor import known_to_cut
 from longspan.plan.job import AXES, RUNS
 

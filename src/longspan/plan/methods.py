@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.communication import communication
-from longspan.plan.cost.local import micro_batches
+from longspan.plan.cost.per_rank import micro_batches
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.linear import Linear

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from longspan.core.checked import LARGEST_COUNT, check_number, spell
-from longspan.core.counts import size
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import size
+from longspan.core.validation import LARGEST_COUNT, check_number, spell
 from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.compute import model_flops, optimizer_seconds
-from longspan.plan.cost.local import micro_batches
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.offload import HOST_SHARE, NOTHING, Offloaded, offloaded, outside
+from longspan.plan.cost.per_rank import micro_batches
 from longspan.plan.cost.times import step_times
 from longspan.plan.job import Job, Mesh, RingImpl
 from longspan.plan.limits import GB, not_in_this_version, notes, refusal

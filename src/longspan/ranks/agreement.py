@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from longspan.core.differences import differences, listed, spell_ranks
 from longspan.core.errors import LongspanError
+from longspan.core.rank_differences import differences, listed, spell_ranks
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
 
 #: What a value is cut to, so that a rank says a few kilobytes in all; a checksum then stands for the rest.

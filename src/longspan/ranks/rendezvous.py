@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
+from longspan.core.rank_differences import spell_ranks
 from longspan.ranks.slurm import adopt_step
 
 if TYPE_CHECKING:

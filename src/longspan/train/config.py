@@ -6,8 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.core.cached import CacheCode
-from longspan.core.checked import (
+from longspan.core.cache_dtype import CacheCode
+from longspan.core.errors import LongspanError
+from longspan.core.layout import LayoutName
+from longspan.core.memory import Memory, MemoryLevel
+from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.rope import RopeFlags
+from longspan.core.validation import (
     LARGEST_COUNT,
     LARGEST_JOB,
     LARGEST_SEED,
@@ -16,11 +21,6 @@ from longspan.core.checked import (
     check_number,
     path_of,
 )
-from longspan.core.errors import LongspanError
-from longspan.core.layout import LayoutName
-from longspan.core.memory import Memory, MemoryLevel
-from longspan.core.memory_flags import MemoryFlags, flags_last
-from longspan.core.rope import RopeFlags
 from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 
@@ -57,7 +57,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
 
     context: int | Literal["max"] = 8192
     """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024). max: the longest that the planner says fits,
-    with the levers of memory that it takes, and within the model's positions."""
+    with the memory options that it takes, and within the model's positions."""
     rank_memory: float | None = None
     """GB that a rank may take for weights, optimizer and activations, where --memory auto or --context max choose. By
     default those of its GPU, or on a CPU its share of the machine's."""
@@ -186,22 +186,22 @@ class TrainConfig(MemoryFlags, RopeFlags):
     step and a save take longer."""
     dry_run: bool = False
     """Check the run as far as that needs no ranks and no weights (model, text, folders, checkpoint, RoPE scaling,
-    levers), say what it would do, and end. Nothing is written."""
+    memory options), say what it would do, and end. Nothing is written."""
     max_restarts: int = 0
     """How often the ranks are started again, from the newest checkpoint, after one of them died or was lost. Under
     torchrun, give its --max-restarts."""
 
     def levels(self) -> Memory:
-        """The levers that are asked for.
+        """The memory options that are asked for.
 
         Raises:
-            LongspanError: for levers that cannot be together.
+            LongspanError: for memory options that cannot be together.
         """
         return replace(super().levels(), offload_folder=self.offload_folder)
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence, once `max` is settled (`longspan.train.levers.settled`)."""
+        """Tokens per sequence, once `max` is settled (`longspan.train.memory_choice.settled`)."""
         assert self.context != "max"
         return self.context
 

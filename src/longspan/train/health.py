@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
-    from longspan.hf.nonfinite import NonFinite
+    from longspan.hf.checks.nonfinite import NonFinite
     from longspan.train.config import TrainConfig
 
 WINDOW = 20

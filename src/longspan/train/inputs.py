@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import differences
-from longspan.core.checked import check_output
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeScaling
+from longspan.core.validation import check_output
 from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.hf.pretrained import read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
@@ -19,7 +19,7 @@ from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, run_identity, spell_change
 
 if TYPE_CHECKING:
-    from longspan.hf.sources import Origin
+    from longspan.hf.weights.sources import Origin
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from longspan.hf.sources import Origin
+    from longspan.hf.weights.sources import Origin
 
     # In messages of what is wrong with its weights, the option; a config has none.
     said = f"--model {config.model}" if config.model is not None else str(config.config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 
-from longspan.core.checked import check_processes
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_processes
 from longspan.hf.pretrained import check_names
 from longspan.ranks import agreement, launch
 from longspan.train.config import TrainConfig
@@ -33,7 +33,7 @@ def run(config: TrainConfig) -> int:
             "torchrun's --max-restarts, or leave it out on one rank"
         )
     if config.dry_run:
-        from longspan.train.dry import dry_run
+        from longspan.train.dry_run import dry_run
 
         config = _settled(config)
         if launch.is_first_rank():
@@ -58,8 +58,8 @@ def run(config: TrainConfig) -> int:
 
 
 def _settled(config: TrainConfig) -> TrainConfig:
-    """Return the config with the context and levers that the planner chooses; the first rank prints them."""
-    from longspan.train.levers import settled
+    """Return the config with the context and memory options that the planner chooses; the first rank prints them."""
+    from longspan.train.memory_choice import settled
 
     config, said = settled(config)
     config.check()

@@ -23,23 +23,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan import checkpoint
 from longspan.checkpoint.identity import flat
+from longspan.comm.consistency import host_group
 from longspan.comm.mesh import SequenceSharding, init_mesh
 from longspan.compat.torch_api import gather_into
 from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
-from longspan.core.differences import spell_ranks
 from longspan.core.errors import LongspanError
+from longspan.core.rank_differences import spell_ranks
 from longspan.data import ROUNDS_AHEAD, StepBatch, deal, prefetch, rounds, together
-from longspan.hf.across_ranks import host_group
-from longspan.hf.auto import device_memory
 from longspan.hf.batch import shard_batch
-from longspan.hf.gradients import no_sync
-from longspan.hf.hooks import ForwardHooks
-from longspan.hf.in_backward import optimizer_in_backward
+from longspan.hf.checks.nonfinite import watch
+from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.loading import load_sharded
-from longspan.hf.nonfinite import watch
-from longspan.hf.placed import tensor_parts
+from longspan.hf.memory_auto import device_memory
 from longspan.hf.support import transformers_model
+from longspan.hf.weights.gradients import no_sync
+from longspan.hf.weights.optimizer_in_backward import optimizer_in_backward
+from longspan.hf.weights.shard_slices import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
@@ -64,7 +64,7 @@ from longspan.train.metrics import (
 )
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
-from longspan.train.said import what_runs
+from longspan.train.summary import what_runs
 
 
 class Trainer:
@@ -452,7 +452,7 @@ class Trainer:
 def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:
     """What this rank's offload moved since this was asked last: `StepMetrics`' part of it, nothing without one."""
     hooks = transformers_model(model).longspan_hooks
-    store = hooks.levers.store if isinstance(hooks, ForwardHooks) and hooks.levers is not None else None
+    store = hooks.memory_options.store if isinstance(hooks, ForwardHooks) and hooks.memory_options is not None else None
     if store is None:
         return {}
     found = store.metrics()

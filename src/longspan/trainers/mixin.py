@@ -26,10 +26,10 @@ from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.compat.transformers_api import counts_repeated_tokens_once, output_dir_of
-from longspan.core.checked import checked_call
 from longspan.core.errors import LongspanError
+from longspan.core.validation import checked_call
 from longspan.hf.batch import IGNORE
-from longspan.hf.loss import ScaledGradient, problem_of
+from longspan.hf.forward.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, STATE, export_into, newest_whole, plain_optimizer, shards_of
@@ -37,7 +37,7 @@ from longspan.trainers.stopping import stop_together
 from longspan.trainers.trl import generate_elsewhere, take_back_fused_head
 
 if TYPE_CHECKING:
-    from longspan.hf.hooks import ForwardHooks
+    from longspan.hf.forward.hooks import ForwardHooks
 
 Class = TypeVar("Class", bound=type[Trainer])
 

@@ -1,7 +1,7 @@
 """What TRL's trainers do to a model, undone, and how they count processes, set right.
 
 TRL replaces a model's forward by one with a "fused" head, which projects hidden states by the head's weight. Of a cut
-sequence that would be one rank's tokens, with the labels of all. `longspan.hf.scored` answers the same call.
+sequence that would be one rank's tokens, with the labels of all. `longspan.hf.forward.scored` answers the same call.
 
 A trainer that generates (GRPO) draws a prompt as often as it wants completions, for all processes at once, and ranks
 the completions of a prompt among themselves. The ranks of a sequence group must draw, shuffle and rank as one process.
@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from longspan.compat.trl_api import count_tokens_once, fused_head_of
 from longspan.core.errors import LongspanError
-from longspan.hf.scored import Scoring
+from longspan.hf.forward.scored import Scoring
 from longspan.hf.support import transformers_model
 
 if TYPE_CHECKING:

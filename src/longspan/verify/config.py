@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cached import CacheCode
-from longspan.core.checked import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
+from longspan.core.cache_dtype import CacheCode
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.rope import RopeFlags
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 _MOST_TOKENS = 1 << 30

@@ -16,8 +16,8 @@ import torch
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import check_same_model, kept_model_config
-from longspan.core.checked import path_of
 from longspan.core.errors import LongspanError
+from longspan.core.validation import path_of
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.hf.pretrained import (
     base_of,
@@ -27,8 +27,8 @@ from longspan.hf.pretrained import (
     tokenizer_of,
     without_dropout,
 )
-from longspan.hf.sources import Origin
-from longspan.hf.tensor import tensor_plan
+from longspan.hf.tensor_parallel.layers import tensor_plan
+from longspan.hf.weights.sources import Origin
 from longspan.verify.config import VerifyConfig
 
 

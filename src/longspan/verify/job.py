@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.core.checked import check_processes
+from longspan.core.validation import check_processes
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig

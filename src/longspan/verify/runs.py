@@ -22,15 +22,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.checkpoint import Checkpoint
+from longspan.comm.digests import local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects, together
 from longspan.core.errors import LongspanError
-from longspan.hf.digests import local_part
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
-from longspan.hf.placed import my_box
-from longspan.hf.sources import FirstRank, Origin
 from longspan.hf.support import Place, check_model, is_masked_lm, switch_dropout_off
+from longspan.hf.weights.shard_slices import my_box
+from longspan.hf.weights.sources import FirstRank, Origin
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import NUDGES, Criterion, Part, Sums, compare_rows, judge, layer_of, row_pieces
 from longspan.verify.config import VerifyConfig

@@ -26,8 +26,8 @@ from longspan.attn.kernels.sdpa import SDPA
 from longspan.attn.kernels.table import DEFAULT, Facts, KernelTable, read_table
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
-from longspan.core.checked import as_path, checked_call, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import as_path, checked_call, spell
 
 AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
 """What a caller may ask for: a name, a kernel of one's own, a table (`kernel_table`), or a function

@@ -18,8 +18,8 @@ from longspan.attn.kernels.flex import backward_by_autograd
 from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
 from longspan.attn.kernels.tiled import How, TiledKernel, for_device
 from longspan.attn.score import Scores
-from longspan.core.checked import check_function, checked_call
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_function, checked_call
 
 
 class FunctionKernel(WholeKernel):

@@ -14,8 +14,8 @@ import torch
 from longspan.attn.kernels.base import Need
 from longspan.attn.kernels.sdpa import SHORT_WINDOW
 from longspan.attn.mask import Mask
-from longspan.core.checked import Toml, read_toml, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import Toml, read_toml, spell
 
 WHAT = ("mod", "window", "short_window", "documents", "causal", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")

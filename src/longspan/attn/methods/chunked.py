@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.comm.all_to_all import Exchange
-    from longspan.core.cached import CacheCode
+    from longspan.core.cache_dtype import CacheCode
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ class ChunkedUlysses:
         lengths: as in `Ulysses`.
         lean: whether what the exchange brought is not saved.
         overlaps: whether exchanges run beside attention.
-        code: how what is exchanged travels, of `longspan.core.cached.CODES`. A lean one's backward then has the output
-            as it arrived, rounded.
+        code: how what is exchanged travels, of `longspan.core.cache_dtype.CODES`. A lean one's backward then has the
+            output as it arrived, rounded.
     """
 
     group: dist.ProcessGroup | None

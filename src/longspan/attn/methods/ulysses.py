@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.methods.base import Method
-from longspan.attn.methods.whole import Whole
+from longspan.attn.methods.local import Whole
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.attn.score import Scores
-    from longspan.core.cached import CacheCode
+    from longspan.core.cache_dtype import CacheCode
     from longspan.core.heads import HeadShard
 
 
@@ -39,7 +39,7 @@ class Ulysses:
         inner: attention of all tokens of the block on my heads.
         lengths: real queries and real keys, where what `inner` gets is cut to them; what it gives is padded again.
             None with a ring, whose blocks keep their padding.
-        code: how what is exchanged travels, of `longspan.core.cached.CODES`.
+        code: how what is exchanged travels, of `longspan.core.cache_dtype.CODES`.
     """
 
     group: dist.ProcessGroup

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import layers_per_checkpoint
 from longspan.core.memory import CHECKPOINTING, Memory
-from longspan.plan.cost.local import micro_batches, runs_between
-from longspan.plan.cost.sent import Sent
+from longspan.core.tile_sizes import layers_per_checkpoint
+from longspan.plan.cost.collective import Sent
+from longspan.plan.cost.per_rank import micro_batches, runs_between
 from longspan.plan.cost.tensor import around_tensor, layer_tensor
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.levers import recomputes_mlp_act
-from longspan.plan.cost.local import local_batch, local_tokens, runs_between
 from longspan.plan.cost.memory import elements_at_rest
+from longspan.plan.cost.memory_options import recomputes_mlp_act
+from longspan.plan.cost.per_rank import local_batch, local_tokens, runs_between
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.local import local_batch
+from longspan.plan.cost.per_rank import local_batch
 
 if TYPE_CHECKING:
     from longspan.plan.cost.saved import Scale

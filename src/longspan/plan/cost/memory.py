@@ -17,10 +17,10 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
+from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.plan.cost import hidden_states
 from longspan.plan.cost.cached import held_bytes, staged_bytes
-from longspan.plan.cost.levers import (
+from longspan.plan.cost.memory_options import (
     mlp_tiles,
     mlp_under_way,
     mlp_weight_sums,
@@ -28,7 +28,7 @@ from longspan.plan.cost.levers import (
     norm_of_mlp_under_way,
     norm_under_way,
 )
-from longspan.plan.cost.local import local_batch, local_tokens
+from longspan.plan.cost.per_rank import local_batch, local_tokens
 from longspan.plan.cost.saved import (
     Buffers,
     SavedActivations,
@@ -343,8 +343,8 @@ def _whole_logits(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dic
 
 
 def _tiled_loss(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> list[dict[str, int]]:
-    """Logits tile by tile (`longspan.memory.loss`): from the forward on there are the gradient of the head's input and,
-    added up in fp32, of its weights; in the backward these are cast.
+    """Logits tile by tile (`longspan.losses.cross_entropy`): from the forward on there are the gradient of the head's
+    input and, added up in fp32, of its weights; in the backward these are cast.
     """
     autocast, head, hidden = autocasts(job), model.vocab * s.d // mesh.tensor, _hidden(job, mesh, s)
     # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.

@@ -1,4 +1,4 @@
-"""What the levers move to the host's memory or to a disk: bytes that lie there, and seconds that nothing hides.
+"""What the memory options move to the host's memory or to a disk: bytes that lie there, and seconds that nothing hides.
 
 Kept activations leave in the forward, layer by layer, and come back in the backward; under `cpu_offload` the weights
 come for both, and gradients go. Of a KV cache in the host's memory each layer's keys and values come for the layer. A
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from longspan.plan.cost.cached import brought_bytes, held_bytes
 from longspan.plan.cost.compute import layer_seconds
-from longspan.plan.cost.levers import DISK_BUFFERS
-from longspan.plan.cost.local import micro_batches
 from longspan.plan.cost.memory import elements_at_rest, on_host, scale_of, weights_at_rest
+from longspan.plan.cost.memory_options import DISK_BUFFERS
+from longspan.plan.cost.per_rank import micro_batches
 from longspan.plan.cost.saved import autocasts, kept_bytes, kept_per_token, offloads
 from longspan.plan.cost.weights import shard_elements, sums_gradients_once
 

@@ -16,7 +16,7 @@ from longspan.core.layout import Layout, Span
 from longspan.core.routes import Routes, routes_to
 
 if TYPE_CHECKING:
-    from longspan.plan.layers.reach import Reach
+    from longspan.plan.layers.attended_keys import Reach
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import layers_held, layers_per_checkpoint
-from longspan.plan.cost.levers import (
+from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
+from longspan.plan.cost.memory_options import (
     OFFLOADED_LAYERS,
     mlp_act_bytes,
     norm_bytes,
     recomputes_mlp_act,
     stream_bytes,
 )
-from longspan.plan.cost.local import runs_between
+from longspan.plan.cost.per_rank import runs_between
 from longspan.plan.cost.weights import layer_gradient
 
 if TYPE_CHECKING:

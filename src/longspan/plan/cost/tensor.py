@@ -1,4 +1,4 @@
-"""What the tensor axis cuts and sends, as `longspan.hf.tensor` does it.
+"""What the tensor axis cuts and sends, as `longspan.hf.tensor_parallel.layers` does it.
 
 Two sums of the hidden state a layer, after attention and after the MLP (Megatron-LM, arXiv:1909.08053). Megatron SP
 (arXiv:2205.05198) makes of each AllReduce an AllGather and a ReduceScatter: the same bytes. Around the layers the
@@ -16,9 +16,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longspan.core.buckets import NARROW_PARTS, head_tile
-from longspan.plan.cost.local import forwards_of, local_batch, local_tokens, passes
-from longspan.plan.cost.sent import Sent
+from longspan.core.tile_sizes import NARROW_PARTS, head_tile
+from longspan.plan.cost.collective import Sent
+from longspan.plan.cost.per_rank import forwards_of, local_batch, local_tokens, passes
 
 if TYPE_CHECKING:
     from longspan.plan.job import Job, Mesh
@@ -48,7 +48,9 @@ def _cut_dim(name: str) -> int | None:
 
 
 def known_to_cut(layer: LayerShape) -> bool:
-    """Whether `longspan.hf.tensor` can cut a layer like this one: separate projections, norms of single heads."""
+    """Whether `longspan.hf.tensor_parallel.layers` can cut a layer like this one: separate projections, norms of single
+    heads.
+    """
     owners = {p.name.rpartition(".")[0].rpartition(".")[2]: p for p in layer.parameters}
     dim = getattr(layer.mixer, "head_dim", 0)
     of_heads = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)

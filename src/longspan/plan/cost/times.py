@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from longspan.plan.cost.communication import between, layer_method
 from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
-from longspan.plan.cost.local import micro_batches, mixing_passes, runs_between
+from longspan.plan.cost.per_rank import micro_batches, mixing_passes, runs_between
 from longspan.plan.cost.tensor import around_tensor, layer_tensor
 from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from longspan.plan.cost.collective import Sent
     from longspan.plan.cost.ring import RingSchedule
-    from longspan.plan.cost.sent import Sent
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
     from longspan.plan.models.shape import LayerShape, ModelShape

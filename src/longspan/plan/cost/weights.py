@@ -7,9 +7,9 @@ import math
 from typing import TYPE_CHECKING
 
 from longspan.core.accumulation import sums_once
-from longspan.core.buckets import gradient_buckets
-from longspan.plan.cost.local import micro_batches
-from longspan.plan.cost.sent import Sent
+from longspan.core.tile_sizes import gradient_buckets
+from longspan.plan.cost.collective import Sent
+from longspan.plan.cost.per_rank import micro_batches
 from longspan.plan.cost.tensor import cut_shape
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def layer_weights(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
 
 @functools.lru_cache(maxsize=64)
 def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], ...]:
-    """FSDP's groups outside the layers, as `longspan.hf.fsdp` makes them: all one where embedding and head are tied,
-    else the embedding, learnt positions if there are any, final norm and head.
+    """FSDP's groups outside the layers, as `longspan.hf.weights.fsdp` makes them: all one where embedding and head are
+    tied, else the embedding, learnt positions if there are any, final norm and head.
     """
     if model.tied:
         return (("embeddings and head", model.root),)
@@ -102,7 +102,9 @@ def around_the_layers(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
 
 
 def _gradient_sum(model: ModelShape, mesh: Mesh) -> list[Sent]:
-    """One flag per parameter, then the gradients in fp32 in buckets: what `longspan.hf.gradients.GradientSum` does."""
+    """One flag per parameter, then the gradients in fp32 in buckets: what `longspan.hf.weights.gradients.GradientSum`
+    does.
+    """
     f = mesh.weights
     buckets, flags = _buckets(model, mesh.tensor)
     sent = [Sent("all_reduce", "fsdp", "which gradients exist", 2 * 4 * flags * (f - 1) // f, method=False)]

@@ -4,10 +4,10 @@ The totals in `longspan.plan.cost` ask these objects and know none of them by na
 in a file of its own, and is used by naming it in a family (`longspan.plan.models.family`).
 """
 
+from longspan.plan.layers.attended_keys import CAUSAL, Bidirectional, Causal, Chunk, Reach, Window
 from longspan.plan.layers.base import Mixer
 from longspan.plan.layers.linear import Linear
 from longspan.plan.layers.mlp import Dense, Experts, Mlp
-from longspan.plan.layers.reach import CAUSAL, Bidirectional, Causal, Chunk, Reach, Window
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 from longspan.plan.cost.saved import Buffers, SavedActivations
 
 if TYPE_CHECKING:
+    from longspan.plan.cost.collective import Sent
     from longspan.plan.cost.ring import RingSchedule
     from longspan.plan.cost.saved import Scale
-    from longspan.plan.cost.sent import Sent
     from longspan.plan.job import Job, Mesh
 
 

@@ -9,14 +9,14 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.core.cached import vector_bytes
+from longspan.core.cache_dtype import vector_bytes
 from longspan.core.heads import chunk_heads, piece_heads
-from longspan.core.places import is_cut
+from longspan.core.kv_placement import is_cut
 from longspan.core.routes import choose_impl
-from longspan.plan.cost.local import heads_of, local_batch, local_tokens, mixing_passes
+from longspan.plan.cost.collective import Sent
+from longspan.plan.cost.per_rank import heads_of, local_batch, local_tokens, mixing_passes
 from longspan.plan.cost.ring import RingSchedule, ring_schedule
 from longspan.plan.cost.saved import Buffers
-from longspan.plan.cost.sent import Sent
 from longspan.plan.job import layout_of
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
         layer: the layer.
         job: of the prompt; its context does not count.
         mesh: the mesh.
-        tokens: of the chunk, more than are computed by every rank (`longspan.core.places.is_cut`).
+        tokens: of the chunk, more than are computed by every rank (`longspan.core.kv_placement.is_cut`).
         ulysses_rank: whose; None: of the one that sends most.
 
     Returns:

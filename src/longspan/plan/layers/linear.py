@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.local import local_batch, local_tokens, passes
-from longspan.plan.cost.sent import Sent
+from longspan.plan.cost.collective import Sent
+from longspan.plan.cost.per_rank import local_batch, local_tokens, passes
 from longspan.plan.layers.base import Mixer
 
 if TYPE_CHECKING:

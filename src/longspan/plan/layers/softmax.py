@@ -6,19 +6,19 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.core.cached import holds_latent, vector_bytes
-from longspan.core.places import tokens_held
-from longspan.plan.cost.local import heads_of, local_batch, local_tokens
+from longspan.core.cache_dtype import holds_latent, vector_bytes
+from longspan.core.kv_placement import tokens_held
+from longspan.plan.cost.per_rank import heads_of, local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations, offloads
 from longspan.plan.job import layout_of
-from longspan.plan.layers import exchange, on_exchange, on_ring
+from longspan.plan.layers import exchange, exchange_memory, ring_memory
+from longspan.plan.layers.attended_keys import CAUSAL, Reach
 from longspan.plan.layers.base import Mixer
-from longspan.plan.layers.reach import CAUSAL, Reach
 
 if TYPE_CHECKING:
+    from longspan.plan.cost.collective import Sent
     from longspan.plan.cost.ring import RingSchedule
     from longspan.plan.cost.saved import Scale
-    from longspan.plan.cost.sent import Sent
     from longspan.plan.job import Job, Mesh
 
 
@@ -139,8 +139,8 @@ class Softmax(Mixer):
             job: its context is the prompt.
             mesh: the mesh.
             generated: tokens behind the prompt.
-            chunk: tokens of a chunk of the prompt; None as the job, or else `longspan.core.places`, has it.
-            code: how they are written (`longspan.core.cached.CODES`); None as the job has it.
+            chunk: tokens of a chunk of the prompt; None as the job, or else `longspan.core.kv_placement`, has it.
+            code: how they are written (`longspan.core.cache_dtype.CODES`); None as the job has it.
             step: count what so many last tokens see, while they are computed, and not what later ones will.
         """
         held = self.in_cache(job, mesh)
@@ -208,12 +208,12 @@ class Softmax(Mixer):
             return exchange.in_chunk(self, job, mesh)
         if mesh.ring == 1 or job.mode == "decode":
             return Buffers()
-        whole = (on_ring.buffers_backward if backward else on_ring.buffers_forward)(self, job, mesh, s)
+        whole = (ring_memory.buffers_backward if backward else ring_memory.buffers_forward)(self, job, mesh, s)
         chunks = self.chunks(job, mesh)
         return Buffers(-(-whole.comm // chunks), -(-whole.workspace // chunks))
 
     def backward_buffers(self, job: Job, mesh: Mesh, s: Scale) -> Buffers:
-        return on_exchange.buffers_backward(self, job, mesh, s)
+        return exchange_memory.buffers_backward(self, job, mesh, s)
 
     def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
         kv = self.kv_width

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from longspan.core.checked import LARGEST_COUNT, check_number, spell
 from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_number, spell
 
 _MOST_LAYERS = 1 << 14
 

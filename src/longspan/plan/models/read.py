@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from longspan.core.checked import existing_path, read_text, spell
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeState, rope_state
+from longspan.core.validation import existing_path, read_text, spell
 from longspan.plan.layers import Mlp
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.config import Config

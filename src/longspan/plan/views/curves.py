@@ -6,11 +6,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from longspan.core.checked import LARGEST_COUNT
-from longspan.core.counts import parameters
+from longspan.core.formatting import parameters
 from longspan.core.layout import Span
-from longspan.plan.cost.local import heads_of
+from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
+from longspan.plan.cost.per_rank import heads_of
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.limits import refusal

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from longspan.core.memory import LONGEST, Memory
-from longspan.plan.advice import WouldDo
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import AXES, Job, Mesh, layout_of
 from longspan.plan.methods import Method
 from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
+from longspan.plan.suggestions import WouldDo
 
 SCHEMA = "longspan.plan/3"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
@@ -28,7 +28,7 @@ def to_dict(
     gpus: int,
     hardware: Hardware,
     methods: Sequence[Method] = (),
-    levers: dict[str, Any] | None = None,
+    memory_options: dict[str, Any] | None = None,
     advice: WouldDo | None = None,
 ) -> dict[str, Any]:
     """Everything that was found. Sizes in bytes, times in seconds; documented in docs/plan.md."""
@@ -41,14 +41,19 @@ def to_dict(
         "plans": [plan_dict(plan) for plan in found.plans],
         "rejected": [{"mesh": mesh_dict(mesh), "reasons": [reason]} for mesh, reason in found.rejected],
         "methods": [method_dict(method) for method in methods],
-        "levers": levers,
+        "memory_options": memory_options,
         "would_do": None if advice is None else would_do_dict(advice),
     }
 
 
 def would_do_dict(advice: WouldDo) -> dict[str, Any]:
     """What would do where nothing is recommended; each part null where there is none."""
-    parts = {"levers": advice.levers, "more": advice.more, "fewer": advice.fewer, "longest": advice.longest}
+    parts = {
+        "memory_options": advice.memory_options,
+        "more": advice.more,
+        "fewer": advice.fewer,
+        "longest": advice.longest,
+    }
     return {name: None if plan is None else _short_dict(plan) for name, plan in parts.items()}
 
 
@@ -193,8 +198,12 @@ def _generate_command(plan: Plan) -> str | None:
 
     FILE stands for the text.
     """
-    job, mesh, levers = plan.job, plan.mesh, plan.job.memory
-    if mesh.data > 1 or job.batch > 1 or (levers.tiled_mlp, levers.head_chunks, levers.cpu_offload) != (1, 1, False):
+    job, mesh, memory_options = plan.job, plan.mesh, plan.job.memory
+    if (
+        mesh.data > 1
+        or job.batch > 1
+        or (memory_options.tiled_mlp, memory_options.head_chunks, memory_options.cpu_offload) != (1, 1, False)
+    ):
         return None
     model = _model_flag(plan.model.name)
     if model.startswith("--config "):  # a config alone has no weights: the folder that holds both
@@ -230,7 +239,7 @@ def _started(plan: Plan, name: str, words: list[str]) -> str:
 
 
 def memory_flags(memory: Memory) -> list[str]:
-    """The flags of `longspan plan` and `longspan train` that say these levers."""
+    """The flags of `longspan plan` and `longspan train` that say these memory options."""
     if memory == Memory():
         return ["--memory fastest"]
     if memory == Memory(checkpointing="layers"):

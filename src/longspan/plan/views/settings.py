@@ -1,4 +1,4 @@
-"""The same job under other settings, for the page's switches: checkpointing, memory levers, kind of GPU, batch.
+"""The same job under other settings, for the page's switches: checkpointing, memory options, kind of GPU, batch.
 
 Every combination of the four is planned at contexts and numbers of GPUs around the job's own, on all meshes that this
 version runs. What is kept of a combination is what a reader compares: the memory of each mesh, and the times of the
@@ -47,7 +47,7 @@ class Settings:
 
     Attributes:
         checkpointing: of `Memory`; only the job's own where there is no backward.
-        levers: by name, what goes with a checkpointing.
+        memory options: by name, what goes with a checkpointing.
         hardware: kinds of GPU, the job's own first.
         batches: sequences of a step.
         contexts: tokens, a part of those of the grid.
@@ -55,18 +55,26 @@ class Settings:
     """
 
     checkpointing: tuple[str, ...]
-    levers: dict[str, dict[str, Any]]
+    memory_options: dict[str, dict[str, Any]]
     hardware: tuple[Hardware, ...]
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     gpus: tuple[int, ...]
 
-    def memory(self, checkpointing: str, levers: str) -> Memory:
-        """The levers of two switches together; without checkpointing nothing is there to be offloaded."""
+    def memory(self, checkpointing: str, memory_options: str) -> Memory:
+        """The memory options of two switches together; without checkpointing nothing is there to be offloaded."""
         found = Memory(
-            **{**self.levers[levers], "checkpointing": checkpointing, "offload": "none", "offload_folder": ""}
+            **{
+                **self.memory_options[memory_options],
+                "checkpointing": checkpointing,
+                "offload": "none",
+                "offload_folder": "",
+            }
         )
-        wanted = {name: self.levers[levers].get(name, getattr(FASTEST, name)) for name in ("offload", "offload_folder")}
+        wanted = {
+            name: self.memory_options[memory_options].get(name, getattr(FASTEST, name))
+            for name in ("offload", "offload_folder")
+        }
         return found if checkpointing == "none" else replace(found, **wanted)
 
 
@@ -83,15 +91,15 @@ def settings_of(job: Job, gpus: int, hardware: Hardware) -> Settings:
             kept.append(n)
     own = job.memory
     given = {f.name: getattr(own, f.name) for f in fields(Memory) if f.name != "checkpointing"}
-    levers = _levers(job, hardware)
+    memory_options = _memory_options(job, hardware)
     if all(
         Memory(**{**each, "checkpointing": "layers"}) != replace(own, checkpointing="layers")
-        for each in levers.values()
+        for each in memory_options.values()
     ):
-        levers = {"as given": given, **levers}
+        memory_options = {"as given": given, **memory_options}
     return Settings(
         CHECKPOINTING if job.mode == "train" else (own.checkpointing,),
-        levers,
+        memory_options,
         _kinds(hardware),
         batches,
         near,
@@ -99,7 +107,7 @@ def settings_of(job: Job, gpus: int, hardware: Hardware) -> Settings:
     )
 
 
-def _levers(job: Job, hardware: Hardware) -> dict[str, dict[str, Any]]:
+def _memory_options(job: Job, hardware: Hardware) -> dict[str, dict[str, Any]]:
     tiled = {"tiled_mlp": 0, "tiled_norms": True, "head_chunks": 0}
     found: dict[str, dict[str, Any]] = {"none": {}, "tiles": tiled}
     if not hardware.on_cpu:  # its ranks compute in the host's memory as it is
@@ -128,23 +136,23 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
     """Plans under every combination of settings.
 
     Sizes in bytes, times in seconds (six digits). `meshes` and `memories` hold what repeats, and are pointed into.
-    Points are in the order checkpointing, levers, batches, contexts, gpus, the last one fastest.
+    Points are in the order checkpointing, memory options, batches, contexts, gpus, the last one fastest.
 
     Returns:
         A dict of plain data. `held[point]` is [mesh, memory, mesh, memory, ...] of every mesh that can hold the job,
         the least memory first. `timed[kind][point]` is [mesh, memory, step, compute, exposed, ...] of the fastest that
         fit on a kind of GPU, and empty where none does. `flops[i][j]` are those that a step of `batches[i]` and
         `contexts[j]` needs (for MFU); `flags[i][j]` say
-        `checkpointing[i]` with `levers[j]` to `longspan plan`, and `asked` the rest of the job.
+        `checkpointing[i]` with `memory options[j]` to `longspan plan`, and `asked` the rest of the job.
     """
     chosen = settings_of(job, gpus, hardware)
     memories, places = _Places(), _Places()
     held: list[list[int]] = []
     timed: list[list[list[float]]] = [[] for _ in chosen.hardware]
-    for checkpointing, levers, batch, context, count in product(
-        chosen.checkpointing, chosen.levers, chosen.batches, chosen.contexts, chosen.gpus
+    for checkpointing, memory_options, batch, context, count in product(
+        chosen.checkpointing, chosen.memory_options, chosen.batches, chosen.contexts, chosen.gpus
     ):
-        asked = replace(job, memory=chosen.memory(checkpointing, levers), batch=batch, context=context)
+        asked = replace(job, memory=chosen.memory(checkpointing, memory_options), batch=batch, context=context)
         legal = [mesh for mesh in _running(count) if refusal(model, asked, mesh) is None]
         rows = [(mesh, _items(model, asked, mesh, hardware)) for mesh in legal]
         rows.sort(key=lambda row: sum(row[1]))
@@ -156,15 +164,17 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
             )
     return {
         "checkpointing": chosen.checkpointing,
-        "levers": list(chosen.levers),
+        "memory_options": list(chosen.memory_options),
         "hardware": [{"name": k.name, "memory_bytes": int(k.memory_bytes), "flops": k.flops} for k in chosen.hardware],
         "batches": chosen.batches,
         "contexts": chosen.contexts,
         "gpus": chosen.gpus,
         "own": {
             "checkpointing": chosen.checkpointing.index(job.memory.checkpointing),
-            "levers": next(
-                i for i, name in enumerate(chosen.levers) if chosen.memory(job.memory.checkpointing, name) == job.memory
+            "memory_options": next(
+                i
+                for i, name in enumerate(chosen.memory_options)
+                if chosen.memory(job.memory.checkpointing, name) == job.memory
             ),
             "hardware": 0,
             "batch": chosen.batches.index(job.batch),
@@ -172,7 +182,7 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         "runs": not not_in_this_version(model, job, Mesh()),
         "asked": _flags(job),
         "flags": [
-            [" ".join(memory_flags(chosen.memory(each, name))) for name in chosen.levers]
+            [" ".join(memory_flags(chosen.memory(each, name))) for name in chosen.memory_options]
             for each in chosen.checkpointing
         ],
         "flops": [

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from longspan.core.counts import parameters
+from longspan.core.formatting import parameters
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
 from longspan.plan.limits import GB, not_in_this_version
-from longspan.plan.memory import LeverRow
+from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search, spelled_items
 from longspan.plan.views.columns import Column, Columns
-from longspan.plan.views.lever_table import lever_table
+from longspan.plan.views.memory_table import memory_table
 from longspan.plan.views.report import command
 from longspan.plan.views.units import seconds, size
 
@@ -33,7 +33,7 @@ def show(
     hardware: Hardware,
     methods: Sequence[Method] = (),
     top: int = 6,
-    levers: Sequence[LeverRow] = (),
+    memory_options: Sequence[MemoryRow] = (),
     advice: str = "",
     console: Console | None = None,
 ) -> None:
@@ -47,7 +47,7 @@ def show(
         hardware: of which kind.
         methods: what `longspan.plan.methods.compare` found, to be shown in place of the meshes.
         top: meshes that are shown.
-        levers: what `longspan.plan.memory.lever_rows` found, to be shown in place of the meshes.
+        memory options: what `longspan.plan.memory_search.memory_rows` found, to be shown in place of the meshes.
         advice: where nothing is recommended, what would do.
         console: where to.
     """
@@ -56,8 +56,8 @@ def show(
     if methods:
         _methods(methods).show(console)
         return
-    if levers:
-        lever_table(levers, gpus).show(console)
+    if memory_options:
+        memory_table(memory_options, gpus).show(console)
         return
     if found.plans:
         _meshes(found, top).show(console)
@@ -143,7 +143,7 @@ def _meshes(found: Search, top: int) -> Columns:
         Column("sent/layer", [size(plan.comm_bytes_per_gpu_per_layer) for plan in plans], spare=4, right=True),
     ]
     if len({plan.job.memory for plan in found.plans}) > 1:  # chosen for each mesh
-        columns.append(Column("levers", [plan.job.memory.described() for plan in plans], folds=True))
+        columns.append(Column("memory_options", [plan.job.memory.described() for plan in plans], folds=True))
     styles = ["bold green" if plan is found.recommended else None if plan.fits else "red" for plan in plans]
     return Columns("meshes, the fastest that fits first", columns, styles, captions=captions)
 

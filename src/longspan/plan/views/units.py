@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longspan.core.counts import size
+from longspan.core.formatting import size
 
 __all__ = ["seconds", "size"]
 

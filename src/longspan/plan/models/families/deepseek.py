@@ -8,7 +8,7 @@ from longspan.core.errors import LongspanError
 from longspan.plan.layers import Experts, Mlp, Softmax
 from longspan.plan.models.config import Config
 from longspan.plan.models.family import Family
-from longspan.plan.models.mixing import experts, softmax
+from longspan.plan.models.mixers import experts, softmax
 from longspan.plan.models.shape import Parameter
 from longspan.plan.models.weights import gated, linear, norm, routed_experts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from longspan.plan.models.family import Family
-from longspan.plan.models.mixing import dense, full_at_intervals, sliding_first, softmax
+from longspan.plan.models.mixers import dense, full_at_intervals, sliding_first, softmax
 from longspan.plan.models.weights import attention, gated_mlp
 
 _ORDER = (

@@ -9,7 +9,7 @@ from longspan.plan.layers import Experts, Mlp, Softmax
 from longspan.plan.models.config import Config
 from longspan.plan.models.families.llama import LOCAL_EXPERTS
 from longspan.plan.models.family import Family
-from longspan.plan.models.mixing import all_of_hidden, dense, experts, grouped, sliding_first, softmax
+from longspan.plan.models.mixers import all_of_hidden, dense, experts, grouped, sliding_first, softmax
 from longspan.plan.models.shape import Parameter
 from longspan.plan.models.weights import attention, linear
 

@@ -9,7 +9,7 @@ from functools import partial
 from longspan.plan.layers import Mlp, Softmax
 from longspan.plan.models.config import Config
 from longspan.plan.models.family import Family
-from longspan.plan.models.mixing import dense, experts, sliding_everywhere, softmax
+from longspan.plan.models.mixers import dense, experts, sliding_everywhere, softmax
 from longspan.plan.models.shape import Parameter
 from longspan.plan.models.weights import attention, gated, gated_mlp, linear, routed_experts
 

@@ -10,7 +10,7 @@ from longspan.plan.layers import Linear
 from longspan.plan.models.config import Config
 from longspan.plan.models.families.llama import LOCAL_EXPERTS
 from longspan.plan.models.family import Family, MixerOf
-from longspan.plan.models.mixing import experts, grouped, softmax
+from longspan.plan.models.mixers import experts, grouped, softmax
 from longspan.plan.models.shape import Parameter
 from longspan.plan.models.weights import attention, linear, norm, routed_experts
 

@@ -8,7 +8,7 @@ from functools import partial
 from longspan.plan.layers import Experts, Linear, Mlp
 from longspan.plan.models.config import Config
 from longspan.plan.models.family import Family, MixerOf
-from longspan.plan.models.mixing import (
+from longspan.plan.models.mixers import (
     dense,
     every_step,
     experts,

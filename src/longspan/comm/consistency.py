@@ -1,0 +1,210 @@
+"""What must be alike on every rank is compared before anything can hang, and the difference named by rank and key.
+
+Each comparison is one gather of a few numbers; texts and digests of single tensors travel only when the numbers differ,
+which every rank then knows. So all ranks raise the same error, whichever of them is at fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longspan.comm.digests import Digester, digest_of_text, digests_of, weights_of
+from longspan.comm.objects import describe, gather_objects
+from longspan.core.errors import LongspanError
+from longspan.core.rank_differences import differences, listed, odd_ones, spell_ranks
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+
+def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Every rank's numbers, in the order of the group's ranks; as many on every rank, each an int64."""
+    row = torch.tensor(mine, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    dist.all_gather(rows, row, group=group)
+    return [row.tolist() for row in rows]
+
+
+def gather_values(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value, pickled on the way."""
+    return gather_objects(mine, group)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What `parallelize` is given.
+
+
+def agree_on_model(
+    sp: SequenceSharding, facts: Mapping[str, str], weights: Mapping[str, int], problem: Exception | None
+) -> None:
+    """Raise on every rank alike, if any rank has a problem, or facts or weights differ. Collective.
+
+    Args:
+        sp: the sharding.
+        facts: what must be alike, by the name that a message gives it.
+        weights: digests of parameters and buffers, by name.
+        problem: what this rank has found wrong by itself.
+
+    Raises:
+        LongspanError: naming the ranks, and the keys or parameters; on the rank that has it, `problem` itself.
+    """
+    group = sp.everyone
+    if group is None or sp.job_size == 1:
+        if problem is not None:
+            raise problem
+        return
+    mine = [int(problem is not None), *(digest_of_text(json.dumps(x, sort_keys=True)) for x in (facts, weights))]
+    rows = gather_numbers(mine, group, sp.device)
+    ranks = dist.get_process_group_ranks(group)
+    raise_problems([bool(row[0]) for row in rows], problem, group, "cannot be parallelized there")
+    if len({row[1] for row in rows}) > 1:
+        found = differences(gather_values(dict(facts), group), ranks)
+        raise LongspanError(
+            f"parallelize must be given the same on every rank: {listed(found)}; start every rank with the same "
+            f"settings, model and versions"
+        )
+    if len({row[2] for row in rows}) > 1:
+        raise LongspanError(
+            f"the ranks have different weights: {_unlike(gather_values(dict(weights), group), ranks)}; call "
+            f"torch.manual_seed with one seed on every rank before the model is made, load the same files everywhere, "
+            f"or let rank {ranks[0]} give its weights to all: parallelize(..., weights='broadcast')"
+        )
+
+
+def raise_problems(flags: Sequence[bool], mine: Exception | None, group: dist.ProcessGroup, what: str) -> None:
+    """If any rank has a problem, raise on all: this rank's own, or the first one's with its rank. Collective then.
+
+    Args:
+        flags: which ranks have one, in the order of the group.
+        mine: of this rank.
+        group: the ranks.
+        what: what the problem means for the rank that has it ("refused its batch").
+    """
+    if not any(flags):
+        return
+    texts = gather_values(None if mine is None else describe(mine), group)
+    ranks = dist.get_process_group_ranks(group)
+    first = next(i for i, text in enumerate(texts) if text is not None)
+    if mine is not None and (all(flags) or not isinstance(mine, LongspanError)):
+        raise mine
+    raise LongspanError(texts[first] if all(flags) else f"rank {ranks[first]} {what}: {texts[first]}") from mine
+
+
+def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
+    """Which parameters differ, and on which ranks."""
+    names = dict.fromkeys(name for each in weights for name in each)
+    wrong = {name: odd_ones([each.get(name) for each in weights]) for name in names}
+    wrong = {name: odd for name, odd in wrong.items() if odd}
+    first = next(iter(wrong))
+    same = [rank for i, rank in enumerate(ranks) if i not in wrong[first]]
+    also = f" and {len(wrong) - 1} more of {len(names)}" if len(wrong) > 1 else ""
+    return f"{first}{also} on {spell_ranks([ranks[i] for i in wrong[first]])}, not as on {spell_ranks(same)}"
+
+
+def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
+    """Give the parameters and buffers of the first rank to all. Collective, where there are ranks."""
+    group = sp.everyone
+    if group is None or sp.job_size == 1:
+        return
+    source = dist.get_process_group_ranks(group)[0]
+    with torch.no_grad():
+        for x in weights_of(model).values():
+            data = x.detach().to(sp.device).contiguous()
+            dist.broadcast(data.view(-1).view(torch.uint8), source, group=group)
+            if data.data_ptr() != x.data_ptr():
+                x.copy_(data)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights that every rank holds whole, while they train.
+
+
+class ReplicaCheck:
+    """Without FSDP every rank holds all weights and updates them by itself: are they still alike?
+
+    Args:
+        model: whose parameters are compared.
+        every: training forwards from one comparison to the next; 0 for none.
+    """
+
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.every = every
+        self.seen = 0
+        parameters = list(model.parameters())
+        self.digester = Digester(parameters[0].device) if every and parameters else None
+
+    def number(self, model: nn.Module) -> int:
+        """The joint digest of all parameters in every `every`-th training forward, otherwise 0, alike on every rank."""
+        if self.digester is None or not (model.training and torch.is_grad_enabled()):
+            return 0
+        self.seen += 1
+        if self.seen % self.every:
+            return 0
+        parameters = list(model.parameters())
+        if parameters[0].device != self.digester.factors.device:
+            self.digester = Digester(parameters[0].device)
+        return int(self.digester.joint(parameters))
+
+    def refuse(self, model: nn.Module, group: dist.ProcessGroup, held: int = 1) -> None:
+        """Raise on every rank alike, naming parameter and ranks. Collective.
+
+        Args:
+            model: whose weights differ.
+            group: all ranks.
+            held: every so-manieth rank holds the same weights.
+
+        Raises:
+            LongspanError: always.
+        """
+        weights = gather_values(digests_of(dict(model.named_parameters())), group)
+        ranks = dist.get_process_group_ranks(group)
+        groups = [(weights[i::held], ranks[i::held]) for i in range(held)]
+        found = next(_unlike(*each) for each in groups if any(x != each[0][0] for x in each[0]))
+        raise LongspanError(
+            f"the weights are not alike on all ranks any more: {found}; they were "
+            f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
+            f"differ, or a rank's memory was damaged: go on from a checkpoint before that, and test that machine"
+        )
+
+
+def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.ProcessGroup:
+    """A group of all ranks over which hosts speak without waiting for their GPUs. Collective.
+
+    Args:
+        sp: the sharding.
+        timeout_s: seconds after which a wait on a group that is made for this gives up; by default torch's.
+
+    Raises:
+        LongspanError: if gloo cannot make one beside NCCL.
+    """
+    group = sp.everyone
+    assert group is not None
+    if sp.device.type == "cpu":
+        return group
+    try:
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+    except RuntimeError as error:
+        raise LongspanError(
+            f"the ranks' hosts cannot speak to one another over gloo ({describe(error)}), which compares their "
+            f"batches; name the network interface in GLOO_SOCKET_IFNAME, or do without: "
+            f"parallelize(..., check_batches=0, check_weights=0)"
+        ) from error
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def is_on_cpu(values: Mapping[str, Any]) -> bool:
+    """Whether the host can read all tensors of a batch without waiting for a GPU."""
+    return all(x.device.type == "cpu" for x in values.values() if isinstance(x, Tensor))

@@ -1,0 +1,175 @@
+"""Losses over a sharded sequence: exact means over the global batch.
+
+Each rank sums over its own tokens; one all-reduce of a few numbers gives the sums and the counts of all ranks. The
+mean of ranks' means would be another number as soon as the ranks hold different counts of tokens; and the
+load-balancing loss of a mixture of experts is a product of two means, which no mean of ranks' products is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
+from longspan.comm.reduce import sum_over_ranks
+from longspan.core.errors import LongspanError
+from longspan.core.validation import check_number
+from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, Terms, loss_sum
+from longspan.losses.deferred_logits import DeferredLogits
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    shifted_labels: Tensor,
+    sp: SequenceSharding,
+    num_items_in_batch: Tensor | int | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The mean cross entropy of the global batch (data x sequence), the same number on every rank.
+
+    Its gradient on each rank is that rank's part: summed over all ranks, the parts are the gradient of the mean.
+
+    Args:
+        logits: my tokens, `[B, L, V]`, any floating dtype; softmax and sums run in fp32 (fp64 for fp64), tile by tile,
+            so that no second tensor of this size exists in the forward.
+        shifted_labels: what each of them should predict, int64 `[B, L]`, -100 where no loss is computed.
+        sp: the sharding.
+        num_items_in_batch: divide by this instead of the number of unmasked tokens; for gradient accumulation, where
+            it counts the unmasked tokens of all micro-batches of all ranks.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        z_loss: times the square of each token's log-sum-exp is added (PaLM, arXiv:2204.02311, section 5).
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64). 0 where no token of the global batch is unmasked.
+
+    Raises:
+        LongspanError: if the shapes or dtypes do not fit, or (on a CPU) a label is no entry of the vocabulary.
+    """
+    check_sharding(sp)
+    check_tensor("logits", logits)
+    check_integers("shifted_labels", shifted_labels)
+    if logits.dim() < 2 or not logits.is_floating_point() or not logits.shape[-1]:
+        raise LongspanError(f"`logits` must be a floating tensor [batch, tokens, vocabulary], got {describe(logits)}")
+    _check_items(num_items_in_batch)
+    if shifted_labels.device.type == "cpu":  # elsewhere the host would wait; there torch's own check stops the kernel
+        _check_labels(shifted_labels, logits.shape[-1])
+    check_number("label_smoothing", label_smoothing, 0, 1)
+    check_number("z_loss", z_loss, 0, 1e6)
+    terms = Terms(label_smoothing, z_loss)
+    return mean_loss(logits, shifted_labels, sp, num_items_in_batch, terms=terms)[0]
+
+
+def mean_loss(
+    logits: Tensor | DeferredLogits,
+    shifted_labels: Tensor,
+    sp: SequenceSharding,
+    num_items_in_batch: Tensor | int | None = None,
+    carry: Tensor | None = None,
+    terms: Terms = CROSS_ENTROPY,
+) -> tuple[Tensor, Tensor]:
+    """`causal_lm_loss`, and beside it the sum of all ranks' `carry`, fp64 [] (by default 0): one all-reduce of three
+    numbers."""
+    if logits.shape[:-1] != shifted_labels.shape:
+        raise LongspanError(
+            f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
+        )
+    labels = shifted_labels.to(logits.device)
+    total = loss_sum(logits, labels, terms)
+    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
+    sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)
+    count = sums[1].detach().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, Tensor):
+        count = count.to(sums.device)
+    loss: Tensor = sums[0] / count
+    return loss.to(torch.promote_types(logits.dtype, torch.float32)), sums[2].detach()
+
+
+def mean_row_loss(
+    logits: Tensor,
+    labels: Tensor,
+    problem: str,
+    sp: SequenceSharding,
+    rows: int | None = None,
+    carry: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of a sequence classifier over all rows of the global batch, the same number on every rank.
+
+    Its gradient on each rank is that of the whole in `logits`: the ranks of a sequence group hold the same logits, and
+    each takes from it what belongs to its own tokens (`longspan.hf.forward.pooled`).
+
+    Args:
+        logits: of this replica's rows, `[B, labels]`, alike on the ranks of its sequence group.
+        labels: `[B]` or `[B, labels]`.
+        problem: as `problem_of` says it.
+        sp: the sharding.
+        rows: so many first rows count; by default all.
+        carry: as for `mean_loss`.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64): the mean over labels that are not -100 (one label of several), or over all
+        entries (regression, several labels). And the sum of all ranks' `carry`, fp64 [].
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
+    if problem == "single_label_classification":
+        total = F.cross_entropy(logits_BC, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
+        count = (labels != IGNORE).sum()
+    else:
+        of_entry = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
+        count = torch.tensor(logits_BC.numel(), device=logits.device)
+    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
+    # The ranks of a sequence group put the same number into the sum, and each needs the whole of its gradient.
+    parts = torch.stack([ScaledGradient.apply(total.double(), sp.size), count.double(), carried])  # type: ignore[no-untyped-call]
+    sums = sum_over_ranks(parts, sp)
+    loss: Tensor = sums[0] / sums[1].detach().clamp_min(1)
+    return loss.to(dtype), sums[2].detach()
+
+
+def problem_of(config: Any, labels: Tensor) -> str:
+    """What a sequence classifier's labels are, as transformers reads config and labels: "regression",
+    "single_label_classification" or "multi_label_classification".
+    """
+    if config.problem_type is not None:
+        return str(config.problem_type)
+    if config.num_labels == 1:
+        return "regression"
+    return f"{'multi' if labels.is_floating_point() else 'single'}_label_classification"
+
+
+class ScaledGradient(torch.autograd.Function):
+    """A tensor as it is, its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
+        ctx.times = times
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.times, None
+
+
+def _check_items(items: Any) -> None:
+    if isinstance(items, Tensor):
+        if items.numel() != 1 or items.is_complex():
+            raise LongspanError(f"`num_items_in_batch` must be one number, got {describe(items)}")
+    elif items is not None:
+        check_number("num_items_in_batch", items, 0, 1 << 62)
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
+    if len(wrong):
+        raise LongspanError(
+            f"{len(wrong)} labels are no entries of the vocabulary, the first is {int(wrong[0])}; labels are 0 to "
+            f"{vocabulary - 1}, or {IGNORE} where no loss is computed"
+        )

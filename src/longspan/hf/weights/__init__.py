@@ -1,0 +1,3 @@
+"""Weights of a parallelized model: FSDP, gradient sums, loading without a whole copy, the optimizer step in
+backward.
+"""

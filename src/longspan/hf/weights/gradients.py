@@ -1,0 +1,195 @@
+"""Gradients of weights that every rank holds whole: each rank computes its tokens' part, the sum is the gradient.
+
+And, with and without FSDP, when they are summed: at the end of every backward, or of the last of several (`no_sync`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from longspan.comm.digests import local_part
+from longspan.compat.torch_api import when_backward_ends
+from longspan.core.errors import LongspanError
+from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets
+from longspan.core.validation import checked_call
+from longspan.hf.support import transformers_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from longspan.comm.mesh import SequenceSharding
+
+
+@checked_call()
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards in here leave gradients unsummed; the first one after it sums all of them over the ranks, once.
+
+    For gradient accumulation: every micro-batch but the last goes in here, on every rank alike. The gradients are those
+    of summing after each, up to the order of a sum. Until then `p.grad` does not hold them, and under FSDP each rank
+    keeps the gradients of the whole model, not of its shard.
+
+        for i, micro in enumerate(micro_batches):
+            with longspan.no_sync(model) if i + 1 < len(micro_batches) else contextlib.nullcontext():
+                model(**micro, num_items_in_batch=labels_of_all).loss.backward()
+
+    Args:
+        model: as `longspan.parallelize` returned it. On one rank, where nothing is summed, this does nothing.
+
+    Raises:
+        LongspanError: if it has not been parallelized, or each of its backwards updates the weights
+            (`longspan.optimizer_in_backward`).
+    """
+    inner: Any = transformers_model(model)
+    if not hasattr(inner, "longspan_hooks"):
+        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    if inner.longspan_hooks.in_backward is not None:
+        raise LongspanError(
+            "gradients cannot accumulate where each backward updates the weights (longspan.optimizer_in_backward); "
+            "call remove() on what it returned, and optimizer.step() after the last micro-batch"
+        )
+    sums: GradientSum | None = inner.longspan_hooks.gradients
+    if isinstance(inner, FSDPModule):
+        inner.set_requires_gradient_sync(False)
+    elif sums is not None:
+        sums.waits = True
+    try:
+        yield
+    finally:
+        if isinstance(inner, FSDPModule):
+            inner.set_requires_gradient_sync(True)
+        elif sums is not None:
+            sums.waits = False
+
+
+class GradientSum:
+    """Without FSDP: sums every backward's gradients over data x sequence, once, when that backward has ended.
+
+    What had been accumulated before is laid aside while the backward runs, so that it is not summed a second time. A
+    backward in `no_sync` is not summed: its gradients wait, apart from `p.grad`, for the next one that is.
+    A parameter that got no gradient on any rank keeps none; one that got it on some ranks counts as zero on the others,
+    so ranks never wait for one another. Hooks that run when a gradient has accumulated (an optimizer in the backward)
+    run before the sum: use FSDP with those.
+    """
+
+    bucket_elements = GRADIENT_BUCKET
+
+    def __init__(self, parameters: Iterable[nn.Parameter], sp: SequenceSharding) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.known = {id(p) for p in self.parameters}
+        self.group = sp.world_group
+        self.fresh: set[nn.Parameter] = set()
+        self.earlier: dict[nn.Parameter, Tensor] = {}
+        self.waits = False
+        self.waiting: dict[nn.Parameter, Tensor] = {}
+        for p in self.parameters:
+            p.register_hook(self._before_accumulation(p))
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse parameters that came after `parallelize`: their gradients would stay each rank's own.
+
+        Raises:
+            LongspanError: naming the first.
+        """
+        for name, p in model.named_parameters():
+            if p.requires_grad and id(p) not in self.known:
+                raise LongspanError(
+                    f"parameter {name} was added or unfrozen after parallelize, its gradient would not be summed over "
+                    f"the ranks; parallelize the model afterwards (PEFT first, then longspan.parallelize)"
+                )
+
+    def _before_accumulation(self, p: nn.Parameter) -> Any:
+        def hook(grad: Tensor) -> None:
+            if not self.fresh:
+                when_backward_ends(self._finish)
+            if p not in self.fresh:
+                self.fresh.add(p)
+                self._lay_aside(p)
+
+        return hook
+
+    def forget_unfinished(self) -> None:
+        """Before a forward: if the last backward raised half-way, put back what it had laid aside."""
+        for p, grad in self.earlier.items():
+            p.grad = grad
+        self.earlier.clear()
+        self.fresh.clear()
+
+    def _lay_aside(self, p: nn.Parameter) -> None:
+        if p.grad is not None:
+            self.earlier[p] = p.grad
+            p.grad = None
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Runs when the backward has ended; the same collectives on every rank, whatever each has touched."""
+        if any(p.grad is None for p in self.fresh):
+            self.forget_unfinished()
+            raise LongspanError(
+                "torch.autograd.grad returns this rank's part of the gradients only; call loss.backward(), which sums "
+                "them"
+            )
+        if self.waits:
+            self._wait()
+            return
+        self._take_waiting()
+        parameters = [p for p in self.parameters if p.requires_grad]
+        touched = torch.tensor([p in self.fresh for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        dist.all_reduce(touched, group=self.group)
+        summed = [p for p, ranks in zip(parameters, touched.tolist(), strict=True) if ranks]
+        for p in summed:
+            if p not in self.fresh:
+                self._lay_aside(p)
+                p.grad = torch.zeros_like(p)
+        kinds = [p.dtype for p in summed]
+        for places in gradient_buckets([local_part(p).numel() for p in summed], kinds, self.bucket_elements):
+            self._sum([summed[i] for i in places])
+        for p, grad in self.earlier.items():
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+        self.earlier.clear()
+        self.fresh.clear()
+
+    def _wait(self) -> None:
+        """Keep this backward's gradients for a later one, and put back what was there before it."""
+        for p in self.fresh:
+            grad, p.grad = p.grad, None
+            assert grad is not None
+            self.waiting[p] = self.waiting[p].add_(grad) if p in self.waiting else grad
+        self.forget_unfinished()
+
+    def _take_waiting(self) -> None:
+        """Add what has waited to this backward's gradients, also of parameters that it did not touch."""
+        for p, grad in self.waiting.items():
+            if p not in self.fresh:
+                self.fresh.add(p)
+                self._lay_aside(p)
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+        self.waiting.clear()
+
+    def _sum(self, bucket: list[nn.Parameter]) -> None:
+        """One all-reduce, in fp32 at least: a sum of many ranks in bf16 would round at every step."""
+        dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+        grads = [local_part(p.grad) for p in bucket if p.grad is not None]  # of a weight cut over a tensor group mine
+        if len(grads) == 1:
+            self._sum_alone(grads[0], dtype)
+            return
+        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
+        dist.all_reduce(flat, group=self.group)
+        for grad, whole in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(whole.view_as(grad))
+
+    def _sum_alone(self, grad: Tensor, dtype: torch.dtype) -> None:
+        """A gradient with a bucket to itself, which may be a vocabulary's: where it lies, or else copied in pieces."""
+        if grad.dtype == dtype and grad.is_contiguous():
+            dist.all_reduce(grad.view(-1), group=self.group)
+            return
+        for rows in grad.split(max(1, self.bucket_elements // max(1, grad[:1].numel()))) if grad.dim() else [grad]:
+            piece = rows.to(dtype, memory_format=torch.contiguous_format, copy=True)
+            dist.all_reduce(piece, group=self.group)
+            rows.copy_(piece)

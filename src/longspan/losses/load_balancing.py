@@ -1,0 +1,66 @@
+"""The load-balancing loss of a mixture of experts over the global batch.
+
+It is a product of two means, so the sums of both means are all-reduced before the product: no mean of the products of
+single ranks gives the same number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longspan.comm.reduce import sum_over
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from longspan.comm.mesh import SequenceSharding
+
+
+def load_balancing_loss(
+    router_logits: Sequence[Tensor], top_k: int, sp: SequenceSharding, real: Tensor | None = None
+) -> Tensor:
+    """The auxiliary loss of a mixture of experts, of the global batch (data x sequence), the same on every rank.
+
+    E * sum over experts e of f_e * p_e, where f_e is the number of times a token is sent to e, over the tokens, and p_e
+    the mean probability that the routers give e; means over the tokens of all layers (Switch Transformer,
+    arXiv:2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` extends them to top-k). Its gradient
+    on each rank is that rank's part, as that of `causal_lm_loss` is.
+
+    Args:
+        router_logits: of every layer with experts the logits of my tokens, `[tokens, E]` (rows of the batch side by
+            side).
+        top_k: experts per token.
+        sp: the sharding.
+        real: which of my tokens count, bool, as many in all; every one by default.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64).
+    """
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    # Of a tensor group each rank routes some of the tokens.
+    return balance(sum_over(balance_sums(router_logits, top_k, real), sp.everyone)).to(dtype)
+
+
+def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:
+    """What the load-balancing loss needs of my tokens, fp64 [2 E + 1]: assignments, probabilities, number of tokens."""
+    assigned_E, p_E = (router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=torch.float64) for _ in range(2))
+    tokens = router_logits[0].new_zeros(1, dtype=torch.float64)
+    for logits_TE in router_logits:
+        p_TE = torch.softmax(logits_TE, -1)
+        chosen_Tk = p_TE.topk(top_k, -1).indices
+        counts_T = p_TE.new_ones(len(p_TE)) if real is None else real.reshape(-1).to(p_TE)
+        assigned_E = assigned_E.index_add(0, chosen_Tk.flatten(), counts_T.double().repeat_interleave(top_k))
+        p_E = p_E + (p_TE if real is None else p_TE * counts_T[:, None]).sum(0, dtype=torch.float64)
+        tokens = tokens + counts_T.sum(dtype=torch.float64)
+    return torch.cat([assigned_E, p_E, tokens])
+
+
+def balance(sums: Tensor) -> Tensor:
+    """The load-balancing loss from `balance_sums`."""
+    experts = len(sums) // 2
+    f_E, p_E = sums[: 2 * experts].view(2, experts) / sums[-1]
+    loss: Tensor = experts * (f_E * p_E).sum()
+    return loss

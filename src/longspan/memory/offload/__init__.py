@@ -1,0 +1,1 @@
+"""Saved activations in host memory or on a disk until the backward needs them."""

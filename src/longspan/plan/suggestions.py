@@ -1,0 +1,191 @@
+"""The memory options for a mesh; and what would hold a job that does not fit: other memory options, or more GPUs of the
+same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, Memory
+from longspan.core.memory_flags import flags_to_add
+from longspan.plan.limits import GB, refusal
+from longspan.plan.memory_search import MOST_GPUS, chosen_plan, fastest_memory_options, leanest, least_memory, longest
+from longspan.plan.search import MOST_GPUS as MOST_SEARCHED
+from longspan.plan.search import Plan, check_values, fits_in_memory, meshes, planned, spelled_items
+
+if TYPE_CHECKING:
+    from longspan.plan.hardware import Hardware
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.models.shape import ModelShape
+
+
+def choose(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
+) -> tuple[Memory, str]:
+    """The fastest combination of memory options that fits, and why it is.
+
+    Args:
+        model: what runs.
+        job: the job; its own memory options play no part.
+        mesh: the mesh.
+        hardware: on what.
+        fixed: memory options that stay as they are given, by the fields of `Memory`.
+
+    Returns:
+        The memory options, and a sentence that says what they cost and what did not fit.
+
+    Raises:
+        LongspanError: if the mesh cannot hold the job (`longspan.plan.limits.refusal`), or nothing fits: with the sum,
+            item by item, of the combination that needs least, and what would do.
+    """
+    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    problem = refusal(model, job, mesh)
+    if problem is not None:
+        raise LongspanError(problem)
+    found = fastest_memory_options(model, job, mesh, hardware, fixed)
+    if found is not None:
+        return found
+    least = least_memory(model, job, mesh, hardware, fixed)
+    raise LongspanError(
+        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}, whatever is saved: with "
+        f"{least.job.memory.described()} it still {least.short_of(0)[0]}. Item by item: "
+        f"{spelled_items(least.memory_bytes)}. "
+        f"{what_would_do(model, job, mesh.gpus, hardware, fixed, chooses=True)}"
+    )
+
+
+@dataclass(frozen=True)
+class WouldDo:
+    """What holds a job that does not fit as it stands; each None where nothing was found, or there was nothing to find.
+
+    Attributes:
+        memory options: on the same GPUs, with other memory options.
+        more: on more GPUs of the kind, a power of two of them, with the memory options of the job, or with those that
+            the planner chooses where it does.
+        fewer: the same on fewer of them than in `more`, in whole nodes.
+        longest: where none of these: the longest context on the same GPUs.
+        searched: the most GPUs that were looked at.
+    """
+
+    memory_options: Plan | None = None
+    more: Plan | None = None
+    fewer: Plan | None = None
+    longest: Plan | None = None
+    searched: int = 0
+
+
+def would_do(
+    model: ModelShape,
+    job: Job,
+    gpus: int,
+    hardware: Hardware,
+    fixed: Mapping[str, Any] | None = None,
+    chooses: bool = False,
+) -> WouldDo:
+    """Look for what holds a job that does not fit on so many GPUs; of meshes that this version runs alone.
+
+    Args:
+        model: what runs.
+        job: the job.
+        gpus: how many it does not fit on.
+        hardware: of which kind.
+        fixed: memory options that stay as they are given, by the fields of `Memory`.
+        chooses: whether the planner has chosen the memory options: then it has looked at all of them on these GPUs.
+    """
+
+    if not chooses:  # what is there already stays
+        own = {f.name: getattr(job.memory, f.name) for f in fields(Memory)}
+        fixed = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed or {})
+
+    def chosen(mesh: Mesh) -> Plan | None:
+        lean = (replace(job, memory=memory) for memory in leanest(job, hardware, fixed))
+        if not any(fits_in_memory(model, each, mesh, hardware) for each in lean):
+            return None
+        plan = chosen_plan(model, job, mesh, hardware, fixed)
+        return plan if plan.fits else None
+
+    def as_it_is(mesh: Mesh) -> Plan | None:
+        if not fits_in_memory(model, job, mesh, hardware):
+            return None
+        return planned(model, job, mesh, hardware)
+
+    few = gpus <= MOST_GPUS  # memory options are chosen mesh by mesh
+    memory_options = _fastest(model, job, gpus, chosen) if few and not chooses else None
+    limit = MOST_GPUS if chooses else MOST_SEARCHED
+    more, fewer = _on_more(model, job, gpus, hardware, chosen if chooses else as_it_is, limit)
+    reached = longest(model, job, gpus, hardware, fixed) if few and memory_options is None and more is None else None
+    return WouldDo(memory_options, more, fewer, reached, max(limit, gpus))
+
+
+def _fastest(model: ModelShape, job: Job, gpus: int, plan_of: Callable[[Mesh], Plan | None]) -> Plan | None:
+    """The fastest of those plans of so many GPUs that fit."""
+    found = (plan_of(m) for m in meshes(gpus) if m.tensor == 1 and refusal(model, job, m) is None)
+    return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_seconds, default=None)
+
+
+def _on_more(
+    model: ModelShape, job: Job, gpus: int, hardware: Hardware, plan_of: Callable[[Mesh], Plan | None], limit: int
+) -> tuple[Plan | None, Plan | None]:
+    """The fastest plan of the first power of two of GPUs that holds the job; and of fewer, in whole nodes."""
+    count = 1 << gpus.bit_length()
+    while count <= limit:
+        more = _fastest(model, job, count, plan_of)
+        if more is not None:
+            node = hardware.gpus_per_node
+            step = max(node, count // 16) if count > node else 1
+            between = range(count // 2 + step, count, step)
+            fewer = (_fastest(model, job, n, plan_of) for n in between if n > gpus)
+            return more, next((plan for plan in fewer if plan is not None), None)
+        count *= 2
+    return None, None
+
+
+def what_would_do(
+    model: ModelShape,
+    job: Job,
+    gpus: int,
+    hardware: Hardware,
+    fixed: Mapping[str, Any] | None = None,
+    chooses: bool = False,
+) -> str:
+    """`would_do` in sentences. They name no flag that says what the job has already."""
+    return spelled_would_do(would_do(model, job, gpus, hardware, fixed, chooses), job, fixed)
+
+
+def spelled_would_do(found: WouldDo, job: Job, fixed: Mapping[str, Any] | None = None) -> str:
+    """Sentences: what to add on these GPUs, and how many GPUs would do."""
+    said = []
+    if found.memory_options is not None:
+        level_given = job.memory != replace(FASTEST, **dict(fixed or {}))
+        hint = "" if level_given else " (--memory auto finds it)"
+        flags = " ".join(flags_to_add(job.memory, found.memory_options.job.memory))
+        said.append(f"On these GPUs {found.memory_options.mesh} would do with {flags}{hint}.")
+    if found.more is not None:
+        more = found.more
+        with_memory_options = f" with {more.job.memory.described()}" if more.job.memory != job.memory else ""
+        asked = "" if with_memory_options else ", the job as it is"
+        said.append(
+            f"{more.mesh.gpus:,} GPUs would do{asked}: {more.mesh}{with_memory_options}, "
+            f"{more.memory_total_bytes / GB:.1f} GB each."
+        )
+        if found.fewer is not None:
+            said.append(f"So would {found.fewer.mesh.gpus:,}: {found.fewer.mesh}.")
+    elif found.memory_options is not None:
+        said.append(f"With the memory options as they are, no number of GPUs up to {found.searched:,} would do.")
+    if not said:
+        nowhere = f"No memory options would do, nor would up to {found.searched:,} GPUs"
+        if not job.weight_sharding:
+            said.append(f"{nowhere}: weights are whole on every GPU; FSDP would shard them.")
+        elif found.longest is None:
+            said.append(f"{nowhere}, at any context.")
+        else:
+            held = found.longest
+            disk = "" if job.memory.offload == "disk" or "offload" in (fixed or {}) else "a disk (--offload disk) or "
+            said.append(
+                f"{nowhere}; the longest that fits on these is {held.job.context:,} tokens ({held.mesh}, "
+                f"{held.job.memory.described()}); {disk}more memory in the host may take it further."
+            )
+    return " ".join(said)

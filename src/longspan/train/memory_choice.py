@@ -1,0 +1,114 @@
+"""What `--memory auto` and `--context max` come to on this machine, before any rank is started."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.hf.memory_auto import BASE_OF_A_RANK as BASE
+from longspan.hf.memory_auto import device_memory, hardware_of
+from longspan.plan.job import Job, Mesh
+from longspan.plan.memory_search import STEP, longest_on
+from longspan.plan.suggestions import choose
+from longspan.train.config import TrainConfig
+
+
+def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """Return the config with a context and memory options that are named one by one, and what to say of them.
+
+    From the config, the model's config and the device's size alone, so every rank of several machines that are alike
+    settles the same; what is not is refused when they compare their settings.
+
+    Raises:
+        LongspanError: for a model that `--tensor` cannot cut; for a mesh that cannot hold its heads, as `longspan plan`
+            says it; and if nothing fits, with the sum, item by item, and what would fit.
+    """
+    import torch
+
+    from longspan.hf.memory_options import MemoryModules
+    from longspan.hf.pretrained import read_model_config
+    from longspan.hf.shapes import shape_of_model
+    from longspan.hf.tensor_parallel.layers import tensor_plan
+    from longspan.train.inputs import load_model_config, model_flag, model_origin
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    held = None if config.rank_memory is None else 1e9 * config.rank_memory
+    if held is None and device.type == "cpu":  # the launcher is one process; the ranks of this machine share it
+        ranks_here = min(config.ranks, config.nproc or config.ranks)
+        held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
+    hardware = hardware_of(device, held)
+    if config.context == "max":  # unscaled: its longest context follows from it and the RoPE scaling asked for
+        model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
+    else:
+        model_config, _ = load_model_config(config)
+    model = model_origin(config, model_config).on_meta()
+    if config.tensor > 1:
+        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
+    try:
+        shape = shape_of_model(model)
+    except LongspanError:
+        if config.memory == "auto" or config.context == "max":
+            raise
+        return config, []  # the planner cannot read this model, so it chooses nothing
+    job = Job(
+        context=1 if config.context == "max" else config.tokens,
+        batch=config.micro_batch * config.data_degree,
+        dtype=config.dtype,
+        weight_sharding=config.fsdp,
+        tensor_style=config.tensor_style,
+    )
+    mesh = Mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
+    for layer, _ in shape.layer_kinds:
+        problem = layer.mixer.ulysses_refusal(job, mesh)
+        if problem is not None:
+            raise LongspanError(problem)
+    if config.level != "auto" and config.context != "max":
+        return config, []
+    fixed = config.fixed()
+    if config.level == "auto" and MemoryModules(model).untiled is not None:
+        fixed.setdefault("tiled_mlp", 1)  # do not choose a memory option that the model cannot use
+    if config.level == "longest":
+        fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
+    said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
+    if config.context == "max":
+        found = longest_on(shape, job, mesh, hardware, fixed)
+        if found is None:
+            choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
+            raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
+        end = dataclasses.replace(shape, rope=config.rope()).furthest
+        context = found if end is None else min(found, end)
+        bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
+        said.append(f"--context max: {context:,} tokens{bound}")
+        job = dataclasses.replace(job, context=context)
+    try:
+        memory_options, why = choose(shape, job, mesh, hardware, fixed)
+    except LongspanError as error:
+        if config.memory != "by-flags" or config.context == "max":
+            raise
+        raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
+    if config.memory == "by-flags" and memory_options == FASTEST and config.context != "max":
+        return config, []
+    said.append(why)
+    return _with(dataclasses.replace(config, context=job.context), memory_options), said
+
+
+def held_of(nbytes: float) -> str:
+    """Bytes as GB."""
+    return f"{nbytes / 1e9:.2f} GB"
+
+
+def _with(config: TrainConfig, memory_options: Memory) -> TrainConfig:
+    return dataclasses.replace(
+        config,
+        memory="fastest",
+        grad_checkpointing=False,
+        checkpointing=memory_options.checkpointing,
+        offload=memory_options.offload,
+        layers_per_checkpoint=memory_options.layers_per_checkpoint,
+        tiled_mlp=memory_options.tiled_mlp,
+        tiled_norms=memory_options.tiled_norms,
+        recompute_mlp_act=memory_options.recompute_mlp_act,
+        head_chunks=memory_options.head_chunks,
+        cpu_offload=memory_options.cpu_offload,
+    )

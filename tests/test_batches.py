@@ -1,0 +1,215 @@
+"""Batches that are not alike on all ranks: found at whichever forward, named alike on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.core.errors import LongspanError
+from longspan.hf.checks import batches
+from tests.counting import count_sent
+from tests.models import batch, build, rows_of, sharding
+from tests.pool import RankError, RankPool
+
+STEPS = 5  # after those forwards something differs: later than any that is looked at more thoroughly
+
+
+def _fault(fault: str, whole: dict[str, Any]) -> dict[str, Any]:
+    ids = whole["input_ids"]
+    if fault == "values":
+        whole["input_ids"] = ids.roll(1, 0)
+    if fault == "labels":
+        del whole["labels"]
+    if fault == "length":
+        whole = {key: x[:, :-1] for key, x in whole.items()}
+    if fault == "rows":
+        whole = {key: x[:-1] for key, x in whole.items()}
+    if fault == "dtype":
+        whole["input_ids"] = ids.int()
+    if fault == "mask":
+        whole["attention_mask"] = torch.ones_like(ids)
+    if fault == "documents":
+        whole["document_ids"] = (torch.arange(ids.shape[1]) > 4).long().expand_as(ids)
+    if fault == "items":
+        whole["num_items_in_batch"] = 7
+    if fault == "bad":
+        whole["labels"] = torch.full_like(ids, 61)
+    if fault == "type":
+        whole["position_ids"] = "none"
+    return whole
+
+
+# What is said of whole batches, and of those that were cut.
+SAID = {
+    "values": ("(alike in shape, of other values)", "(alike in shape, of other values)"),
+    "labels": ("`labels` is missing on rank 3, int64 [2, 21] on rank 2", "`labels` is missing on rank 3"),
+    "length": (
+        "`input_ids` is int64 [2, 20] on rank 3, int64 [2, 21] on rank 2",
+        "`input_ids` is int64 [2, 10] on rank 3",
+    ),
+    "rows": ("`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [1, "),
+    "dtype": ("`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int32 [2, "),
+    "mask": ("`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "of other values"),
+    "documents": ("`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
+    "items": ("`num_items_in_batch` is 7 on rank 3, missing on rank 2",) * 2,
+    "bad": ("(alike in shape, of other values)", "(alike in shape, of other values)"),
+    "type": ("`position_ids` is 'none' on rank 3, missing on rank 2", ""),
+}
+
+
+def _one_rank_differs(faults: list[str], fsdp: bool, ring: int, cut: bool) -> list[str]:
+    """Data 2 x sequence 2: rank 3 alone, of the second replica, is given something else in the sixth forward."""
+    sp = sharding(data=2, ring=ring)
+    model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
+    said = []
+
+    def forward(whole: dict[str, Any]) -> None:
+        given = longspan.shard_batch(whole, sp) if cut else whole
+        model(**given).loss.backward()
+
+    for fault in faults:
+        for step in range(STEPS if fault == faults[0] else 1):
+            forward(rows_of(batch(seed=step), sp.data_rank, 2))
+        mine = rows_of(batch(), sp.data_rank, 2)
+        with pytest.raises(LongspanError) as error:
+            forward(_fault(fault, mine) if dist.get_rank() == 3 else mine)
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize(("fsdp", "ring", "cut"), [(True, 1, False), (False, 2, False), (True, 2, True)])
+def test_another_batch_in_the_sixth_forward(pool4: RankPool, fsdp: bool, ring: int, cut: bool) -> None:
+    faults = [fault for fault in SAID if SAID[fault][cut]]
+    said = pool4.run(_one_rank_differs, faults, fsdp, ring, cut, timeout=60)
+    for i, fault in enumerate(faults):
+        messages = {rank[i] for rank in said}
+        assert len(messages) == 1, (fault, messages)
+        message = messages.pop()
+        assert "ranks 3 were given another one than ranks 2 (" in message, message
+        assert SAID[fault][cut] in message, message
+
+
+def _replicas_differ() -> list[str]:
+    """What all ranks do together must be alike on other replicas too."""
+    sp = sharding(data=2)
+    model = longspan.parallelize(build("Llama"), sp)
+    second = sp.data_rank == 1
+    said = []
+    mine = rows_of(batch(), sp.data_rank, 2)
+    for fault in ("labels", "items", "eval", "no_grad", "autocast"):
+        model(**mine).loss.backward()
+        if fault == "eval" and second:
+            model.eval()
+        with pytest.raises(LongspanError) as error, contextlib.ExitStack() as stack:
+            if second and fault == "no_grad":
+                stack.enter_context(torch.no_grad())
+            if second and fault == "autocast":
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            model(**(_fault(fault, dict(mine)) if second else mine))
+        model.train(build("Llama").training)
+        said.append(str(error.value))
+    model(**mine).loss.backward()
+    return said
+
+
+def test_what_replicas_do_together_must_be_alike(pool4: RankPool) -> None:
+    said = pool4.run(_replicas_differ, timeout=60)
+    assert all(each == said[0] for each in said)
+    for message, text in zip(
+        said[0],
+        (
+            "a batch's labels is missing on ranks 2, 3, given on ranks 0, 1",
+            "num_items_in_batch is 7.0 on ranks 2, 3, missing on ranks 0, 1",
+            "the model's mode is evaluation on ranks 2, 3",
+            "torch.is_grad_enabled() is False on ranks 2, 3, True on ranks 0, 1",
+            "autocast of cpu is torch.bfloat16 on ranks 2, 3, missing on ranks 0, 1",
+        ),
+        strict=True,
+    ):
+        assert text in message, message
+
+
+def _raw_error() -> None:
+    model = longspan.parallelize(build("Llama"), sharding())
+    if dist.get_rank() == 1:
+        model(**batch(), no_such=object(), position_ids=batch())
+    model(**batch())
+
+
+def test_an_error_that_is_no_refusal_is_heard_of_too(pool2: RankPool) -> None:
+    with pytest.raises(RankError) as error:
+        pool2.run(_raw_error, timeout=30)
+    assert len(error.value.failures) == 2
+
+
+# --- what lies on a GPU: the comparison travels with the loss. Here the host is told not to look at what is on its CPU
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    plain, batches.is_on_cpu = batches.is_on_cpu, lambda batch: False
+    try:
+        yield
+    finally:
+        batches.is_on_cpu = plain
+
+
+def _with_the_loss(family: str, cut: bool) -> tuple[list[str], int]:
+    sp = sharding(data=2)
+    model = longspan.parallelize(build(family), sp)
+    assert model.longspan_hooks.batches is not None
+    outputs: list[Tensor] = []
+    with _as_on_a_gpu():
+        for step in range(8):
+            mine = rows_of(batch(seed=step), sp.data_rank, 2)
+            if step == STEPS and dist.get_rank() == 2:
+                mine["input_ids"] = mine["input_ids"].roll(1, 0)
+            if cut:
+                given = longspan.shard_batch(mine, sp, shift=family != "Bert")
+                whole = batches.device_digest(mine)
+                info = dataclasses.replace(given["longspan"], digest=None, device_digest=whole)
+                mine = {**given, "longspan": info}
+            try:
+                with count_sent() as sent:
+                    outputs.append(model(**mine).loss)
+                outputs[-1].backward()
+            except LongspanError as error:
+                assert [one.op for one in sent if one.op != "all_to_all"][-1:] == ["all_gather"]
+                return [str(error)], step
+    return [], -1
+
+
+@pytest.mark.parametrize(("family", "cut"), [("Llama", False), ("Llama", True), ("Bert", False)])
+def test_values_that_the_host_cannot_read_are_compared_with_the_loss(pool4: RankPool, family: str, cut: bool) -> None:
+    said = pool4.run(_with_the_loss, family, cut)
+    assert all(each == said[0] for each in said)
+    (message,), step = said[0]
+    assert step == STEPS + 1
+    assert "ranks 3 were given another one than ranks 2 (1 forwards before this one)" in message
+
+
+def _cost(forwards: int | None) -> list[int]:
+    """How many gathers of batches in each of five forwards, and in one without labels."""
+    sp = sharding()
+    model = longspan.parallelize(build("Llama"), sp, fsdp=False, check_batches=forwards)
+    counts = []
+    for step in range(5):
+        with count_sent() as sent:
+            model(**batch(seed=step)).loss.backward()
+        counts.append(sum(one.op == "all_gather" for one in sent))
+        assert all(one.bytes == 5 * 8 for one in sent if one.op == "all_gather")
+    return counts
+
+
+def test_one_small_gather_a_forward_and_none_if_not_wanted(pool2: RankPool) -> None:
+    assert pool2.run(_cost, None)[0] == [1] * 5
+    assert pool2.run(_cost, 2)[0] == [1, 1, 0, 0, 0]
+    assert pool2.run(_cost, 0)[0] == [0] * 5

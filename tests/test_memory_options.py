@@ -1,0 +1,494 @@
+"""The memory options, each against one process in fp64, on every kind of mesh; what they keep, and refuse."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import longspan
+from longspan.comm.mesh import OneDeviceMesh
+from longspan.core import tile_sizes
+from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.hf.memory_auto import config_shape, hardware_of
+from longspan.hf.shapes import shape_from_modules
+from longspan.memory.offload.disk import DiskStore
+from longspan.memory.tiles import NormedLinear, Tiled
+from longspan.plan import Hardware, Job, Mesh, cost
+from tests.counting import count_sent
+from tests.fakes import fake_world
+from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
+from tests.pool import RankPool
+
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+
+MEMORY_OPTIONS: dict[str, Memory] = {
+    "layers": Memory(checkpointing="layers"),
+    "attention": Memory(checkpointing="attention"),
+    "tiled_mlp": Memory(tiled_mlp=3),
+    "tiled_norms": Memory(tiled_norms=True),
+    "kept activations": Memory(recompute_mlp_act=False),
+    "output": Memory(checkpointing="output"),
+    "head_chunks": Memory(head_chunks=0),
+    "longest": LONGEST,
+    "disk": Memory(checkpointing="layers", offload="disk"),
+    "all": Memory(checkpointing="output", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
+}
+
+
+def _small_tiles() -> None:
+    tile_sizes.FEWEST_ROWS = 2, 2
+
+
+@functools.cache
+def _truth(family: str) -> Truth:
+    return truth_of(build(family), _inputs(family))
+
+
+def _inputs(family: str) -> dict[str, Tensor]:
+    """Packed documents, and labels that are very unevenly masked."""
+    if family == "GptOss":  # transformers' eager attention does not look for packed documents in it
+        return batch()
+    ends = torch.tensor([[5, 21], [11, 21], [21, 21], [2, 13]])
+    places = torch.stack([torch.cat([torch.arange(a), torch.arange(b - a), torch.arange(21 - b)]) for a, b in ends])
+    return {**batch(), "position_ids": places}
+
+
+def _on_a_mesh(truth: Truth, family: str, memory: Memory, data: int, ring: int, fsdp: bool) -> None:
+    _small_tiles()
+    sp = sharding(data, ring)
+    model = longspan.parallelize(build(family), sp, fsdp=fsdp, memory=memory).train()
+    compare(truth, model, _inputs(family), sp)
+
+
+@pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "GptOss", "Qwen3Moe"])
+def test_each_memory_option_on_two_ranks(pool2: RankPool, family: str, memory_option: str) -> None:
+    pool2.run(_on_a_mesh, _truth(family), family, MEMORY_OPTIONS[memory_option], 1, 1, True)
+
+
+@pytest.mark.parametrize(("data", "ring", "fsdp"), [(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)])
+@pytest.mark.parametrize("memory_option", ["attention", "output", "longest", "all"])
+def test_memory_options_on_four_ranks(pool4: RankPool, memory_option: str, data: int, ring: int, fsdp: bool) -> None:
+    pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", MEMORY_OPTIONS[memory_option], data, ring, fsdp)
+
+
+def _groups(truth: Truth, cases: list[tuple[Memory, int, bool]]) -> None:
+    """Layers that share a kept input; each case in the same launch."""
+    _small_tiles()
+    for memory, ring, fsdp in cases:
+        sp = sharding(1, ring)
+        model = longspan.parallelize(_deep(), sp, fsdp=fsdp, memory=memory).train()
+        compare(truth, model, _inputs("Qwen3"), sp)
+
+
+def _deep() -> Any:
+    return build("Qwen3", num_hidden_layers=5, layer_types=None)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_layers_that_share_a_kept_input(pool2: RankPool, fsdp: bool) -> None:
+    """Groups of 2, of 3 (the last one shorter) and of all five, with what attention keeps and without."""
+    each = [
+        Memory(checkpointing="layers", layers_per_checkpoint=2),
+        Memory(checkpointing="attention", layers_per_checkpoint=3),
+        Memory(checkpointing="output", layers_per_checkpoint=3, tiled_mlp=2, tiled_norms=True),
+        Memory(checkpointing="layers", layers_per_checkpoint=0, offload="disk", head_chunks=0),
+        Memory(checkpointing="layers", layers_per_checkpoint=9),
+    ]
+    pool2.run(_groups, truth_of(_deep(), _inputs("Qwen3")), [(m, 1 + i % 2, fsdp) for i, m in enumerate(each)])
+
+
+@pytest.mark.parametrize(("per_checkpoint", "runs"), [(1, [2] * 5), (3, [3, 3, 2, 3, 2]), (2, [3, 2, 3, 2, 2])])
+def test_how_often_a_layer_runs_and_what_it_keeps(per_checkpoint: int, runs: list[int]) -> None:
+    model = longspan.parallelize(
+        _deep(), ONE_DEVICE, memory=Memory(checkpointing="layers", layers_per_checkpoint=per_checkpoint)
+    ).train()
+    calls = [_Calls(layer.self_attn) for layer in model.model.layers]
+    for _ in range(2):  # nothing is left of a forward
+        for call in calls:
+            call.count = 0
+        loss = model(**batch()).loss
+        loss.backward()
+        assert [call.count for call in calls] == runs
+        broken = model.model.layers[2].mlp.register_forward_pre_hook(_breaks)
+        with pytest.raises(RuntimeError, match="planted"):
+            model(**batch())
+        broken.remove()
+
+
+def _breaks(*_: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def test_a_layer_that_takes_in_something_else_begins_a_group() -> None:
+    """A model that changes what a layer gave before the next one takes it: that one's input is kept."""
+    truth, made = _deep(), _deep()
+    for model in (truth, made):
+        model.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+        model.model.layers[2].register_forward_hook(lambda module, args, out: out.mul_(0.5))
+    memory = Memory(checkpointing="layers", layers_per_checkpoint=5)
+    model = longspan.parallelize(made, ONE_DEVICE, memory=memory).train()
+    calls = [_Calls(layer.self_attn) for layer in model.model.layers]
+    whole = truth_of(truth, batch())
+    loss = model(**batch()).loss
+    loss.backward()
+    check_loss(float(loss.detach()), whole)
+    check_gradients(gradients(model), whole)
+    assert [call.count for call in calls] == [3, 2, 2, 3, 2]
+
+
+@pytest.mark.parametrize(("family", "ring"), [("Llama", 1), ("GptOss", 2)])
+def test_memory_options_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
+    memory = Memory(checkpointing="output", head_chunks=0, tiled_mlp=0, tiled_norms=True, offload="disk")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranks without heads
+        pool8.run(_on_a_mesh, _truth(family), family, memory, 1, ring, True)
+
+
+# The input of a DistilBERT layer is the output of the previous layer's last norm.
+@pytest.mark.parametrize(
+    ("family", "memory_option"),
+    [(f, "all") for f in ("GPT2", "Olmo2", "Llama4Text", "Mixtral", "GPTNeoX", "ModernBert")]
+    + [("DistilBert", "all"), ("DistilBert", "longest")],
+)
+def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str, memory_option: str) -> None:
+    monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))
+    truth = truth_of(build(family), batch())
+    model = longspan.parallelize(build(family), ONE_DEVICE, memory=MEMORY_OPTIONS[memory_option]).train()
+    loss = model(**batch()).loss
+    loss.backward()
+    check_loss(float(loss.detach()), truth)
+    check_gradients(gradients(model), truth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is repeated, and what is kept.
+
+
+def _sent(memory: Memory, ring: int) -> Counter[tuple[str, int]]:
+    """What rank 0 of four sends in a step, weights aside: by operation and bytes."""
+    with fake_world(0, 4):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
+        options: dict[str, Any] = {"fsdp": False, "weights": "same", "check_batches": 0, "check_weights": 0}
+        model = longspan.parallelize(build("Llama"), sp, memory=memory, **options).train()
+        with count_sent() as sent:
+            model(**batch()).loss.backward()
+    return Counter((one.op, one.bytes) for one in sent)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_attention_that_is_kept_sends_nothing_twice(ring: int) -> None:
+    plain, kept = _sent(FASTEST, ring), _sent(Memory(checkpointing="attention"), ring)
+    assert kept == plain
+    again = _sent(Memory(checkpointing="layers"), ring)
+    assert sum(again.values()) > sum(plain.values())  # so this counts what it should
+
+
+class _Calls:
+    """How often a module runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.count, compute = 0, module.forward
+
+        @functools.wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return compute(*args, **kwargs)
+
+        module.forward = forward  # type: ignore[assignment]
+
+
+def _layers(memory: Memory, family: str = "Llama") -> tuple[Any, list[_Calls]]:
+    model = build(family)
+    calls = [_Calls(layer.mlp) for layer in model.model.layers]
+    return longspan.parallelize(model, ONE_DEVICE, memory=memory).train(), calls
+
+
+@pytest.mark.parametrize(
+    ("memory", "runs"),
+    [
+        (FASTEST, 1),
+        (Memory(checkpointing="layers"), 2),
+        (Memory(tiled_mlp=1, tiled_norms=True, checkpointing="layers"), 2),
+        (Memory(tiled_mlp=21), 2 * 84 // 4 + 1),  # 21 tiles forward, 21 backward, and the probe's two
+        (Memory(tiled_mlp=21, checkpointing="layers"), 2 * 84 // 4 + 1),  # not once more: the MLP is a layer's last
+    ],
+)
+def test_how_often_an_mlp_runs(memory: Memory, runs: int) -> None:
+    model, calls = _layers(memory)
+    model(**batch()).loss.backward()
+    probe = 1 if memory.tiled_mlp != 1 else 0
+    assert [call.count for call in calls] == [runs + probe] * 2
+
+
+def test_a_graph_that_is_retained_goes_backward_twice() -> None:
+    for memory in (Memory(checkpointing="attention"), Memory(tiled_mlp=3, checkpointing="layers", tiled_norms=True)):
+        model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=memory, logits=True).train()
+        loss = model(**batch()).loss
+        loss.backward(retain_graph=True)
+        once = gradients(model)
+        loss.backward()
+        for name, grad in gradients(model).items():
+            assert torch.allclose(grad, 2 * once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_compiled_model_has_its_memory_options() -> None:
+    truth = truth_of(build("Gemma2"), batch())  # sliding windows, and logits with a softcap
+    model = longspan.parallelize(build("Gemma2"), ONE_DEVICE, memory=MEMORY_OPTIONS["all"]).train()
+    out = torch.compile(model, backend="eager")(**batch())
+    out.loss.backward()
+    assert "logits" not in out
+    check_loss(float(out.loss.detach()), truth)
+    check_gradients(gradients(model), truth)
+
+
+def test_dropout_in_a_tiled_mlp_is_drawn_once() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.dropout = nn.Linear(4, 16), nn.Linear(16, 4), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.dropout(self.up(x)))
+            return y
+
+    torch.manual_seed(0)
+    mlp = Mlp()
+    Tiled(mlp, "mlp", lambda *_: 3, draws=True)
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    out = mlp(x)
+    torch.rand(100)  # other numbers are drawn meanwhile
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    # What a token's gradient is says which numbers were dropped: the output is linear in the input.
+    with torch.no_grad():
+        offset = mlp.down.bias + 0 * out
+    rest = out - offset
+    bias = mlp.down.weight  # of the dropped hidden units nothing arrives in either
+    assert bool(((grad == 0).all(-1) == (rest == 0).all(-1)).all()) and bias is not None
+
+
+class Behind(nn.Module):
+    """A norm, and what takes in what it gives: an MLP, and beside it a linear layer where there are two branches."""
+
+    def __init__(self, branches: int) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(8), nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, 8))
+        self.linear = nn.Linear(8, 8) if branches == 2 else None
+        self.waits = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        if self.waits:
+            normed.retain_grad()
+            self.normed = normed
+        out: Tensor = x + self.mlp(normed)
+        return out if self.linear is None else out + self.linear(normed)
+
+
+def gradients_behind(branches: int, *, tiled: bool, frozen: bool = False, waits: bool = False) -> list[Tensor]:
+    """Gradients of input, weights, and of what the norm gives if someone waits for it; twice by a retained graph."""
+    torch.manual_seed(0)
+    behind = Behind(branches).double()
+    behind.norm.weight.requires_grad_(not frozen)
+    behind.waits = waits
+    if tiled:
+        norm = Tiled(behind.norm, "norm", lambda *_: 4, light=True)
+        Tiled(behind.mlp, "mlp", lambda *_: 3)
+        if behind.linear is not None:
+            NormedLinear(behind.linear)
+        made, compute = [], norm.compute_with
+        norm.compute_with = lambda tile, parameters: made.append(tile.shape[1]) or compute(tile, parameters)  # type: ignore[method-assign, func-returns-value, assignment]
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    loss = behind(x).square().sum()
+    if tiled:
+        made.clear()
+    loss.backward(retain_graph=True)
+    if tiled and branches == 1 and not waits:
+        assert made == [3, 3, 3, 1]  # by the MLP's tiles alone: its own backward makes nothing
+    loss.backward()
+    found = [x, *behind.parameters(), *([behind.normed] if waits else [])]
+    return [p.grad for p in found if p.grad is not None]
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tiled_mlps_backward_goes_on_through_its_norm(branches: int, waits: bool, frozen: bool) -> None:
+    plain, tiles = (gradients_behind(branches, tiled=t, frozen=frozen, waits=waits) for t in (False, True))
+    assert len(plain) == len(tiles)
+    for a, b in zip(plain, tiles, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients_an_mlp_goes_tile_by_tile_too() -> None:
+    """Else the layers that `layers_per_checkpoint` computes again, and scoring, would hold intermediates of all."""
+    behind, seen = Behind(1), list[int]()
+    behind.mlp[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        whole = behind(x)
+        Tiled(behind.norm, "norm", lambda *_: 4, light=True)
+        Tiled(behind.mlp, "mlp", lambda *_: 3)
+        seen.clear()
+        torch.testing.assert_close(behind(x), whole)
+    assert seen == [4, 2, 3, 3, 3, 1]  # the probe's two, then the tiles
+
+
+def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.up(x - x.mean(1, keepdim=True))
+            return y
+
+    module = Mean()
+    Tiled(module, "layers.0.mlp", lambda *_: 3)
+    with pytest.raises(LongspanError, match=r"layers\.0\.mlp \(Mean\).*cannot run tile by tile; use tiled_mlp=1"):
+        module(torch.randn(1, 8, 4))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def test_memory_options_that_do_not_go_together() -> None:
+    with pytest.raises(LongspanError, match=r"offload='disk' .*checkpointing='layers'"):
+        Memory(offload="disk")
+    with pytest.raises(LongspanError, match=r"offload_folder='/x'.*offload is 'none'"):
+        Memory(checkpointing="layers", offload_folder="/x")
+    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose none, attention"):
+        Memory(checkpointing="some")  # type: ignore[arg-type]
+    with pytest.raises(LongspanError, match=r"tiled_mlp"):
+        Memory(tiled_mlp=-1)
+    with pytest.raises(LongspanError, match=r"memory='least' is unknown; choose fastest, longest or auto"):
+        longspan.parallelize(build("Llama"), ONE_DEVICE, memory="least")  # type: ignore[arg-type]
+    assert Memory(head_chunks=0).lean and not LONGEST.lean
+
+
+def test_what_a_model_cannot_do() -> None:
+    with pytest.raises(LongspanError, match=r"bert\.encoder\.layer\.0\.output \(BertOutput\).*use tiled_mlp=1"):
+        longspan.parallelize(build("Bert"), ONE_DEVICE, memory=Memory(tiled_mlp=2))
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=Memory(checkpointing="layers")).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(LongspanError, match=r"gradient_checkpointing_enable\(\).*checkpointed twice"):
+        model(**batch())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# By the planner.
+
+
+def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 40e6
+    monkeypatch.setattr(
+        "longspan.hf.memory_options.hardware_of", lambda device, held_=None: _with(hardware_of(device), held)
+    )
+    model = longspan.parallelize(build("Llama", max_position_embeddings=1 << 17), ONE_DEVICE, memory="auto").train()
+    assert "attention: chosen at the first forward" in longspan.explain(model)
+    model(**batch()).loss.backward()
+    assert model.longspan_hooks.memory_options.memory == FASTEST
+    long = batch(rows=1, n=12000)
+    truth = gradients_of(build("Llama", max_position_embeddings=1 << 17), long)
+    model.zero_grad()
+    model(**long).loss.backward()
+    memory_options = model.longspan_hooks.memory_options
+    assert memory_options.memory != FASTEST
+    for name, grad in gradients(model).items():
+        assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6)
+    said = longspan.explain(model)
+    assert memory_options.memory.described() in said and "does not fit" in said and "attention of 2 layers" in said
+    with pytest.raises(LongspanError, match=r"do not fit on one GPU.*Item by item"):
+        model(**batch(rows=4, n=120000))
+
+
+UNKNOWN = {
+    "Gemma": {"head_dim": 8},
+    "Cohere2": {"sliding_window": 6},
+    "Starcoder2": {"sliding_window": 6},
+    "ModernBert": {},
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_auto_reads_a_family_that_the_planner_does_not_know(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = build(family, max_position_embeddings=4096, **UNKNOWN[family])
+    long = batch(rows=1, n=1500)
+    shape, cpu = shape_from_modules(plain), hardware_of(torch.device("cpu"))
+    jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
+    needed = [cost(shape, job, Mesh(), cpu).memory_total_bytes for job in jobs]  # room for one of them alone
+    room = _with(cpu, sum(needed) / 2)
+    monkeypatch.setattr("longspan.hf.memory_options.hardware_of", lambda device, _=None: room)
+    truth = gradients_of(copy.deepcopy(plain), long)
+    model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
+    model(**long).loss.backward()
+    assert model.longspan_hooks.memory_options.memory != FASTEST
+    for name, grad in gradients(model).items():
+        assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3Moe", "GptOss", "Gemma3Text", "Phi3", "GPTNeoX", "GPT2", "Olmo2"])
+def test_modules_give_the_shape_that_the_planner_reads_from_a_config(family: str) -> None:
+    model = build(family)
+    read, known = shape_from_modules(model), config_shape(model.config)
+    assert read.params == known.params == sum(p.numel() for p in model.parameters())
+    assert [p.name for p in read.root] == [p.name for p in known.root] and read.tied == known.tied
+    for mine, theirs in zip(read.layers, known.layers, strict=True):
+        assert (mine.mixer, mine.mlp) == (theirs.mixer, theirs.mlp)
+        assert (mine.active_params, mine.mlp_params) == (theirs.active_params, theirs.mlp_params)
+
+
+def test_auto_leaves_out_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def least(*_: Any, fixed: dict[str, Any], **__: Any) -> tuple[Memory, str]:
+        return Memory(**{"checkpointing": "layers", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a planner of ours"
+
+    monkeypatch.setattr("longspan.hf.memory_options.memory_options_for", least)
+    model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(**batch(), output_router_logits=True).loss
+    assert model.longspan_hooks.memory_options.memory == Memory(tiled_mlp=2, tiled_norms=True)
+    plain = longspan.parallelize(build("Mixtral"), ONE_DEVICE).train()
+    assert torch.allclose(loss, plain(**batch(), output_router_logits=True).loss)
+
+
+def _with(hardware: Hardware, held: float) -> Hardware:
+    return dataclasses.replace(hardware, memory_bytes=held)
+
+
+def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    model.train()(**whole).loss.backward()
+    return gradients(model)
+
+
+def test_auto_reserves_room_in_the_forward_that_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(checkpointing="layers", offload="disk")
+    monkeypatch.setattr("longspan.hf.memory_options.memory_options_for", lambda *_, **__: (memory, "a planner of ours"))
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
+    reserved: list[int] = []
+    plain = DiskStore.reserve
+    monkeypatch.setattr(DiskStore, "reserve", lambda store, size: (reserved.append(size), plain(store, size))[1])
+    model(**batch()).loss.backward()
+    assert len(reserved) == 1 and reserved[0] > 0
+
+
+def test_losses_are_counted_where_only_the_loss_is_asked_for() -> None:
+    """From this count a trainer sees whether a forward computed the loss of all ranks."""
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE).eval()
+    hooks = model.longspan_hooks
+    with hooks.only_loss():
+        model(**batch())
+    assert hooks.losses == 1
+    with hooks.deferring():  # without labels: nothing is counted
+        model(input_ids=batch()["input_ids"])
+    assert hooks.losses == 1
