@@ -149,7 +149,7 @@ def _refuse(settings: Any, more: dict[str, Any], cache: Any) -> None:
             "use_cache=False would compute the whole sequence again for every token; a parallelized model generates "
             "with its cache: leave use_cache out"
         )
-    if asked("cache_implementation") not in (None, "dynamic", "static"):
+    if asked("cache_implementation") not in (None, "dynamic", "dynamic_full", "static"):
         raise LongspanError(
             f"cache_implementation={asked('cache_implementation')!r}: a parallelized model generates with its own "
             f"cache over the ranks; leave it out, or pass a longspan.ShardedCache(model, dtype=..., offload=...)"
