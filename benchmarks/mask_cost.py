@@ -20,7 +20,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.mask import Mask
-from longspan.attn.prepare import work_of_blocks
+from longspan.attn.prepare import pairs_of_blocks
 from longspan.attn.segments import cu_seqlens_segments
 from longspan.core.layout import Layout
 
@@ -54,7 +54,7 @@ def pairs(n: int, options: dict[str, Any]) -> int:
     rows = cu_seqlens_segments(options["cu_seqlens"], n) if "cu_seqlens" in options else None
     if "mask_mod" in options:
         named["window"] = 1024
-    return work_of_blocks(Layout(), (n, n), Mask(segments=rows, **named), 1)[0][0]
+    return pairs_of_blocks(Layout(), (n, n), Mask(segments=rows, **named), 1)[0][0]
 
 
 def step(n: int, kernel: str, options: dict[str, Any]) -> Callable[[], None]:

@@ -98,7 +98,7 @@ def parts(quick: bool) -> list[Part]:
     fsdp = ["--predict", "--methods", "fsdp", "fsdp-no-prefetch", "ulysses", "ulysses-no-prefetch", "--contexts"]
     short = ["8", "32", "128"]
     covered = ["attention", "--dtype", "fp32", "--heads", "64", "--kv-heads", "4", "--head-dim", "32", "--predict",
-               "--rounds", "2" if quick else "3", "--exchange-chunks", "16", "--contexts",
+               "--rounds", "2" if quick else "3", "--overlap-chunks", "16", "--contexts",
                "256" if quick else "8192"]  # fmt: skip
     every = [
         Part("step across, 200 Mbit/s", 200, (*slow, *long, "--methods", *LONGSPAN, "--predict"), 0.30),

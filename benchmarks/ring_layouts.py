@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import longspan
 from longspan.attn.mask import Mask
-from longspan.attn.prepare import work_of_blocks
+from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.layout import Layout
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
@@ -28,7 +28,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 def counted(ring: int, n: int) -> dict[str, Any]:
     out: dict[str, Any] = {"ring": ring}
     for kind in ("zigzag", "contiguous"):
-        work = [sum(row) for row in work_of_blocks(Layout(ring, 1, kind), (n, n), Mask(), 1)]  # type: ignore[arg-type]
+        work = [sum(row) for row in pairs_of_blocks(Layout(ring, 1, kind), (n, n), Mask(), 1)]  # type: ignore[arg-type]
         out[kind] = max(work) * ring / sum(work)
     out["ratio"] = out["contiguous"] / out["zigzag"]
     return out

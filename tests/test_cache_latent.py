@@ -27,7 +27,7 @@ def _ways(name: str, expected: Any) -> None:
             check_generated(generated(model, {**prompt(3, padded=True), "past_key_values": cache}), expected)
             latent = heads > 1 and options.get("latent", True)
             assert [store.shared for store in cache.stores.values()] == [RANK if latent else 0] * 2
-            held = 2 * 3 * cache.places.count(sp.ring_rank) * 4
+            held = 2 * 3 * cache.kv_placement.count(sp.ring_rank) * 4
             assert cache.nbytes == held * (WIDTH if latent else heads * HEAD)
 
 
@@ -37,7 +37,7 @@ def _coded(name: str, expected: Any) -> None:
     logits = generated(model, {**prompt(), "past_key_values": cache}, max_new_tokens=1)[1]
     error = float((logits - expected[1][:, :1]).norm() / expected[1][:, :1].norm())
     assert 1e-5 < error < 0.02
-    assert cache.stores[0].nbytes == cache.places.count(cache.sp.ring_rank) * (WIDTH + 4)
+    assert cache.stores[0].nbytes == cache.kv_placement.count(cache.sp.ring_rank) * (WIDTH + 4)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV2"])

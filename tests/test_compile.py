@@ -75,7 +75,7 @@ def test_compiled_gradients_of_a_ring_equal_eager(pool4: RankPool, ring: int) ->
 def test_compiled_gradients_of_chunks_equal_eager(pool2: RankPool) -> None:
     """Nor is what exchanges by chunks: its buffers are filled by collectives inside of one function."""
     pool2.run(_compare, 8, 4, 15, "aot_eager", 1, 2, timeout=180)
-    for options in ({"exchange_chunks": 2}, {"exchange_dtype": "int8"}):
+    for options in ({"overlap_chunks": 2}, {"wire_dtype": "int8"}):
         pool2.run(functools.partial(_compare, 8, 4, 15, "aot_eager", **options), timeout=180)
 
 

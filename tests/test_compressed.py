@@ -50,11 +50,12 @@ def _half_step(x: Tensor, code: str) -> Tensor:
     return count * largest / 254 if code == "int8" else x.norm(dim=-1) / 16 + count * largest / (448 * 1024)
 
 
-def _errors(case: Case, found: dict[str, Tensor], code: str, lean: bool = False) -> dict[str, float]:
+def _errors(case: Case, found: dict[str, Tensor], code: str, recompute: bool = False) -> dict[str, float]:
     """Errors in units of what may be: half a step of what came home, beside the rounding of the dtype.
 
-    Measured from attention in fp64 of rounded q, k, v and a rounded gradient of the output. A lean one has the rounded
-    output in its backward as well: off by half a step times the gradient, in every score's and in the sinks'.
+    Measured from attention in fp64 of rounded q, k, v and a rounded gradient of the output. One that recomputes the
+    all-to-all has the rounded output in its backward as well: off by half a step times the gradient, in every score's
+    and in the sinks'.
     """
     x = {name: _rounded(y, code) if name in ("q", "k", "v", "grad") else y for name, y in make(case).items()}
     truth, size = oracle(case, x), sizes(case, x)
@@ -64,7 +65,7 @@ def _errors(case: Case, found: dict[str, Tensor], code: str, lean: bool = False)
     allowed = {name: _half_step(by_query[name], code) for name in ("out", "dq", "dk", "dv")}
     for name in ("dk", "dv"):  # ranks return their parts of a KV head's gradient, each rounded
         allowed[name] = allowed[name].unflatten(2, (case.kv_heads, group)).sum(3)
-    if lean:
+    if recompute:
         scale = case.scale or 1 / math.sqrt(case.dim)
         off = scale * x["grad"].double().norm(dim=-1) * allowed["out"]  # [B, n, H]
         key = x["k"].double().norm(dim=-1).amax(1, keepdim=True).repeat_interleave(group, 2)
@@ -85,16 +86,18 @@ def _errors(case: Case, found: dict[str, Tensor], code: str, lean: bool = False)
 
 def _sharding(ring: int, chunks: int, code: Any) -> longspan.SequenceSharding:
     mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
-    return longspan.SequenceSharding(mesh, exchange_chunks=chunks, exchange_dtype=code)
+    return longspan.SequenceSharding(mesh, overlap_chunks=chunks, wire_dtype=code)
 
 
 def _compared(ring: int, code: Any) -> dict[str, dict[str, float]]:
     found = {}
-    for chunks, lean in ((1, 0), (2, 0), (1, 2)):
+    for chunks, recompute in ((1, 0), (2, 0), (1, 2)):
         sp = _sharding(ring, chunks, code)
-        for name in NAMES[:: 1 if chunks == 1 and not lean else 3]:
-            options = {"head_chunks": lean} if lean else {}
-            found[f"{name}, {chunks}, {lean}"] = _errors(CASES[name], run(CASES[name], sp, **options), code, bool(lean))
+        for name in NAMES[:: 1 if chunks == 1 and not recompute else 3]:
+            options = {"head_chunks": recompute} if recompute else {}
+            found[f"{name}, {chunks}, {recompute}"] = _errors(
+                CASES[name], run(CASES[name], sp, **options), code, bool(recompute)
+            )
     return found
 
 
@@ -127,13 +130,13 @@ def test_off_by_half_a_step_for_drawn_shapes(
 
 def _faulty(code: Any) -> float:
     """The error where scales are a hundredth too large on their way."""
-    wrong = dataclasses.replace(quantize.SCALED[code])
+    wrong = dataclasses.replace(quantize.QUANTIZED_FORMATS[code])
     decode = type(wrong).decode
 
     def scaled(self: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return decode(self, codes, scale * 1.01, dtype)
 
-    with mock.patch.object(quantize.Scaled, "decode", scaled):
+    with mock.patch.object(quantize.QuantizedFormat, "decode", scaled):
         return max(_errors(CASES["gqa"], run(CASES["gqa"], _sharding(1, 1, code)), code).values())
 
 
@@ -161,7 +164,7 @@ def test_scales_travel_in_the_same_message(pool2: RankPool, dtype: torch.dtype) 
 
 def _exact() -> bool:
     mesh = longspan.init_mesh(ulysses=2)
-    plain, said = (longspan.SequenceSharding(mesh, **more) for more in ({}, {"exchange_dtype": "exact"}))
+    plain, said = (longspan.SequenceSharding(mesh, **more) for more in ({}, {"wire_dtype": "exact"}))
     return all(
         torch.equal(y, run(CASES["gqa"], said, "tiled")[name])
         and (name != "out" or torch.equal(y, run(CASES["gqa"], one_device(), "tiled")[name]))
@@ -181,9 +184,9 @@ def test_blocks_come_back_rounded(code: str, dtype: torch.dtype) -> None:
     widths = [sum(count * d for count, d in runs) for runs in blocks]
     flat = torch.randn(4 * sum(widths)).to(dtype)
     flat[:3], flat[4] = 0, 1e4
-    coded = quantize.encode_blocks(flat, 4, blocks, code)
+    coded = quantize.quantize_rows(flat, 4, blocks, code)
     assert coded.numel() == 4 * sum(count * (d + 4) for runs in blocks for count, d in runs)
-    back = quantize.decode_blocks(coded, 4, blocks, code, dtype)
+    back = quantize.dequantize_rows(coded, 4, blocks, code, dtype)
     apart = (x.split([4 * w for w in widths]) for x in (flat, back))
     for sent, came, runs, width in zip(*apart, blocks, widths, strict=True):
         col = 0
@@ -193,7 +196,7 @@ def test_blocks_come_back_rounded(code: str, dtype: torch.dtype) -> None:
             col += count * d
     for bad in (math.nan, math.inf):
         flat[1] = bad
-        back = quantize.decode_blocks(quantize.encode_blocks(flat, 4, blocks, code), 4, blocks, code, dtype)
+        back = quantize.dequantize_rows(quantize.quantize_rows(flat, 4, blocks, code), 4, blocks, code, dtype)
         assert back[:3].isnan().all() and back[3:].isfinite().all()
 
 
@@ -209,7 +212,7 @@ def _on_a_model(truth: Truth) -> list[str]:
         ({"ulysses": 2, "ring": 2}, {"memory": longspan.Memory(checkpointing="layers")}),
         ({"ulysses": 4}, {"memory": longspan.Memory(checkpointing="output")}),
     ):
-        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), exchange_dtype="int8")
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), wire_dtype="int8")
         model = longspan.parallelize(build("Llama", vocab_size=64), sp, **options)
         out = model(**rows_of(batch(), sp.data_rank, sp.data_size))
         out.loss.backward()
@@ -229,20 +232,20 @@ def _on_a_model(truth: Truth) -> list[str]:
 
 def test_a_model_with_other_features(pool4: RankPool) -> None:
     for said in pool4.run(_on_a_model, truth_of(build("Llama", vocab_size=64), batch()), timeout=180):
-        assert all("exchange_dtype='int8' is for training and scoring" in text for text in said)
+        assert all("wire_dtype='int8' is for training and scoring" in text for text in said)
 
 
 def test_what_cannot_be_is_refused() -> None:
     for wrong in ("int4", "", 8, None):
-        with pytest.raises(LongspanError, match=r"exchange_dtype.*int8"):
-            longspan.SequenceSharding(one_device().mesh, exchange_dtype=wrong)  # type: ignore[arg-type]
+        with pytest.raises(LongspanError, match=r"wire_dtype.*int8"):
+            longspan.SequenceSharding(one_device().mesh, wire_dtype=wrong)  # type: ignore[arg-type]
 
 
 def test_a_run_that_goes_on_with_another_code_says_so() -> None:
     """Also after a checkpoint that knows of none, whose exchange was exact."""
-    now = TrainConfig(exchange_dtype="int8")
-    for settings_then in ({}, {"exchange_dtype": "exact"}):
+    now = TrainConfig(wire_dtype="int8")
+    for settings_then in ({}, {"wire_dtype": "exact"}):
         before: Any = SimpleNamespace(state={"settings": settings_then}, step=3)
-        assert "exchange_dtype was exact, is int8 from step 4" in str(changed_settings(before, now))
-    same: Any = SimpleNamespace(state={"settings": {"exchange_dtype": "int8"}}, step=3)
+        assert "wire_dtype was exact, is int8 from step 4" in str(changed_settings(before, now))
+    same: Any = SimpleNamespace(state={"settings": {"wire_dtype": "int8"}}, step=3)
     assert changed_settings(same, now) is None

@@ -14,12 +14,12 @@ from markdown_it import MarkdownIt
 
 import longspan
 from longspan.attn.kernels.base import REGISTRY
-from longspan.attn.prepare import work_of_blocks
+from longspan.attn.prepare import pairs_of_blocks
 from longspan.attn.segments import document_segments
 from longspan.core import layouts
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, choose_layout
-from longspan.core.layouts import Contiguous, Placement, register_layout
+from longspan.core.layouts import Contiguous, RingLayout, register_layout
 from longspan.core.regions import Region
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
@@ -138,7 +138,7 @@ def test_a_layout_may_look_at_the_mask() -> None:
     assert zigzag.under(documents) is zigzag and max(work(zigzag)) > 1.15 * sum(work(zigzag)) / 4
 
 
-class _Wrong(Placement):
+class _Wrong(RingLayout):
     name = "wrong"
 
     def place(self, n: int, ring: int, mask: Any = None) -> Any:
@@ -203,7 +203,7 @@ def _model_by_work(truth: Truth, ring: int) -> tuple[list[int], list[int]]:
             refused()
     zigzag = longspan.SequenceSharding(mesh, layout="zigzag").layout
     mask = longspan.Mask(segments=document_segments(whole["document_ids"]))
-    by_rank = [work_of_blocks(layout, (DOCUMENTS, DOCUMENTS), mask, 1) for layout in (placed.layout, zigzag)]
+    by_rank = [pairs_of_blocks(layout, (DOCUMENTS, DOCUMENTS), mask, 1) for layout in (placed.layout, zigzag)]
     return tuple([sum(row) for row in work] for work in by_rank)  # type: ignore[return-value]
 
 

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.attn.kernels.base import Part
-from longspan.attn.kernels.flash_calls import Piece, grouped, pieces, union, window_of
+from longspan.attn.kernels.base import BlockRegion
+from longspan.attn.kernels.flash_calls import FlashSequence, flash_sequences, group_by_window, merge_regions, window_of
 from longspan.core.regions import Region
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, sharding
 from tests.flash_emulated import emulated, seen_by
@@ -149,11 +149,11 @@ def test_a_region_is_what_its_windows_say(region: Region, others: list[Region], 
     regions = [
         r.within((r.q0, r.q1), (r.k0, r.k1)) for r in (region, *others) if r.lo is None or r.hi is None or r.lo <= r.hi
     ]
-    parts = [Part((0, 1), r, *at) for r in regions if r is not None]
+    parts = [BlockRegion((0, 1), r, *at) for r in regions if r is not None]
     for part in parts:  # each on its own, so that they need not be disjoint
         r = part.region
         seen = torch.zeros(60, 60, dtype=torch.int64)
-        for piece in pieces([part]):
+        for piece in flash_sequences([part]):
             p = piece.region
             sizes = p.q1 - p.q0, p.k1 - p.k0
             allowed = seen_by(*sizes, piece.window)
@@ -162,14 +162,14 @@ def test_a_region_is_what_its_windows_say(region: Region, others: list[Region], 
                 assert all(torch.equal(allowed, seen_by(*sizes, window, max_k=longest)) for longest in (0, 7, 99))
             assert allowed.any(1).all() and allowed.any(0).all()  # the kernel gives garbage for a row that sees nothing
             seen[p.q0 - at[0] : p.q1 - at[0], p.k0 - at[1] : p.k1 - at[1]] += allowed
-        assert torch.equal(seen, _dense(r).long()), (r, pieces([part]))
+        assert torch.equal(seen, _dense(r).long()), (r, flash_sequences([part]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), REGION), max_size=6))
 def test_no_query_and_no_key_is_twice_in_a_call(drawn: list[tuple[int, Region]]) -> None:
-    found = grouped(Piece((row, row + 1), region) for row, region in drawn)
+    found = group_by_window(FlashSequence((row, row + 1), region) for row, region in drawn)
     assert sorted(map(repr, (p for _, group in found for p in group))) == sorted(
-        repr(Piece((row, row + 1), region)) for row, region in drawn
+        repr(FlashSequence((row, row + 1), region)) for row, region in drawn
     )
     for _, group in found:
         for of in (lambda p: range(p.region.q0, p.region.q1), lambda p: range(p.region.k0, p.region.k1)):
@@ -185,11 +185,11 @@ def test_two_halves_of_a_region_are_one_again(a: Region, q: int, k: int) -> None
     parts = [part for spans in cuts if (part := a.within(*spans)) is not None]
     for first, second in ((0, 1), (1, 2)):
         if len(parts) > second:
-            both = union(parts[first], parts[second])
+            both = merge_regions(parts[first], parts[second])
             if both is not None:
                 assert torch.equal(_dense(both), _dense(parts[first]) | _dense(parts[second]))
     if len(parts) == 2 and a.lo is None and a.hi is None and parts[0].k1 - parts[0].k0 == parts[1].k1 - parts[1].k0:
-        assert union(*parts) is not None
+        assert merge_regions(*parts) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.attn.kernels import flex
-from longspan.attn.kernels.base import Blocks, Finished
+from longspan.attn.kernels.base import BackwardInputs, Blocks
 from longspan.attn.mask import Mask, over_indices
 from longspan.attn.score import Scores
 from longspan.compat import torch_attention
@@ -287,7 +287,7 @@ def test_torchs_own_backward_is_compiled_once_too(programs: list[int], monkeypat
         scores = Scores(softcap=3.0)
         with torch.no_grad():
             out, lse = flex.FLEX.forward(q, k, v, block, scores)
-        dq, dk, dv = flex.FLEX.backward(Finished(q, out, grad, lse), k, v, block, scores)
+        dq, dk, dv = flex.FLEX.backward(BackwardInputs(q, out, grad, lse), k, v, block, scores)
         found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
         of_case = errors(case, {name: y.transpose(1, 2) for name, y in found.items()})
         assert max(of_case.values()) <= MARGIN, of_case

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import longspan
-from longspan.core.kv_placement import Places, tokens_held
+from longspan.core.kv_placement import KVPlacement, tokens_per_rank
 from longspan.core.layout import Layout
 from tests.generating import FAMILY, NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt
 from tests.models import sharding
@@ -234,7 +234,7 @@ def test_what_a_rank_holds_in_closed_form(ring: int, ulysses: int, kind: str) ->
     for chunk in (11, 24, 48, 96):
         for tokens in (1, 7, 48, 150, 203, 480):
             for more in (0, 5, 70, 300):
-                places, rest = Places(ring), tokens
+                places, rest = KVPlacement(ring), tokens
                 while rest:
                     places.add(layout, min(chunk, rest))
                     rest -= min(chunk, rest)
@@ -242,4 +242,4 @@ def test_what_a_rank_holds_in_closed_form(ring: int, ulysses: int, kind: str) ->
                     places.grow(1)
                 for start in (0, 3, tokens // 2, tokens - 1, tokens, tokens + more // 2):
                     counted = tuple(places.count(rank, start) for rank in range(ring))
-                    assert tokens_held(layout, tokens, more, start, chunk) == counted
+                    assert tokens_per_rank(layout, tokens, more, start, chunk) == counted

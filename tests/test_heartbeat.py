@@ -190,7 +190,7 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
 
     store, rank, main = default_store(), dist.get_rank(), threading.get_ident()
     impl: Any = "p2p" if "ring" in mesh else "auto"
-    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), exchange_chunks=chunks, ring_impl=impl)
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), overlap_chunks=chunks, ring_impl=impl)
     model = longspan.parallelize(build("Llama"), sp, memory=memory, fsdp=False).train()
     found: list[tuple[str, bool]] = []
 
@@ -226,7 +226,7 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
         ({"ulysses": 2}, 2, "fastest", False),
         ({"ring": 2}, "auto", Memory(checkpointing="layers", offload="disk"), True),
     ],
-    ids=["ring", "exchange_chunks", "offload"],
+    ids=["ring", "overlap_chunks", "offload"],
 )
 def test_a_rank_that_waits_for_a_hung_one_says_so(pool2: RankPool, case: Any) -> None:
     (where, waits), (hung_at, hung) = pool2.run(_who_waits, *case)

@@ -17,7 +17,7 @@ from longspan.attn import prepare
 from longspan.attn.kernels import choice as kernels
 from longspan.attn.kernels import cudnn, flex
 from longspan.attn.kernels import tiled as tiles
-from longspan.attn.kernels.base import Finished, Need
+from longspan.attn.kernels.base import BackwardInputs, KernelRequest
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
@@ -94,7 +94,7 @@ def _on_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: object() if name == "triton" else None)
     need = {"mask": Mask(), "scores": Scores(), "grad": True, "dtype": torch.bfloat16, **need}
-    return kernels.choose_kernel(kernel, Need(device=torch.device("cuda"), **need))[1]
+    return kernels.choose_kernel(kernel, KernelRequest(device=torch.device("cuda"), **need))[1]
 
 
 LONG, DOCUMENTS = Mask(window=300), Mask(segments=(((0, 3), (3, 8)),))
@@ -350,7 +350,7 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
     out, lse = tiles._forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
-    grads = tiles._backward(Finished(q, out, out, lse), k, v, how)
+    grads = tiles._backward(BackwardInputs(q, out, out, lse), k, v, how)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 

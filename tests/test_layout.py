@@ -66,5 +66,5 @@ def test_the_place_of_a_token(ring: int, ulysses: int, kind: str, n: int) -> Non
     layout = Layout(ring, ulysses, kind)
     held = [[i for a, b in layout.padded_spans(n, rank) for i in range(a, b)] for rank in range(layout.size)]
     for token in range(n):
-        rank, at = layout.place_of(n, token)
+        rank, at = layout.locate_token(n, token)
         assert held[rank][at] == token

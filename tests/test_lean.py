@@ -27,7 +27,7 @@ from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
-from longspan.core.heads import chunk_heads, piece_heads, split_heads
+from longspan.core.heads import split_head_chunks, split_heads, split_overlap_chunks
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, run, sharding
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -63,11 +63,11 @@ MANY = {
 def lean_plan(
     case: Case, x: dict[str, Tensor], qkv: Sequence[Tensor], sp: longspan.SequenceSharding, sinks: Any, chunks: int
 ) -> tuple[AttentionPlan, Scores]:
-    """A plan that is lean even if there is one chunk, as a layer of a model has it."""
+    """A plan that recomputes the all-to-all even if there is one chunk, as a layer of a model has it."""
     given = Options(**options(case, x), sinks=sinks)
     mask, lengths = given.mask_of(*qkv[:2], sp)
     shapes = Shapes.of(*qkv, given.scores)
-    return prepare(shapes, sp, mask, given.scores, lengths, lean=True, head_chunks=chunks), given.scores
+    return prepare(shapes, sp, mask, given.scores, lengths, recompute_all_to_all=True, head_chunks=chunks), given.scores
 
 
 class Shelf:
@@ -112,7 +112,7 @@ class KeptHere:
 
 
 def lean_run(case: Case, sp: longspan.SequenceSharding, chunks: int, kept: bool = False) -> dict[str, Tensor]:
-    """As `tests.attention.run`, by a plan that is lean; in a checkpointed layer that keeps its output with `kept`."""
+    """As `tests.attention.run`, by a plan that recomputes the all-to-all; `kept`: in a checkpointed layer."""
     x = make(case)
     leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
     qkv = [sp.shard(leaves[name]) for name in "qkv"]
@@ -198,7 +198,7 @@ def _equal(names: Sequence[str]) -> dict[str, bool]:
     for name in names:
         case, sp = MANY[name], sharding(dist.get_world_size())
         single = run(case, one_device(), "tiled")["out"]
-        beside = [longspan.SequenceSharding(sp.mesh, exchange_chunks=n) for n in (2, 5)]
+        beside = [longspan.SequenceSharding(sp.mesh, overlap_chunks=n) for n in (2, 5)]
         out[name] = all(torch.equal(run(case, sp, "tiled", head_chunks=c)["out"], single) for c in (1, 2, 0))
         out[name] &= all(torch.equal(run(case, each, "tiled")["out"], single) for each in beside)
     return out
@@ -213,21 +213,21 @@ def test_the_output_is_to_the_bit_that_of_one_device(pool2: RankPool) -> None:
 # Exchanges beside attention.
 
 
-def _overlapped(names: Sequence[str], ring: int, pieces: int, lean: bool) -> dict[str, dict[str, float]]:
+def _overlapped(names: Sequence[str], ring: int, pieces: int, recompute: bool) -> dict[str, dict[str, float]]:
     mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
-    sp = longspan.SequenceSharding(mesh, exchange_chunks=pieces)
+    sp = longspan.SequenceSharding(mesh, overlap_chunks=pieces)
     cases = {**CASES, **MANY}
     found = {}
     for name in names:
-        compared = errors(cases[name], lean_run(cases[name], sp, 1)) if lean else compare(cases[name], sp)
+        compared = errors(cases[name], lean_run(cases[name], sp, 1)) if recompute else compare(cases[name], sp)
         found[name] = compared
     return found
 
 
 @pytest.mark.parametrize(("world", "ring", "pieces"), [(2, 1, 2), (4, 1, 3), (2, 1, 9), (4, 2, 2)])
-@pytest.mark.parametrize("lean", [False, True])
-def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, pieces: int, lean: bool) -> None:
-    for found in get_pool(world).run(_overlapped, list(MANY), ring, pieces, lean):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, pieces: int, recompute: bool) -> None:
+    for found in get_pool(world).run(_overlapped, list(MANY), ring, pieces, recompute):
         check_all(found)
 
 
@@ -239,7 +239,7 @@ def test_overlapped_is_exact_for_every_mask(get_pool: Any) -> None:
 @given(kv=st.integers(1, 8), group=st.integers(1, 6), ranks=st.integers(1, 9), pieces=st.integers(1, 14))
 def test_pieces_hold_every_head_of_every_rank_once(kv: int, group: int, ranks: int, pieces: int) -> None:
     shards = split_heads(kv * group, kv, ranks)
-    runs = piece_heads(shards, pieces)
+    runs = split_overlap_chunks(shards, pieces)
     most, widest = max(shard.kv_heads for shard in shards), max(max(s.group_sizes, default=1) for s in shards)
     assert len(runs) == min(pieces, most) and len(runs[0]) == (1 if pieces <= most else min(-(-pieces // most), widest))
     for rank, shard in enumerate(shards):
@@ -274,7 +274,7 @@ def test_padding_gets_zeros(pool2: RankPool) -> None:
 @given(kv=st.integers(1, 12), group=st.integers(1, 5), ranks=st.integers(1, 9), chunks=st.integers(0, 14))
 def test_chunks_hold_every_head_of_every_rank_once(kv: int, group: int, ranks: int, chunks: int) -> None:
     shards = split_heads(kv * group, kv, ranks)
-    found = chunk_heads(shards, chunks)
+    found = split_head_chunks(shards, chunks)
     most = max(shard.kv_heads for shard in shards)
     assert len(found) == (min(chunks, most) if chunks else most)
     for rank, shard in enumerate(shards):
@@ -503,7 +503,7 @@ def test_what_is_no_number_of_chunks_is_refused() -> None:
     assert isinstance(plan.method, ChunkedUlysses) and len(plan.method.chunks) == 2
     with pytest.raises(LongspanError, match="a plan has head_chunks already"):
         longspan.attention(q, k, v, sp, plan=plan, head_chunks=2)
-    with pytest.raises(LongspanError, match="lean=True"):
+    with pytest.raises(LongspanError, match="recompute_all_to_all=True"):
         longspan.prepare_attention(q, k, v, sp)(q, k, v, Scores(), Shelf())
 
 

@@ -374,7 +374,7 @@ def test_memory_options_that_do_not_go_together() -> None:
         Memory(tiled_mlp=-1)
     with pytest.raises(LongspanError, match=r"memory='least' is unknown; choose fastest, longest or auto"):
         longspan.parallelize(build("Llama"), ONE_DEVICE, memory="least")  # type: ignore[arg-type]
-    assert Memory(head_chunks=0).lean and not LONGEST.lean
+    assert Memory(head_chunks=0).recompute_all_to_all and not LONGEST.recompute_all_to_all
 
 
 def test_what_a_model_cannot_do() -> None:

@@ -15,7 +15,7 @@ from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.methods.ring import Ring
 from longspan.comm.all_to_all import Exchange
 from longspan.core.errors import LongspanError
-from longspan.core.routes import ExchangeLink, choose_exchange_chunks
+from longspan.core.routes import AllToAllLink, choose_overlap_chunks
 from tests.attention import one_device
 from tests.counting import count_sent
 from tests.fakes import fake_world
@@ -23,10 +23,10 @@ from tests.oracle import Case, make
 from tests.pool import RankPool
 
 
-def _events(chunks: int, lean: bool) -> dict[str, Any]:
+def _events(chunks: int, recompute: bool) -> dict[str, Any]:
     """What is started, computed and waited for, in order; and the bytes."""
     case = Case(n=32, batch=2, q_heads=16, kv_heads=8)
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), exchange_chunks=chunks)
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), overlap_chunks=chunks)
     x = make(case)
     qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
     log: list[str] = []
@@ -46,7 +46,7 @@ def _events(chunks: int, lean: bool) -> dict[str, Any]:
         mock.patch.object(Ring, "backward", noted("compute", backward)),
         count_sent() as sent,
     ):
-        out = longspan.attention(*qkv, sp, head_chunks=chunks if lean else 1)
+        out = longspan.attention(*qkv, sp, head_chunks=chunks if recompute else 1)
         of_forward = list(log)
         log.clear()
         out.sum().backward()
@@ -61,33 +61,35 @@ IN_TURN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_a_chunk_travels_while_another_computes(pool2: RankPool, lean: bool) -> None:
-    for found in pool2.run(_events, 3, lean):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_chunk_travels_while_another_computes(pool2: RankPool, recompute: bool) -> None:
+    for found in pool2.run(_events, 3, recompute):
         assert found["forward"] == found["backward"] == IN_TURN
         row = 4 * 2 * 32 * 8 // 2 // 2  # fp32, batch, tokens of a rank, head_dim 8, what is for the other rank
-        assert found["sent"] == row * ((2 * 16 + 2 * 8) + ((4 * 16 + 4 * 8) if lean else (2 * 16 + 2 * 8)))
+        assert found["sent"] == row * ((2 * 16 + 2 * 8) + ((4 * 16 + 4 * 8) if recompute else (2 * 16 + 2 * 8)))
 
 
 def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(0, 2):
         # KV heads of eight query heads, what is asked for, and the chunks there are.
         for kv_heads, asked, expected in ((8, 1, None), (2, 4, 4), (1, 3, 3), (8, 3, 3), (8, 99, 4), (8, "auto", None)):
-            sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), exchange_chunks=asked)  # type: ignore[arg-type]
+            sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), overlap_chunks=asked)  # type: ignore[arg-type]
             q, k, v = (torch.zeros(1, 8, heads, 4) for heads in (8, kv_heads, kv_heads))
             method = longspan.prepare_attention(q, k, v, sp).method
             found = len(method.chunks) if isinstance(method, ChunkedUlysses) else None
             assert found == expected, (kv_heads, asked)
-            assert expected is None or (isinstance(method, ChunkedUlysses) and method.overlaps and not method.lean)
+            assert expected is None or (
+                isinstance(method, ChunkedUlysses) and method.overlaps and not method.recompute_all_to_all
+            )
         # Two hosts of one rank each: by rule, where the exchange takes long, and with a kernel that can.
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
-        assert sp.exchange_link is not None
-        sp.exchange_link = ExchangeLink(1e-4, 1e-8)
+        assert sp.all_to_all_link is not None
+        sp.all_to_all_link = AllToAllLink(1e-4, 1e-8)
         for tokens, kernel, beside in ((8, "auto", False), (1 << 14, "auto", True), (1 << 14, "sdpa", False)):
             qkv = [torch.zeros(1, tokens, 8, 16) for _ in range(3)]
             assert isinstance(longspan.prepare_attention(*qkv, sp, kernel=kernel).method, ChunkedUlysses) == beside
-    alone = longspan.SequenceSharding(one_device().mesh, exchange_chunks=4)
+    alone = longspan.SequenceSharding(one_device().mesh, overlap_chunks=4)
     assert not isinstance(longspan.prepare_attention(q, k, v, alone).method, ChunkedUlysses)
 
 
@@ -95,21 +97,21 @@ def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.Monk
     ("link", "sent", "chunks"),
     [
         (None, 1 << 30, 1),
-        (ExchangeLink(1e-3, 4e-8), 512 * 24 * 64 * 4, 4),  # 200 Mbit/s, 2 ranks a host: 126 ms
-        (ExchangeLink(1e-3, 4e-8), 64 << 10, 1),  # 4 ms, of which 1 is the start
-        (ExchangeLink(3e-5, 8e-11), 4 << 20, 1),  # 12.5 GB/s: 0.4 ms
-        (ExchangeLink(3e-5, 8e-11), 128 << 20, 4),
+        (AllToAllLink(1e-3, 4e-8), 512 * 24 * 64 * 4, 4),  # 200 Mbit/s, 2 ranks a host: 126 ms
+        (AllToAllLink(1e-3, 4e-8), 64 << 10, 1),  # 4 ms, of which 1 is the start
+        (AllToAllLink(3e-5, 8e-11), 4 << 20, 1),  # 12.5 GB/s: 0.4 ms
+        (AllToAllLink(3e-5, 8e-11), 128 << 20, 4),
     ],
 )
-def test_the_default_depends_on_the_time_of_the_exchange(link: ExchangeLink | None, sent: int, chunks: int) -> None:
-    assert choose_exchange_chunks(sent, link) == chunks
+def test_the_default_depends_on_the_time_of_the_exchange(link: AllToAllLink | None, sent: int, chunks: int) -> None:
+    assert choose_overlap_chunks(sent, link) == chunks
 
 
 def _chunks_by_default() -> tuple[Any, int, int]:
     """Rank 1 measures a slow link, the others a fast one; return the agreed link, the chunks and the exchanges."""
     mesh = longspan.init_mesh(ring=2, ulysses=2)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
-        assert longspan.SequenceSharding(mesh).exchange_link is not None  # measured, not patched
+        assert longspan.SequenceSharding(mesh).all_to_all_link is not None  # measured, not patched
         seconds = (1e-4, 5e-2) if dist.get_rank() == 1 else (1e-5, 1e-5)
         by_size = lambda self, size: seconds[size > 1 << 16]  # noqa: E731
         with mock.patch.object(longspan.SequenceSharding, "_exchange_seconds", by_size):
@@ -118,20 +120,20 @@ def _chunks_by_default() -> tuple[Any, int, int]:
     method = longspan.prepare_attention(q, k, k, sp).method
     with count_sent() as sent:
         longspan.attention(q, k, k, sp)
-    return sp.exchange_link, len(getattr(method, "chunks", "1")), sum("all_to_all" in e.op for e in sent)
+    return sp.all_to_all_link, len(getattr(method, "chunks", "1")), sum("all_to_all" in e.op for e in sent)
 
 
 def test_all_ranks_of_a_ring_take_the_chunks_of_the_slowest_link(pool4: RankPool) -> None:
     found = pool4.run(_chunks_by_default)
-    assert found == [(ExchangeLink(1e-4, (5e-2 - 1e-4) / ((1 << 20) - (4 << 10))), 4, 8)] * 4
+    assert found == [(AllToAllLink(1e-4, (5e-2 - 1e-4) / ((1 << 20) - (4 << 10))), 4, 8)] * 4
 
 
 def test_what_cannot_be_is_refused() -> None:
     for wrong in (-1, 0, 1.5, True, "all"):
-        with pytest.raises(LongspanError, match="exchange_chunks"):
-            longspan.SequenceSharding(one_device().mesh, exchange_chunks=wrong)  # type: ignore[arg-type]
+        with pytest.raises(LongspanError, match="overlap_chunks"):
+            longspan.SequenceSharding(one_device().mesh, overlap_chunks=wrong)  # type: ignore[arg-type]
     with fake_world(0, 2):
         q, k, v = (torch.zeros(1, 8, 8, 4) for _ in range(3))
-        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), exchange_chunks=2)
-        with pytest.raises(LongspanError, match=r"log-sum-exp.*exchange_chunks=1"):
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), overlap_chunks=2)
+        with pytest.raises(LongspanError, match=r"log-sum-exp.*overlap_chunks=1"):
             longspan.attention(q, k, v, sp, kernel="sdpa")

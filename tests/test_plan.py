@@ -353,7 +353,7 @@ def shares(hidden: float | None, axes: tuple[str, ...] = ("ring", "ulysses", "fs
 def test_less_is_exposed_the_more_of_it_can_be_hidden(
     model: ModelShape, job: Job, mesh: Mesh, chunks: int, between: tuple[float, float]
 ) -> None:
-    job = replace(job, exchange_chunks=chunks)
+    job = replace(job, overlap_chunks=chunks)
     assume(refusal(model, job, mesh) is None)
     plans = [cost(model, job, mesh, shares(hidden)) for hidden in (0.0, *sorted(between), 1.0)]
     exposed = [plan.exposed_seconds for plan in plans]
@@ -370,7 +370,7 @@ def test_less_is_exposed_the_more_of_it_can_be_hidden(
 def test_what_can_be_hidden_is_where_there_is_attention_for_it(hidden: float, attention: float) -> None:
     """Of four chunks three parts of each way, of a ring every message; a collective takes a second."""
     layer, computing = LLAMA.layers[0], LayerSeconds(0.0, 0.0, attention, attention)
-    job = Job(context=4096, exchange_chunks=4, memory=FASTEST)
+    job = Job(context=4096, overlap_chunks=4, memory=FASTEST)
     exchanged = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=4), shares(hidden))
     each_way = 4 * 2 * 1.0  # of four chunks there and back
     assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
@@ -383,7 +383,7 @@ def test_what_can_be_hidden_is_where_there_is_attention_for_it(hidden: float, at
     shared = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=8), hardware)
     assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
-    ring, mesh = replace(job, exchange_chunks=1), Mesh(ring=2)
+    ring, mesh = replace(job, overlap_chunks=1), Mesh(ring=2)
     schedule = layer.mixer.ring_schedule(ring, mesh)
     assert schedule is not None and schedule.routes.rounds == 1
     # Forward a block while the own one is computed; backward that, and a gradient home during the own one's rest.

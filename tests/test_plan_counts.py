@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
-from longspan.attn.prepare import work_of_blocks
+from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.errors import LongspanError
-from longspan.core.heads import piece_heads, split_heads
+from longspan.core.heads import split_heads, split_overlap_chunks
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
 from longspan.core.routes import ring_routes
@@ -42,12 +42,10 @@ Shape = tuple[int, int, int, int]
 
 
 def sharding(
-    mesh: Mesh, layout: str = "auto", ring_impl: str = "auto", exchange_chunks: Any = "auto", code: Any = "exact"
+    mesh: Mesh, layout: str = "auto", ring_impl: str = "auto", overlap_chunks: Any = "auto", code: Any = "exact"
 ) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
-    return longspan.SequenceSharding(
-        made, layout, ring_impl=ring_impl, exchange_chunks=exchange_chunks, exchange_dtype=code
-    )
+    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, overlap_chunks=overlap_chunks, wire_dtype=code)
 
 
 def attention_sent(
@@ -59,14 +57,14 @@ def attention_sent(
     dtype: Any,
     layout: str = "auto",
     ring_impl: str = "auto",
-    exchange_chunks: Any = "auto",
+    overlap_chunks: Any = "auto",
     code: Any = "exact",
     **mask: Any,
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.gpus):
-        sp = sharding(mesh, layout, ring_impl, exchange_chunks, code)
+        sp = sharding(mesh, layout, ring_impl, overlap_chunks, code)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
@@ -144,14 +142,14 @@ def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) ->
     Not chunks in which a rank has nothing to send: torch's fake group refuses that (gloo is in test_lean.py).
     """
     shapes = ((16, 8, 4, 4), (14, 7, 4, 6), (12, 6, 4, 4), (24, 3, 4, 4), (16, 2, 4, 6))
-    cut = {shape: piece_heads(split_heads(*shape[:2], mesh.ulysses), chunks) for shape in shapes}
+    cut = {shape: split_overlap_chunks(split_heads(*shape[:2], mesh.ulysses), chunks) for shape in shapes}
     some = [s for s in shapes if all(mine.q_heads for run in cut[s] for piece in run for mine in piece)]
     assert some
     for shape in some:
         by_rank = [
-            attention_sent(rank, mesh, shape, 36, 1, torch.float32, exchange_chunks=chunks) for rank in range(mesh.gpus)
+            attention_sent(rank, mesh, shape, 36, 1, torch.float32, overlap_chunks=chunks) for rank in range(mesh.gpus)
         ]
-        job = Job(context=36, dtype="fp32", exchange_chunks=chunks)
+        job = Job(context=36, dtype="fp32", overlap_chunks=chunks)
         assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), shape
 
 
@@ -161,14 +159,14 @@ def test_a_compressed_exchange_sends_what_is_planned(mesh: Mesh, code: Any) -> N
     for shape, dtype in (((8, 4, 6, 6), "bf16"), ((8, 2, 4, 6), "fp32"), ((10, 5, 8, 4), "fp32")):
         # torch's fake group refuses chunks in which a rank has nothing to send.
         for chunks in (1, 2) if shape[0] % mesh.ulysses == 0 else (1,):
-            more = {"exchange_chunks": chunks, "code": code}
+            more = {"overlap_chunks": chunks, "code": code}
             of = torch.float32 if dtype == "fp32" else torch.bfloat16
             by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.gpus)]
-            job = Job(context=36, dtype=dtype, exchange_chunks=chunks, exchange_dtype=code)  # type: ignore[arg-type]
+            job = Job(context=36, dtype=dtype, overlap_chunks=chunks, wire_dtype=code)  # type: ignore[arg-type]
             assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), (shape, chunks)
     for wrong in ({"mode": "decode"}, {"mode": "prefill", "prefill_chunk": 8}):
-        with pytest.raises(LongspanError, match="exchange-dtype"):
-            Job(context=36, exchange_dtype=code, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(LongspanError, match="wire-dtype"):
+            Job(context=36, wire_dtype=code, **wrong)  # type: ignore[arg-type]
 
 
 def a_model(q_heads: int, kv_heads: int, d: int, dv: int, reach: Reach = CAUSAL) -> ModelShape:
@@ -367,7 +365,7 @@ def a_mask(reach: Reach) -> AttentionMask:
 def test_a_ring_is_scheduled_as_attention_does(n: int, ring: int, ulysses: int, layout: Any, reach: Reach) -> None:
     cut = Layout(ring, ulysses, layout)
     found = ring_schedule(cut, n, reach)
-    work = work_of_blocks(cut, (n, n), a_mask(reach).limited_to(n), 1)
+    work = pairs_of_blocks(cut, (n, n), a_mask(reach).limited_to(n), 1)
     assert found.routes == ring_routes([[pairs > 0 for pairs in row] for row in work])
     assert found.pairs == tuple(sum(row) for row in work)
     steps = range(1, found.routes.rounds + 1)

@@ -279,7 +279,9 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
         extra += mlp_weight_sums(layer, with_it, mesh, scale) + norm_of_mlp_under_way(layer, with_it, mesh, scale)
     if "cpu_offload" in memory_option:
         extra += (3 * layer.params + 2 * model.root_params) * 4
-    if (with_it.memory.lean and not memory_options.lean) or memory_option == {"checkpointing": "attention"}:
+    if (with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all) or memory_option == {
+        "checkpointing": "attention"
+    }:
         extra += layer.mixer.backward_buffers(with_it, mesh, scale).total
         extra += scale.tokens * scale.b * layer.mixer.q_heads * layer.mixer.v_head_dim  # my output, kept until the end
     assert after <= before + extra

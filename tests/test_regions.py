@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core import regions
-from longspan.core.regions import Call, Region, joined, meeting, tiles
+from longspan.core.regions import Call, Region, intersections, joined, tiles
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 50)).map(lambda x: (x[0], x[0] + x[1]))
 drawn = st.builds(
@@ -85,7 +85,7 @@ def test_a_window_costs_its_width_not_the_sequence(monkeypatch: pytest.MonkeyPat
 def test_overlap_looks_at_every_pair_of_runs() -> None:
     causal = [Region(0, 40, 0, 40, 0)]
     zigzag = ((0, 5), (35, 40))
-    found = [part for _, _, part in meeting(causal, zigzag, zigzag)]
+    found = [part for _, _, part in intersections(causal, zigzag, zigzag)]
     assert sum(part.pairs for part in found) == 15 + 25 + 15
 
 
@@ -123,7 +123,7 @@ def test_joined_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, 
     calls = [
         Call((row, row + 1), (r.q0 + dq, r.q1 + dq), (r.k0 + dk, r.k1 + dk), tile.kind)
         for row, region in enumerate(rows)
-        for m, n, part in meeting([region], q_runs, k_runs)
+        for m, n, part in intersections([region], q_runs, k_runs)
         for tile in tiles(part)
         for r, dq, dk in ((tile.region, q_at[m] - q_runs[m][0], k_at[n] - k_runs[n][0]),)
     ]

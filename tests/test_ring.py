@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import longspan
 from longspan.attn.mask import Mask
-from longspan.attn.prepare import work_of_blocks
+from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.layout import Layout
 from longspan.core.routes import Routes, ring_routes
 from tests.attention import CASES, HARD, check_all, compare, drawn_cases, one_device, run, sharding
@@ -144,9 +144,9 @@ def test_every_token_has_one_rank(n: int, ring: int, ulysses: int, zigzag: bool)
 
 def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
     for ring in (2, 4, 8):
-        zigzag = [sum(row) for row in work_of_blocks(Layout(ring, 1, "zigzag"), (8192, 8192), Mask(), 1)]
+        zigzag = [sum(row) for row in pairs_of_blocks(Layout(ring, 1, "zigzag"), (8192, 8192), Mask(), 1)]
         assert max(zigzag) <= 1.05 * sum(zigzag) / ring
-        contiguous = [sum(row) for row in work_of_blocks(Layout(ring, 1), (8192, 8192), Mask(), 1)]
+        contiguous = [sum(row) for row in pairs_of_blocks(Layout(ring, 1), (8192, 8192), Mask(), 1)]
         assert sum(contiguous) == sum(zigzag) == 8192 * 8193 // 2
         assert max(contiguous) / max(zigzag) > 2 - 1.1 / ring
 
@@ -174,7 +174,7 @@ def test_routes_reach_all_that_need_a_block_by_the_fewest_hops(wanted: list[list
 
 
 def _routes(layout: Layout, n: int, mask: Mask) -> Routes:
-    return ring_routes([[work > 0 for work in row] for row in work_of_blocks(layout, (n, n), mask, 1)])
+    return ring_routes([[work > 0 for work in row] for row in pairs_of_blocks(layout, (n, n), mask, 1)])
 
 
 def test_a_window_needs_its_neighbours_only() -> None:

@@ -109,8 +109,8 @@ def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, 
 def test_a_compressed_exchange_is_called_lossy(
     models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = pool2.run(worker, _config(models["llama"], 2, exchange_dtype="int8"))[0]
-    assert report.passed and report.lossy and report.setup["exchange_dtype"] == "int8"
+    report = pool2.run(worker, _config(models["llama"], 2, wire_dtype="int8"))[0]
+    assert report.passed and report.lossy and report.setup["wire_dtype"] == "int8"
     # Further off than rounding in fp32, and by the code.
     assert all(max(check.sharded) > 1e-4 for check in report.checks if check.group not in ("loss", "lm head"))
     shown = _table(report, capsys)
@@ -299,10 +299,10 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.local import Whole
+    from longspan.attn.methods.local import LocalAttention
 
-    original = Whole.__call__
-    patch.setattr(Whole, "__call__", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
+    original = LocalAttention.__call__
+    patch.setattr(LocalAttention, "__call__", lambda *args: original(*args) * (1.01 if _rank() == 1 else 1.0))
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:

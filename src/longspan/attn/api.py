@@ -56,7 +56,7 @@ class Options:
         """How scores are made."""
         return Scores(self.scale, self.softcap, self.sinks, self.alibi, self.bias)
 
-    def of_mask(self) -> list[str]:
+    def mask_options(self) -> list[str]:
         """The names of those that were given and that a plan already has."""
         return [
             field.name
@@ -93,7 +93,7 @@ class Options:
     def _check_mask(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):
             raise LongspanError(f"mask={spell(mask)} is no longspan.Mask (nor a kind of it)")
-        twice = [name for name in self.of_mask() if name in _OF_MASK]
+        twice = [name for name in self.mask_options() if name in _OF_MASK]
         if twice:
             raise LongspanError(
                 f"`mask` says all of {', '.join(_OF_MASK)}, and {', '.join(twice)} was given too; say it in the mask"
@@ -181,7 +181,7 @@ def attention(
         mask: a `longspan.Mask` instead of causal, window, chunk, prefix, q_start and mask_mod; it may be of a kind of
             one's own (docs/extending.md).
         head_chunks: pieces in which the heads go through exchange and attention, one after the other, so that what is
-            there between the two All-to-Alls is 1/pieces (arXiv:2602.21196); twice that where `sp.exchange_chunks`
+            there between the two All-to-Alls is 1/pieces (arXiv:2602.21196); twice that where `sp.overlap_chunks`
             hides the exchange. At most the KV heads of a rank; 0 for as many as these. From 2 on, and for 0, only q, k,
             v and output of my tokens and the log-sum-exp are saved: the backward exchanges q, k, v and output again,
             and the kernel must give the log-sum-exp.
@@ -310,7 +310,7 @@ def _asked(
 def _check_plan(plan: AttentionPlan, options: Options, kernel: AnyKernel) -> None:
     if not isinstance(plan, AttentionPlan):
         raise LongspanError(f"plan={spell(plan)} is no plan; make one with longspan.prepare_attention")
-    again = options.of_mask() + (["kernel"] if kernel != "auto" else [])
+    again = options.mask_options() + (["kernel"] if kernel != "auto" else [])
     if again:
         raise LongspanError(
             f"a plan has {', '.join(again)} already; give longspan.prepare_attention the options of the mask, and "

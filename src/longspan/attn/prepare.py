@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import Blocks, Kernel, Need, WholeKernel
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, gives_lse, refuse_learnt_biases, tell
+from longspan.attn.kernels.base import AutogradKernel, Blocks, Kernel, KernelRequest
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, log_choice, refuse_learnt_biases, returns_lse
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.mask import Mask, row_groups
-from longspan.attn.methods.base import Keeper, Method
+from longspan.attn.methods.base import AttentionMethod, SavedAttentions
 from longspan.attn.methods.chunked import Chunk, ChunkedUlysses
-from longspan.attn.methods.local import Whole
+from longspan.attn.methods.local import LocalAttention
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
@@ -28,10 +28,10 @@ from longspan.attn.score import ScoreKind, Scores
 from longspan.comm.arguments import check_tensor
 from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, check_heads, chunk_heads, piece_heads, split_heads
+from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads, split_overlap_chunks
 from longspan.core.layout import Layout, Span
-from longspan.core.regions import meeting
-from longspan.core.routes import choose_exchange_chunks, choose_impl, ring_routes
+from longspan.core.regions import intersections
+from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -84,18 +84,20 @@ class AttentionPlan:
     shapes: Shapes
     kind: ScoreKind
     choice: Choice
-    method: Method
+    method: AttentionMethod
     learns: bool
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, keeper: Keeper | None = None) -> Tensor:
-        """Execute it: `[batch, tokens, query heads, head_dim of v]`. A keeper is for plans that are lean.
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, keeper: SavedAttentions | None = None
+    ) -> Tensor:
+        """Execute it: `[batch, tokens, query heads, head_dim of v]`. A keeper needs `recompute_all_to_all`.
 
         Raises:
             LongspanError: for a keeper with another plan, which would leave it without what it is to keep.
         """
         chunked = self.method if isinstance(self.method, ChunkedUlysses) else None
-        if keeper is not None and (chunked is None or not chunked.lean):
-            raise LongspanError("only a plan made with lean=True can be executed with a keeper")
+        if keeper is not None and (chunked is None or not chunked.recompute_all_to_all):
+            raise LongspanError("only a plan made with recompute_all_to_all=True can be executed with a keeper")
         with named_range("longspan.attention"):
             if chunked is not None:
                 return chunked(q, k, v, scores, keeper)
@@ -142,7 +144,7 @@ def prepare(
     lengths: tuple[int, int],
     kernel: AnyKernel = "auto",
     *,
-    lean: bool = False,
+    recompute_all_to_all: bool = False,
     head_chunks: int = 1,
 ) -> AttentionPlan:
     """Make the plan of one attention. Nothing is computed or sent, and every rank refuses the same.
@@ -154,34 +156,36 @@ def prepare(
         scores: of one of the layers that the plan is for.
         lengths: real queries and real keys of the whole sequence.
         kernel: as for `longspan.attention`.
-        lean: save q, k, v and output of my tokens, not what the exchange brought (`ChunkedUlysses`); so do all plans of
-            several `head_chunks`.
+        recompute_all_to_all: save only local q, k, v and output, and recompute the all-to-all in the backward; several
+            `head_chunks` imply it.
         head_chunks: as for `longspan.attention`.
 
     Raises:
         LongspanError: for tensors, masks, heads and kernels that do not fit together, with the numbers.
     """
     check(shapes, sp, mask, scores, lengths)
-    lean = lean or head_chunks != 1
-    found, choice, overlaps = choose_beside(shapes, sp, mask, scores, lengths, kernel, lse=lean)
+    recompute_all_to_all = recompute_all_to_all or head_chunks != 1
+    found, choice, overlaps = choose_beside(shapes, sp, mask, scores, lengths, kernel, lse=recompute_all_to_all)
     if not torch.compiler.is_compiling():
-        tell(choice)
+        log_choice(choice)
     mask = mask.limited_to(max(lengths))
     shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     mine = shards[sp.ulysses_rank]
-    runs: tuple[tuple[tuple[HeadShard, ...], ...], ...] = tuple((run,) for run in chunk_heads(shards, head_chunks))
+    runs: tuple[tuple[tuple[HeadShard, ...], ...], ...] = tuple(
+        (run,) for run in split_head_chunks(shards, head_chunks)
+    )
     if overlaps:
-        runs = piece_heads(shards, max(exchange_pieces(shapes, sp), len(runs)))
+        runs = split_overlap_chunks(shards, max(exchange_pieces(shapes, sp), len(runs)))
     method = _inner(shapes, sp, mask, scores, lengths, found, mine, len(runs))
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     exchanged = lengths if group is not None and sp.ring_size == 1 else None
-    if lean or overlaps:
+    if recompute_all_to_all or overlaps:
         rings = _of_chunks(cast(Ring, method), runs, sp.ulysses_rank, shapes.device)
         shared = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = ChunkedUlysses(group, rings, shared, exchanged, lean, overlaps, sp.exchange_dtype)
+        method = ChunkedUlysses(group, rings, shared, exchanged, recompute_all_to_all, overlaps, sp.wire_dtype)
     elif group is not None:
-        method = Ulysses(group, shards, method, exchanged, sp.exchange_dtype)
-    return AttentionPlan(shapes, scores.kind, choice, method, learns=not gives_lse(found))
+        method = Ulysses(group, shards, method, exchanged, sp.wire_dtype)
+    return AttentionPlan(shapes, scores.kind, choice, method, learns=not returns_lse(found))
 
 
 def _inner(
@@ -193,7 +197,7 @@ def _inner(
     kernel: Kernel,
     mine: HeadShard,
     chunks: int,
-) -> Method:
+) -> AttentionMethod:
     """Attention of a block's tokens (of all, without a ring) on my heads, which come in so many chunks."""
     index = _index(mine, shapes.device)
     # Without a ring the tokens of the Ulysses ranks are one block, their padding cut off.
@@ -201,14 +205,14 @@ def _inner(
     blocks = _blocks(shapes, layout, mask, scores, lengths, mine, sp.ring_rank)
     if kernel is EAGER:
         return ReferenceRing(group, sp.ring_rank, blocks, index)
-    if not gives_lse(kernel):
-        whole = cast(WholeKernel, kernel)
-        return Whole(whole, whole.prepare_whole(blocks) if mine.q_heads else None, index)
-    work = work_of_blocks(layout, lengths, mask, shapes.q[0])
+    if not returns_lse(kernel):
+        whole = cast(AutogradKernel, kernel)
+        return LocalAttention(whole, whole.prepare_batch(blocks) if mine.q_heads else None, index)
+    work = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
     routes = ring_routes([[pairs > 0 for pairs in row] for row in work])
     width = -(-mine.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
     kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * width * shapes.dtype.itemsize * sp.ring_size
-    impl = choose_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
+    impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
     prepared = tuple(kernel.prepare(blocks)) if mine.q_heads else (None,) * blocks.count
     return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, prepared, index)
 
@@ -225,7 +229,7 @@ def choose_beside(
 ) -> tuple[Kernel, Choice, bool]:
     """`choose`, and whether exchanges run beside attention. By rule they do only with a kernel that can serve that."""
     overlaps = exchange_pieces(shapes, sp) > 1
-    if overlaps and not lse and sp.exchange_chunks == "auto":
+    if overlaps and not lse and sp.overlap_chunks == "auto":
         try:
             return *choose(shapes, sp, mask, scores, lengths, kernel, lse=True), True
         except LongspanError:  # whatever else is wrong is said below
@@ -239,11 +243,11 @@ def exchange_pieces(shapes: Shapes, sp: SequenceSharding) -> int:
     """
     if sp.ulysses_size == 1:
         return 1
-    asked = sp.exchange_chunks
+    asked = sp.overlap_chunks
     if asked == "auto":
         sent = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
-        size = shapes.dtype.itemsize if sp.exchange_dtype == "exact" else 1
-        asked = choose_exchange_chunks(sent * size, sp.exchange_link)
+        size = shapes.dtype.itemsize if sp.wire_dtype == "exact" else 1
+        asked = choose_overlap_chunks(sent * size, sp.all_to_all_link)
     shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in shards)
     return max(1, min(asked, most))
@@ -310,7 +314,7 @@ def choose(
     lse: bool = False,
 ) -> tuple[Kernel, Choice]:
     """The kernel that this attention runs with, and why; with `lse` one that gives the log-sum-exp."""
-    need = Need(
+    need = KernelRequest(
         mask.limited_to(max(lengths)),
         scores,
         shapes.device,
@@ -324,14 +328,14 @@ def choose(
     return choose_kernel(kernel, need)
 
 
-def work_of_blocks(layout: Layout, lengths: Span, mask: Mask, batch: int) -> list[list[int]]:
+def pairs_of_blocks(layout: Layout, lengths: Span, mask: Mask, batch: int) -> list[list[int]]:
     """`work[i][j]`: pairs of queries of block i and keys of block j that attend to each other (no `mod` is asked)."""
     work = [[0] * layout.ring for _ in range(layout.ring)]
     q_spans, q_owners = layout.runs(lengths[0])
     k_spans, k_owners = layout.runs(lengths[1])
     q_spans = tuple((start + mask.q_start, stop + mask.q_start) for start, stop in q_spans)
     for b0, b1 in row_groups(mask, batch):
-        for m, n, part in meeting(mask.regions(b0, *lengths), q_spans, k_spans):
+        for m, n, part in intersections(mask.regions(b0, *lengths), q_spans, k_spans):
             work[q_owners[m]][k_owners[n]] += (b1 - b0) * part.pairs
     return work
 

@@ -95,7 +95,7 @@ def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str
                 sent = messages(config.what, shape, possible)
                 hardware[str(mesh)] = hardware_of(config, mesh, compute, device, sent)
     entries: list[Entry] = []
-    shardings = Shardings(device, config.exchange_chunks)
+    shardings = Shardings(device, config.overlap_chunks)
     for context in config.tokens:
         entries += _at(config, model, rows, context, shardings, {mesh: read for mesh, (_, read) in hardware.items()})
     if all(entry.measured is None for entry in entries):

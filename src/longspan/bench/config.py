@@ -19,7 +19,7 @@ FOR: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("out", "name"), ("link",)),
     "sizes": _MESHED,
     **dict.fromkeys(
-        ("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace", "exchange_chunks"),
+        ("methods", "contexts", "model", "heads", "kv_heads", "head_dim", "predict", "trace", "overlap_chunks"),
         _COMPARED,
     ),
     **dict.fromkeys(("ffn", "layers", "vocab"), ("step",)),
@@ -84,7 +84,7 @@ class BenchConfig:
     """attention, step: KV heads."""
     head_dim: int = 64
     """attention, step: elements of a head. The hidden size is heads x head_dim."""
-    exchange_chunks: int = 4
+    overlap_chunks: int = 4
     """attention, step: chunks in which ulysses-overlap sends the heads. ulysses-default chooses them from the measured
     link; every other method sends all at once."""
     ffn: int = 2816
@@ -183,7 +183,7 @@ class BenchConfig:
             raise LongspanError("--contexts needs a number of tokens, such as --contexts 2k 8k")
         for context in self.contexts:
             check_number("--contexts", context, 2, MOST_CONTEXT)
-        for name in ("heads", "kv_heads", "head_dim", "exchange_chunks", "ffn", "layers", "vocab"):
+        for name in ("heads", "kv_heads", "head_dim", "overlap_chunks", "ffn", "layers", "vocab"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, 1 << 24)
         if self.model is None and self.heads % self.kv_heads:
             raise LongspanError(

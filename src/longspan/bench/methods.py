@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.core.cache_dtype import CODES
+from longspan.core.cache_dtype import CACHE_DTYPES
 from longspan.core.errors import LongspanError
 from longspan.core.validation import spell
 from longspan.plan.job import Mesh
@@ -133,11 +133,11 @@ KINDS: dict[str, Kind] = {
             Kind(
                 f"ulysses-{code}",
                 functools.partial(_coded, code),
-                job={"exchange_dtype": code},
-                options={"exchange_dtype": code},
+                job={"wire_dtype": code},
+                options={"wire_dtype": code},
                 **_SEQUENCE,
             )
-            for code in CODES
+            for code in CACHE_DTYPES
             if code != "exact"
         ),
         Kind("ring", lambda ranks: {"ring": Mesh(ring=ranks)}, **_SEQUENCE),

@@ -65,5 +65,5 @@ def shape_of(what: str, model: dict[str, Any]) -> ModelShape:
 
 def job_of(config: BenchConfig, row: Row, context: int) -> Job:
     """The planner's job of a row: a sequence for each replica."""
-    chunks = config.exchange_chunks if row.kind.options.get("overlap") is True else 1
-    return Job(context=context, batch=row.mesh.data, dtype=config.dtype, exchange_chunks=chunks, **row.kind.job)
+    chunks = config.overlap_chunks if row.kind.options.get("overlap") is True else 1
+    return Job(context=context, batch=row.mesh.data, dtype=config.dtype, overlap_chunks=chunks, **row.kind.job)

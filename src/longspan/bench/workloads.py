@@ -24,7 +24,7 @@ from longspan.bench.methods import Row
 from longspan.bench.tensor import Tensors
 from longspan.comm.mesh import AXES, OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
-from longspan.core.cache_dtype import CacheCode
+from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.plan.job import Mesh
@@ -97,12 +97,12 @@ class Shardings:
 
     def __init__(self, device: torch.device, chunks: int = 4) -> None:
         self.device, self.chunks = device, chunks
-        self._made: dict[tuple[Mesh, bool, int | Literal["auto"], CacheCode], SequenceSharding] = {}
+        self._made: dict[tuple[Mesh, bool, int | Literal["auto"], CacheDtype], SequenceSharding] = {}
 
     def of(self, row: Row) -> SequenceSharding:
         """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
         options = row.kind.options
-        dtype: CacheCode = options.get("exchange_dtype", "exact")
+        dtype: CacheDtype = options.get("wire_dtype", "exact")
         chunks: int | Literal["auto"] = 1
         if overlap := options.get("overlap"):
             chunks = "auto" if overlap == "auto" else self.chunks
@@ -111,7 +111,7 @@ class Shardings:
             self._made[key] = self._make(*key)
         return self._made[key]
 
-    def _make(self, mesh: Mesh, swapped: bool, chunks: int | Literal["auto"], dtype: CacheCode) -> SequenceSharding:
+    def _make(self, mesh: Mesh, swapped: bool, chunks: int | Literal["auto"], dtype: CacheDtype) -> SequenceSharding:
         kind = self.device.type
         made: DeviceMesh | OneDeviceMesh
         if swapped:
@@ -119,7 +119,7 @@ class Shardings:
             made = DeviceMesh(kind, ranks, mesh_dim_names=AXES)
         else:
             made = init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=kind)
-        return SequenceSharding(made, exchange_chunks=chunks, exchange_dtype=dtype)
+        return SequenceSharding(made, overlap_chunks=chunks, wire_dtype=dtype)
 
 
 def attention_work(leaves: list[Tensor], grad: Tensor, attend: Callable[..., Tensor], sequences: int = 1) -> Work:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, Need
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, gives_lse
+from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 from longspan.comm.gather import gather_into
 from longspan.core.errors import LongspanError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from longspan.attn.score import ScoreKind, Scores
     from longspan.cache.store import Store
     from longspan.comm.mesh import SequenceSharding
-    from longspan.core.kv_placement import Places
+    from longspan.core.kv_placement import KVPlacement
     from longspan.core.layout import Span
 
 
@@ -49,7 +49,7 @@ class Step:
 
     Attributes:
         sp: the sharding, its layout that of the new tokens.
-        places: of all tokens, the new ones included.
+        kv_placement: of all tokens, the new ones included.
         new: how many are new.
         cut: whether they are cut over the ranks; else every rank has computed all of them.
         owned: where they lie that this ring rank stores: runs in the block's tokens (cut), or in the new tokens.
@@ -58,7 +58,7 @@ class Step:
     """
 
     sp: SequenceSharding
-    places: Places
+    kv_placement: KVPlacement
     new: int
     cut: bool
     owned: tuple[Span, ...]
@@ -68,7 +68,7 @@ class Step:
     @property
     def past(self) -> int:
         """Tokens before the new ones."""
-        return self.places.length - self.new
+        return self.kv_placement.length - self.new
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,23 +91,23 @@ class _Prepared:
     choice: Choice
 
 
-def begin(sp: SequenceSharding, places: Places, new: int) -> Step:
-    """Append new tokens to `places`, and say where they are.
+def begin(sp: SequenceSharding, kv_placement: KVPlacement, new: int) -> Step:
+    """Append new tokens to `kv_placement`, and say where they are.
 
     Args:
         sp: the sharding.
-        places: of the tokens so far; they grow.
+        kv_placement: of the tokens so far; they grow.
         new: tokens.
     """
-    rank, past, layout = sp.ring_rank, places.length, sp.layout
-    cut = places.add(layout, new)
+    rank, past, layout = sp.ring_rank, kv_placement.length, sp.layout
+    cut = kv_placement.add(layout, new)
     if cut:
         starts = accumulate((b - a for a, b in layout.block(new, rank)), initial=0)
         runs = zip(starts, layout.block(new, rank), strict=False)
         owned = tuple((at, at + min(b, new) - a) for at, (a, b) in runs if a < new)
     else:
-        owned = tuple((a - past, b - past) for a, b in places.held(rank, past))
-    return Step(sp, places, new, cut, owned)
+        owned = tuple((a - past, b - past) for a, b in kv_placement.held(rank, past))
+    return Step(sp, kv_placement, new, cut, owned)
 
 
 def attend(
@@ -153,7 +153,7 @@ def attend(
     del k_new, v_new, k_BSkD, v_BSkD
     partial = _attended(step, prepared, store, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
     store.release()
-    store.keep_from(kept_from, step.places.count(step.sp.ring_rank, kept_from))
+    store.keep_from(kept_from, step.kv_placement.count(step.sp.ring_rank, kept_from))
     out = (_home if step.cut else _everywhere)(step, prepared, partial, scores, q.dtype)
     return out, prepared.choice
 
@@ -180,18 +180,18 @@ def _prepare(
     sp = step.sp
     shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     mine = shards[sp.ulysses_rank]
-    mask = mask.limited_to(step.places.length)
+    mask = mask.limited_to(step.kv_placement.length)
     dims = q.shape[3], v.shape[3]
-    need = Need(mask, scores, q.device, False, max(2, sp.ring_size), False, q.dtype, dims, lse=True)
+    need = KernelRequest(mask, scores, q.device, False, max(2, sp.ring_size), False, q.dtype, dims, lse=True)
     found, choice = choose_kernel(kernel, need)
-    if not gives_lse(found):
+    if not returns_lse(found):
         raise LongspanError(
             f"the kernel {found.name} gives no log-sum-exp, by which what the ranks of a cache compute is added up; "
             f"parallelize the model with kernel='auto' or 'tiled'"
         )
     index = None if mine.kv_head_index is None else torch.tensor(mine.kv_head_index, device=q.device)
     block = None
-    keys = step.places.held(sp.ring_rank, start)
+    keys = step.kv_placement.held(sp.ring_rank, start)
     if keys and mine.q_heads:
         made = _blocks(step, mask, scores.kind, mine, q, keys, dims)
         block = found.prepare(made)[0]
@@ -209,7 +209,7 @@ def _blocks(
         batch=q.shape[0],
         heads=mine.q_heads,
         first_head=mine.q_start,
-        lengths=(step.new, step.places.length),
+        lengths=(step.new, step.kv_placement.length),
         q_spans=((past, past + queries),),
         k_spans=keys,
         owners=(0,) * len(keys),

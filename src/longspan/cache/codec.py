@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.comm.quantize import SCALED, Scaled
-from longspan.core.cache_dtype import CODES
+from longspan.comm.quantize import QUANTIZED_FORMATS, QuantizedFormat
+from longspan.core.cache_dtype import CACHE_DTYPES
 from longspan.core.errors import LongspanError
 
 
@@ -44,7 +44,7 @@ class Coded(Codec):
         scaled: how.
     """
 
-    scaled: Scaled
+    scaled: QuantizedFormat
 
     def encode(self, x_BKTD: Tensor) -> tuple[Tensor, ...]:
         """Bytes `[B, K, T, D]`, and scales in fp32 `[B, K, T, 1]`."""
@@ -56,15 +56,15 @@ class Coded(Codec):
 
 
 PLAIN = Codec("exact")
-_CODED = {name: Coded(name, scaled) for name, scaled in SCALED.items()}
+_CODED = {name: Coded(name, scaled) for name, scaled in QUANTIZED_FORMATS.items()}
 
 
 def codec_of(name: str) -> Codec:
     """The codec of a name.
 
     Raises:
-        LongspanError: for another than those of `CODES`.
+        LongspanError: for another than those of `CACHE_DTYPES`.
     """
-    if name not in CODES:
-        raise LongspanError(f"dtype={name!r} is unknown; choose {', '.join(CODES)}")
+    if name not in CACHE_DTYPES:
+        raise LongspanError(f"dtype={name!r} is unknown; choose {', '.join(CACHE_DTYPES)}")
     return _CODED.get(name, PLAIN)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
-from longspan.comm.quantize import coded_width, decode_blocks, encode_blocks
+from longspan.comm.quantize import dequantize_rows, quantize_rows, quantized_width
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 from longspan.core.validation import LARGEST_COUNT, check_number, spell
@@ -40,7 +40,7 @@ from longspan.ranks.heartbeat import waiting
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from longspan.core.cache_dtype import CacheCode
+    from longspan.core.cache_dtype import CacheDtype
 
 # Ranges of heads travel through the operators as one flat list of integers, [rank][tensor][start, stop].
 
@@ -146,7 +146,7 @@ def scatter_heads(
     kinds: Sequence[str],
     shares: Sequence[HeadShard],
     group: dist.ProcessGroup,
-    code: CacheCode = "exact",
+    code: CacheDtype = "exact",
 ) -> Tensor:
     """Q, K and V of my tokens to their heads' ranks, in ONE All-to-All.
 
@@ -156,7 +156,7 @@ def scatter_heads(
         shares: which heads each rank of `group` computes; a KV head in two shares is sent twice, and its gradient
             is the sum of what the two ranks return.
         group: the Ulysses group.
-        code: how it travels, of `longspan.core.cache_dtype.CODES`, and its gradient too.
+        code: how it travels, of `longspan.core.cache_dtype.CACHE_DTYPES`, and its gradient too.
 
     Returns:
         `[S, B, W]`: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
@@ -189,7 +189,7 @@ def start_scatter(
     group: dist.ProcessGroup,
     *,
     beside: bool,
-    code: CacheCode = "exact",
+    code: CacheDtype = "exact",
 ) -> Exchange:
     """`scatter_heads`, started; outside of autograd.
 
@@ -235,7 +235,9 @@ def _started(
     return Exchange(received, send, work, read)
 
 
-def gather_heads(o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup, code: CacheCode = "exact") -> Tensor:
+def gather_heads(
+    o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup, code: CacheDtype = "exact"
+) -> Tensor:
     """The attention's output back to its tokens, in one All-to-All: `[B, S, my heads, D]` to `[B, L, all heads, D]`."""
     rows = o.transpose(0, 1)
     (out,) = _gather_heads(rows, [shares[-1].q_stop], [o.shape[3]], _ranges([shares], ["q"]), group, code)
@@ -251,7 +253,7 @@ def start_gather_into(
     *,
     beside: bool,
     add: bool = False,
-    code: CacheCode = "exact",
+    code: CacheDtype = "exact",
 ) -> Exchange:
     """The way back of some of the heads, in ONE All-to-All, into their places once it is waited for; outside of
     autograd.
@@ -320,7 +322,7 @@ def _ranges(shares: Sequence[Sequence[HeadShard]], kinds: Sequence[str]) -> list
     return flat
 
 
-def _scatter_heads(xs: list[Tensor], ranges: list[int], group: dist.ProcessGroup, code: CacheCode = "exact") -> Tensor:
+def _scatter_heads(xs: list[Tensor], ranges: list[int], group: dist.ProcessGroup, code: CacheDtype = "exact") -> Tensor:
     out: Tensor = torch.ops.longspan.scatter_heads(xs, ranges, group.size(), group.rank(), group_name(group), code)
     return out
 
@@ -331,7 +333,7 @@ def _gather_heads(
     dims: list[int],
     ranges: list[int],
     group: dist.ProcessGroup,
-    code: CacheCode = "exact",
+    code: CacheDtype = "exact",
 ) -> list[Tensor]:
     out: list[Tensor] = torch.ops.longspan.gather_heads(
         y, heads, dims, ranges, group.size(), group.rank(), group_name(group), code
@@ -347,7 +349,7 @@ class _Wire:
         by_rank: [rank][tensor] -> (start, stop), the heads of each rank.
         dims: elements of a head, of each tensor.
         rank: this one.
-        code: of `longspan.core.cache_dtype.CODES`.
+        code: of `longspan.core.cache_dtype.CACHE_DTYPES`.
         home: whether my heads go to their tokens; else my tokens to their heads.
     """
 
@@ -371,19 +373,19 @@ class _Wire:
         """Elements for each rank, and from each: bytes where they are coded."""
 
         def width(runs: list[tuple[int, int]]) -> int:
-            return sum(count * d for count, d in runs) if self._code == "exact" else coded_width(runs)
+            return sum(count * d for count, d in runs) if self._code == "exact" else quantized_width(runs)
 
         return [self._rows * width(runs) for runs in self._sent], [self._rows * width(runs) for runs in self._received]
 
     def coded(self, send: Tensor) -> Tensor:
         """What travels of a buffer of packed rows."""
-        return send if self._code == "exact" else encode_blocks(send, self._rows, self._sent, self._code)
+        return send if self._code == "exact" else quantize_rows(send, self._rows, self._sent, self._code)
 
     def read(self, received: Tensor, dtype: torch.dtype) -> Tensor:
         """The packed rows that have arrived."""
         if self._code == "exact":
             return received
-        return decode_blocks(received, self._rows, self._received, self._code, dtype)
+        return dequantize_rows(received, self._rows, self._received, self._code, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def gather_values(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 # What `parallelize` is given.
 
 
-def agree_on_model(
+def check_same_model(
     sp: SequenceSharding, facts: Mapping[str, str], weights: Mapping[str, int], problem: Exception | None
 ) -> None:
     """Raise on every rank alike, if any rank has a problem, or facts or weights differ. Collective.
@@ -55,7 +55,7 @@ def agree_on_model(
     Raises:
         LongspanError: naming the ranks, and the keys or parameters; on the rank that has it, `problem` itself.
     """
-    group = sp.everyone
+    group = sp.mesh_group
     if group is None or sp.job_size == 1:
         if problem is not None:
             raise problem
@@ -110,7 +110,7 @@ def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
 
 def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
     """Give the parameters and buffers of the first rank to all. Collective, where there are ranks."""
-    group = sp.everyone
+    group = sp.mesh_group
     if group is None or sp.job_size == 1:
         return
     source = dist.get_process_group_ranks(group)[0]
@@ -184,7 +184,7 @@ def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.Pro
     Raises:
         LongspanError: if gloo cannot make one beside NCCL.
     """
-    group = sp.everyone
+    group = sp.mesh_group
     assert group is not None
     if sp.device.type == "cpu":
         return group

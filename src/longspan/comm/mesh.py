@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
-from longspan.compat.torch_api import flatten_mesh, give_up_like_the_job
-from longspan.core.cache_dtype import CODES, CacheCode
+from longspan.core.cache_dtype import CACHE_DTYPES, CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, layout_names
-from longspan.core.routes import ExchangeLink
+from longspan.core.routes import AllToAllLink
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
 from longspan.ranks.rendezvous import meet, read_job
 
@@ -116,7 +116,7 @@ def init_mesh(
         meet(timeout, timeout).init_process_group(device_type, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
-        give_up_like_the_job(group, device_type)
+        copy_job_timeout(group, device_type)
     return mesh
 
 
@@ -158,13 +158,13 @@ class SequenceSharding:
         ring_impl: how keys and values go round: "p2p" (neighbour to neighbour, the next block in flight while the
             current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
             for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
-            overlap; see `longspan.core.routes.choose_impl`.
-        exchange_chunks: in how many chunks of heads the Ulysses exchange goes, each under way while the attention of
+            overlap; see `longspan.core.routes.choose_ring_impl`.
+        overlap_chunks: in how many chunks of heads the Ulysses exchange goes, each under way while the attention of
             another is computed, there and back, forward and backward; at most the query heads of a rank (with a ring
             its KV heads). 1: all heads at once, and nothing beside. "auto": `OVERLAPPED_CHUNKS` where the ranks of a
             Ulysses group are on several hosts and the exchange takes long on their link, which is measured here, once;
-            else 1; see `longspan.core.routes.choose_exchange_chunks`. The same numbers, to the bit in the forward.
-        exchange_dtype: how q, k, v, outputs and their gradients travel through the Ulysses exchange. "exact": as they
+            else 1; see `longspan.core.routes.choose_overlap_chunks`. The same numbers, to the bit in the forward.
+        wire_dtype: how q, k, v, outputs and their gradients travel through the Ulysses exchange. "exact": as they
             are. "int8" and "fp8" (e4m3) are LOSSY: a byte per element, and an fp32 scale per token and head in the same
             message, forwards and backwards; what is computed stays in the model's dtype. A number is then off by at
             most half a step each time it travels (int8: 1/254 of the largest of its head and token; fp8: 1/16 of
@@ -184,8 +184,8 @@ class SequenceSharding:
             this one's place.
 
     Raises:
-        LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or exchange_dtype, or
-            exchange_chunks below 1.
+        LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or wire_dtype, or
+            overlap_chunks below 1.
     """
 
     @checked_call()
@@ -196,8 +196,8 @@ class SequenceSharding:
         *,
         kv_replication: bool = True,
         ring_impl: str = "auto",
-        exchange_chunks: int | Literal["auto"] = "auto",
-        exchange_dtype: CacheCode = "exact",
+        overlap_chunks: int | Literal["auto"] = "auto",
+        wire_dtype: CacheDtype = "exact",
     ) -> None:
         if not isinstance(mesh, DeviceMesh | OneDeviceMesh):
             raise LongspanError(f"the mesh is {spell(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
@@ -206,17 +206,17 @@ class SequenceSharding:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
         check_choice("layout", layout, layout_names())
         check_choice("ring_impl", ring_impl, ("auto", "p2p", "allgather"))
-        check_choice("exchange_dtype", exchange_dtype, CODES)
+        check_choice("wire_dtype", wire_dtype, CACHE_DTYPES)
         check_flag("kv_replication", kv_replication)
-        if exchange_chunks != "auto":
-            check_number("exchange_chunks", exchange_chunks, 1, LARGEST_COUNT, whole=True)
+        if overlap_chunks != "auto":
+            check_number("overlap_chunks", overlap_chunks, 1, LARGEST_COUNT, whole=True)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # of `longspan.attention`: the last few, by what they are for
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
-        self.exchange_chunks = exchange_chunks
-        self.exchange_dtype = exchange_dtype
+        self.overlap_chunks = overlap_chunks
+        self.wire_dtype = wire_dtype
         self.ring_size: int = sizes["ring"]
         self.ulysses_size: int = sizes["ulysses"]
         self.size: int = sizes["ring"] * sizes["ulysses"]
@@ -238,7 +238,7 @@ class SequenceSharding:
         self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
         self.replica_group = self._replica_group(mesh)
         self.replica_rank = self.rank * self.tensor_size + self.tensor_rank
-        self.exchange_link = self._measured_link() if exchange_chunks == "auto" and self._spans_hosts() else None
+        self.all_to_all_link = self._measured_link() if overlap_chunks == "auto" and self._spans_hosts() else None
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
             # not concern all of them.
@@ -254,7 +254,7 @@ class SequenceSharding:
         dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self.replica_group)
         return bool(spans)
 
-    def _measured_link(self) -> ExchangeLink:
+    def _measured_link(self) -> AllToAllLink:
         """Measure the all-to-all of a Ulysses group; return the slowest rank's times on all ranks of a sequence.
 
         A ring contains several Ulysses groups, and all of its ranks must use the same chunks.
@@ -263,7 +263,7 @@ class SequenceSharding:
         slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.replica_group)
         short, long = slowest.tolist()
-        return ExchangeLink(short, max(0.0, long - short) / (_MEASURED_BYTES[1] - _MEASURED_BYTES[0]))
+        return AllToAllLink(short, max(0.0, long - short) / (_MEASURED_BYTES[1] - _MEASURED_BYTES[0]))
 
     def _exchange_seconds(self, size: int) -> float:
         """Return the seconds of an All-to-All of a buffer of `size` bytes: the fastest of five, after a warm-up."""
@@ -282,7 +282,7 @@ class SequenceSharding:
             return self.ulysses_group
         if self.ulysses_size == 1:
             return self.ring_group
-        return give_up_like_the_job(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
+        return copy_job_timeout(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
 
     def _replica_group(self, mesh: DeviceMesh | OneDeviceMesh) -> dist.ProcessGroup | None:
         if self.tensor_size == 1 or not isinstance(mesh, DeviceMesh):
@@ -290,7 +290,7 @@ class SequenceSharding:
         if self.size == 1:
             return mesh.get_group("tensor")
         whole = flatten_mesh(mesh["ring", "ulysses", "tensor"], "sequence_tensor")
-        return give_up_like_the_job(whole.get_group(), mesh.device_type)
+        return copy_job_timeout(whole.get_group(), mesh.device_type)
 
     def under(self, mask: Sequence[Region]) -> SequenceSharding:
         """The sharding of sequences with this mask: another one only where the layout looks at masks. Not collective.
@@ -327,7 +327,7 @@ class SequenceSharding:
         if not isinstance(self.mesh, DeviceMesh):
             return None
         flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
-        give_up_like_the_job(flat.get_group(), self.mesh.device_type)
+        copy_job_timeout(flat.get_group(), self.mesh.device_type)
         return flat
 
     def shards_weights(self, *, fsdp: bool, cpu_offload: bool) -> bool:
@@ -345,13 +345,13 @@ class SequenceSharding:
         return self.data_size * self.size
 
     @cached_property
-    def everyone(self) -> dist.ProcessGroup | None:
+    def mesh_group(self) -> dist.ProcessGroup | None:
         """The process group of all ranks of the mesh, in the order data, ring, ulysses, tensor: what must be alike is
         compared over it. None on one process."""
         if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
             return self.world_group
         group = flatten_mesh(self.mesh, "data_sequence_tensor").get_group()
-        return give_up_like_the_job(group, self.mesh.device_type)
+        return copy_job_timeout(group, self.mesh.device_type)
 
     @property
     def job_size(self) -> int:

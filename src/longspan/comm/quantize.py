@@ -21,7 +21,7 @@ Runs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Scaled:
+class QuantizedFormat:
     """A code of one byte per element.
 
     Attributes:
@@ -47,42 +47,42 @@ class Scaled:
         return (codes.view(self.code).float() * scale).to(dtype)
 
 
-SCALED = {"int8": Scaled(torch.int8, 127.0), "fp8": Scaled(torch.float8_e4m3fn, 448.0)}
+QUANTIZED_FORMATS = {"int8": QuantizedFormat(torch.int8, 127.0), "fp8": QuantizedFormat(torch.float8_e4m3fn, 448.0)}
 
 
 _PIECE = 1 << 22
 """Elements that are in fp32 at once while a buffer is coded: what that takes does not grow with the buffer."""
 
 
-def coded_width(runs: Runs) -> int:
+def quantized_width(runs: Runs) -> int:
     """Bytes of a packed row once it is coded."""
     return sum(count * (d + SCALE_BYTES) for count, d in runs)
 
 
-def encode_blocks(flat: Tensor, rows: int, blocks: Sequence[Runs], code: str) -> Tensor:
+def quantize_rows(flat: Tensor, rows: int, blocks: Sequence[Runs], code: str) -> Tensor:
     """A buffer of packed rows, coded: uint8, each vector's bytes with its scale behind them.
 
     Args:
         flat: `rows` rows of the first block, then those of the second, and so on.
         rows: of each block.
         blocks: what a row of each is made of.
-        code: a key of `SCALED`.
+        code: a key of `QUANTIZED_FORMATS`.
     """
-    out = flat.new_empty(rows * sum(map(coded_width, blocks)), dtype=torch.uint8)
+    out = flat.new_empty(rows * sum(map(quantized_width, blocks)), dtype=torch.uint8)
     for plain, coded, _ in _vectors(flat, out, rows, blocks):
-        codes, scale = SCALED[code].encode(plain)
+        codes, scale = QUANTIZED_FORMATS[code].encode(plain)
         coded[..., :-SCALE_BYTES] = codes
         coded[..., -SCALE_BYTES:] = scale.contiguous().view(torch.uint8)
     return out
 
 
-def decode_blocks(coded: Tensor, rows: int, blocks: Sequence[Runs], code: str, dtype: torch.dtype) -> Tensor:
-    """The rows that `encode_blocks` was given, in `dtype` and rounded."""
+def dequantize_rows(coded: Tensor, rows: int, blocks: Sequence[Runs], code: str, dtype: torch.dtype) -> Tensor:
+    """The rows that `quantize_rows` was given, in `dtype` and rounded."""
     out = coded.new_empty(rows * sum(count * d for runs in blocks for count, d in runs), dtype=dtype)
     for plain, vectors, d in _vectors(out, coded, rows, blocks):
         # A copy: four bytes anywhere are no aligned number.
         scale = vectors[..., d:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        plain.copy_(SCALED[code].decode(vectors[..., :d].contiguous(), scale, dtype))
+        plain.copy_(QUANTIZED_FORMATS[code].decode(vectors[..., :d].contiguous(), scale, dtype))
     return out
 
 
@@ -96,7 +96,7 @@ def _vectors(plain: Tensor, coded: Tensor, rows: int, blocks: Sequence[Runs]) ->
         rows, blocks = rows * len(blocks), blocks[:1]
     for block in blocks:
         runs = _merged(block)
-        width, wide = sum(count * d for count, d in runs), coded_width(runs)
+        width, wide = sum(count * d for count, d in runs), quantized_width(runs)
         of_plain = plain[at : at + rows * width].view(rows, width)
         of_coded = coded[coded_at : coded_at + rows * wide].view(rows, wide)
         at, coded_at, col, coded_col = at + rows * width, coded_at + rows * wide, 0, 0

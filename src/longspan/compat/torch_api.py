@@ -163,7 +163,7 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return flat
 
 
-def give_up_like_the_job(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+def copy_job_timeout(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     """Let a group made from the default one have its time-out: torch gives each new group its own default (10 minutes
     for NCCL), whatever the job's was set to. Groups of a kind that has no time-out are left alone.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-CacheCode = Literal["exact", "int8", "fp8"]
+CacheDtype = Literal["exact", "int8", "fp8"]
 
-CODES: tuple[CacheCode, ...] = get_args(CacheCode)
+CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
 """As they are, or a byte per element and an fp32 scale per head and token."""
 
 CacheOffload = Literal["none", "host"]
@@ -33,7 +33,7 @@ def vector_bytes(code: str, elements: int, bytes_per_element: int) -> int:
     """Bytes of one key or value of one head.
 
     Args:
-        code: of `CODES`.
+        code: of `CACHE_DTYPES`.
         elements: its head_dim.
         bytes_per_element: as the model computes it.
     """

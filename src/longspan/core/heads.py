@@ -111,7 +111,7 @@ def split_groups(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ..
     return tuple(_share(start, stop, group) for start, stop in itertools.pairwise(cut))
 
 
-def chunk_heads(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadShard, ...], ...]:
+def split_head_chunks(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadShard, ...], ...]:
     """Cut every rank's heads into runs of whole KV groups, so that each KV head of a rank is in one run.
 
     Args:
@@ -129,7 +129,7 @@ def chunk_heads(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadS
     )
 
 
-def piece_heads(shards: tuple[HeadShard, ...], pieces: int) -> tuple[tuple[tuple[HeadShard, ...], ...], ...]:
+def split_overlap_chunks(shards: tuple[HeadShard, ...], pieces: int) -> tuple[tuple[tuple[HeadShard, ...], ...], ...]:
     """Cut every rank's heads into about so many pieces: along KV groups as far as there are any, and then the query
     heads of each KV head, which need it one after the other.
 
@@ -142,7 +142,7 @@ def piece_heads(shards: tuple[HeadShard, ...], pieces: int) -> tuple[tuple[tuple
         has none in the last pieces. In a run of several pieces there is one KV head a rank, and all of them need it.
     """
     most = max(shard.kv_heads for shard in shards)
-    runs = chunk_heads(shards, min(pieces, most))
+    runs = split_head_chunks(shards, min(pieces, most))
     widest = max(max(shard.group_sizes, default=1) for shard in shards)
     each = 1 if pieces <= most else min(-(-pieces // most), widest)
     return tuple(tuple(_queries(run, i, each) for i in range(each)) for run in runs)

@@ -17,23 +17,23 @@ from longspan.core.layout import Span
 if TYPE_CHECKING:
     from longspan.core.layout import Layout
 
-RUN = 64
+GENERATED_RUN = 64
 """Generated tokens that go to one rank in a row: short, so that ranks stay balanced, and not one by one, so that what a
 rank holds stays a few runs."""
 
 FEW = 4
 """New tokens per rank, up to which all ranks compute all of them: cutting them would save less than it costs."""
 
-CHUNK = 8192
+PREFILL_CHUNK = 8192
 """Tokens per rank of a prompt's chunk, unless the caller says otherwise: what bounds a prefill's memory."""
 
 
-def is_cut(layout: Layout, tokens: int) -> bool:
+def is_sharded(layout: Layout, tokens: int) -> bool:
     """Whether so many new tokens are cut over the ranks; else every rank computes all of them."""
     return layout.size > 1 and tokens > FEW * layout.size
 
 
-class Places:
+class KVPlacement:
     """The tokens of each ring rank, in the order in which it holds them, which is the sequence's.
 
     Args:
@@ -59,7 +59,7 @@ class Places:
 
     def add(self, layout: Layout, tokens: int) -> bool:
         """Append the tokens of one forward; whether they are cut."""
-        cut = is_cut(layout, tokens)
+        cut = is_sharded(layout, tokens)
         if cut:
             self.deal([layout.block_spans(tokens, rank) for rank in range(layout.ring)], tokens)
         elif tokens > 1:
@@ -97,7 +97,7 @@ class Places:
         """Append so many tokens, one by one, that every rank has computed, in runs."""
         while tokens:
             if not self._left:
-                self._owner, self._left = self._emptiest(), RUN
+                self._owner, self._left = self._emptiest(), GENERATED_RUN
             taken = min(tokens, self._left)
             _append(self.runs[self._owner], (self.length, self.length + taken))
             self.length, self._left, tokens = self.length + taken, self._left - taken, tokens - taken
@@ -109,7 +109,7 @@ class Places:
 
 
 @functools.lru_cache(maxsize=4096)
-def tokens_held(
+def tokens_per_rank(
     layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None
 ) -> tuple[int, ...]:
     """Tokens from `start` on that each ring rank holds of a prompt and what was generated behind it.
@@ -121,17 +121,17 @@ def tokens_held(
         prompt: tokens of the prompt, which comes in chunks.
         generated: tokens behind it, which came one by one.
         start: the first token that counts.
-        chunk: tokens of a chunk; `CHUNK` per rank if None.
+        chunk: tokens of a chunk; `PREFILL_CHUNK` per rank if None.
     """
     if layout.ring == 1:
         return (max(0, prompt + generated - start),)
-    chunk = chunk or CHUNK * layout.size
+    chunk = chunk or PREFILL_CHUNK * layout.size
     before = between = 0  # whole chunks
-    if is_cut(layout, chunk) and layout.local_length(chunk) * layout.size == chunk:
+    if is_sharded(layout, chunk) and layout.local_length(chunk) * layout.size == chunk:
         whole = prompt // chunk
         before = min(start // chunk, whole)
         between = max(0, whole - before - 1)
-    places, rest = Places(layout.ring), prompt - (before + between) * chunk
+    places, rest = KVPlacement(layout.ring), prompt - (before + between) * chunk
     while rest:
         places.add(layout, min(chunk, rest))
         rest -= min(chunk, rest)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.layouts import LAYOUTS, Placement, Span
+from longspan.core.layouts import LAYOUTS, RingLayout, Span
 
 if TYPE_CHECKING:
     from longspan.core.regions import Region
@@ -33,7 +33,7 @@ class Layout:
     """One sequence cut over ring x ulysses ranks, in blocks and then in parts.
 
     The ring holds one block of the sequence per ring rank; the Ulysses ranks of a block hold it in equal parts, in
-    order, so that their exchange restores the block. How blocks lie in the sequence is the `Placement` named by `kind`
+    order, so that their exchange restores the block. How blocks lie in the sequence is the `RingLayout` named by `kind`
     (`longspan.core.layouts`).
 
     Every rank holds the same number of tokens; what is missing is padding, at the end of the sequence. Equal parts keep
@@ -57,7 +57,7 @@ class Layout:
         return self.ring * self.ulysses
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> RingLayout:
         """How blocks lie in the sequence.
 
         Raises:
@@ -103,7 +103,7 @@ class Layout:
         """The real tokens [start, stop) of `rank`, out of `n`; runs of padding alone are left out."""
         return _real(self.padded_spans(n, rank), n)
 
-    def place_of(self, n: int, token: int) -> tuple[int, int]:
+    def locate_token(self, n: int, token: int) -> tuple[int, int]:
         """The rank that holds a token of `n`, and where among its own the token lies."""
         for rank in range(self.size):
             before = 0

@@ -102,7 +102,7 @@ class Memory:
                 )
 
     @property
-    def lean(self) -> bool:
+    def recompute_all_to_all(self) -> bool:
         """Whether attention saves q, k, v and output of my tokens, and its backward exchanges them again."""
         return self.head_chunks != 1 or self.checkpointing == "output"
 

@@ -163,7 +163,7 @@ def _small(r: Region) -> Iterator[Tile]:
                 yield Tile(part, "masked")
 
 
-def meeting(
+def intersections(
     regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]
 ) -> Iterator[tuple[int, int, Region]]:
     """What of `regions` lies in which run of queries and which run of keys: their numbers, and the part.

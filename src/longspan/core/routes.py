@@ -96,7 +96,7 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
 
 
 OVERLAPPED_CHUNKS = 4
-"""Chunks of heads under `exchange_chunks="auto"`: of an exchange that computing covers a quarter stays exposed."""
+"""Chunks of heads under `overlap_chunks="auto"`: of an exchange that computing covers a quarter stays exposed."""
 
 CHUNK_START_S = 1e-4
 """Seconds that each further chunk costs besides its message: more starts of kernels and copies."""
@@ -108,7 +108,7 @@ overlaps with it, at most an eighth of its time is lost; if enough does, three q
 
 
 @dataclass(frozen=True)
-class ExchangeLink:
+class AllToAllLink:
     """How long an All-to-All of a Ulysses group takes, as measured.
 
     Attributes:
@@ -120,8 +120,8 @@ class ExchangeLink:
     per_byte_s: float
 
 
-def choose_exchange_chunks(sent_bytes: int, link: ExchangeLink | None) -> int:
-    """Return the chunks of `exchange_chunks="auto"`: several if the exchange takes long on this link.
+def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
+    """Return the chunks of `overlap_chunks="auto"`: several if the exchange takes long on this link.
 
     Args:
         sent_bytes: q, k and v of a rank's tokens.
@@ -138,7 +138,7 @@ SMALL = 1 << 20
 """Bytes of the ring's keys and values together below which messages cost their start and not their length."""
 
 
-def choose_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
+def choose_ring_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
     """The rule for `ring_impl="auto"`, the planner's too: "p2p" hides what it sends behind the attention to the block
     at hand, and sends a block only where it is needed; all-gathering saves nothing but the start of R - 2 messages.
 

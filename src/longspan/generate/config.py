@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cache_dtype import CacheCode, CacheOffload
+from longspan.core.cache_dtype import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import flags_last
@@ -125,7 +125,7 @@ class GenerateConfig(ModelFlags):
     prefill_chunk: int | None = None
     """Tokens of the prompt that go through the model at once, over all ranks: what bounds the memory of a long prompt.
     By default 8k for each rank."""
-    cache: CacheCode = "exact"
+    cache: CacheDtype = "exact"
     """How keys and values are kept. exact: as the model computes them. int8, fp8: a byte per element and an fp32 scale
     per head and token, an approximation (docs/cache.md has its error)."""
     cache_offload: CacheOffload = "none"

@@ -34,8 +34,8 @@ def explain(model: nn.Module) -> str:
     lines = [
         f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}, layout {sp.layout.kind}",
     ]
-    if sp.exchange_dtype != "exact" and sp.ulysses_size > 1:
-        lines.append(f"exchange: {sp.exchange_dtype}, LOSSY: a byte per element, a scale per token and head")
+    if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
+        lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
     if memory_options is not None:
         lines.append(f"memory: {memory_options.memory.described()} ({memory_options.why})")
     chosen = Counter(str(layer.choice) for layer in hooks.binding.layers if layer.choice is not None)

@@ -14,7 +14,7 @@ from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
 from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
-from longspan.core.kv_placement import CHUNK
+from longspan.core.kv_placement import PREFILL_CHUNK
 from longspan.hf.forward.kv_cache import ShardedCache
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Generate:
         # Without padding: position ids count real tokens.
         cache.announced = length if mask is None else int(mask.sum(-1).max())
         chunk = more.get("prefill_chunk_size", getattr(settings, "prefill_chunk_size", None))
-        if chunk is None and length > CHUNK * self.sp.size:
-            chunk = CHUNK * self.sp.size
+        if chunk is None and length > PREFILL_CHUNK * self.sp.size:
+            chunk = PREFILL_CHUNK * self.sp.size
         chunk = self._chunks_alike(length - cache.get_seq_length(), chunk)
         if chunk is not None and generation_config is not None:  # transformers wants arguments in one place
             generation_config = copy.deepcopy(generation_config)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from longspan.comm.arguments import as_dtype, check_sharding, describe
-from longspan.comm.consistency import agree_on_model
+from longspan.comm.consistency import check_same_model
 from longspan.comm.objects import together
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
@@ -90,7 +90,7 @@ def from_pretrained(
     """
     known = ["dtype", "prepare", *list(inspect.signature(parallelize).parameters)[2:]]
     refuse_unknown("from_pretrained", options, known)
-    origin = together(lambda: _pretrained(str(name), dtype), sp.everyone)
+    origin = together(lambda: _pretrained(str(name), dtype), sp.mesh_group)
     return load_sharded(origin, sp, prepare=prepare or _as_it_is, **options)
 
 
@@ -144,7 +144,7 @@ def load_sharded(
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
-    model = together(lambda: prepare(origin.build()), sp.everyone)
+    model = together(lambda: prepare(origin.build()), sp.mesh_group)
     # FSDP takes a layer at a time to the device, and a tensor axis cuts each weight on the host.
     stays = sharded or offloads or sp.tensor_size > 1
     return parallelize(model if stays else model.to(sp.device), sp, fsdp=fsdp, **options)
@@ -170,7 +170,7 @@ def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) ->
         facts["they are read"] = "by each rank" if found is not None else "by the first rank"
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
-    agree_on_model(sp, facts, digests, problem)
+    check_same_model(sp, facts, digests, problem)
     if needs_weights:
         return None
     return found if found is not None else FirstRank.of(origin, sp)
@@ -204,7 +204,9 @@ def load_from(
         base.config.name_or_path = origin.name
         if base.can_generate():
             base.generation_config = generation_config(origin.name, base)
-    model, names, dtypes = together(lambda: _prepared(base, lambda it: prepare(origin.adapted(it)), kept), sp.everyone)
+    model, names, dtypes = together(
+        lambda: _prepared(base, lambda it: prepare(origin.adapted(it)), kept), sp.mesh_group
+    )
     model = parallelize(model, sp, fsdp=True, **options)
     materialize(model, sp.device)
     source.fill(Weights({names[name]: p for name, p in model.named_parameters() if name in names}, dtypes), sp)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.comm.arguments import check_sharding
-from longspan.comm.consistency import ReplicaCheck, agree_on_model, broadcast_weights
+from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_same_model
 from longspan.comm.digests import digests_of, weights_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
@@ -167,7 +167,7 @@ def parallelize(
             digests = digests_of(weights_of(model))
     except Exception as error:  # of any kind: the other ranks must hear of it
         problem = error
-    agree_on_model(sp, facts, digests, problem)
+    check_same_model(sp, facts, digests, problem)
     check_version(sp, parallelize)
     assert inner is not None
     if dropout is not None:
@@ -228,7 +228,7 @@ def check_ahead(
     Raises:
         LongspanError: naming the layer and the reason.
     """
-    check_model(model, Place(device, ring_size), kernel, lean=memory_options.lean)
+    check_model(model, Place(device, ring_size), kernel, recompute_all_to_all=memory_options.recompute_all_to_all)
     _check_memory_options(model, memory_options, fsdp=fsdp)
     refuse_dropout(attention_dropout(model))
 
@@ -281,8 +281,8 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
                 f"parameter {parameter} of {name} is on the meta device and has no values; load them first, or use "
                 f"fsdp=True with weights='same', then model.to_empty and load its shards"
             )
-    lean = options["memory"] != "auto" and memory_of(options["memory"]).lean
-    check_model(inner, Place(sp.device, sp.ring_size), options["kernel"], lean=lean)
+    recompute_all_to_all = options["memory"] != "auto" and memory_of(options["memory"]).recompute_all_to_all
+    check_model(inner, Place(sp.device, sp.ring_size), options["kernel"], recompute_all_to_all=recompute_all_to_all)
     if sp.tensor_size > 1:
         tensor_plan(inner, sp.tensor_size, sp.tensor_rank, options["tensor_style"], sp.size)
     _shards_of(inner, sp)
@@ -300,7 +300,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) -> d
         "transformers": transformers.__version__,
         "the kernel table's rows": table_of(options["kernel"]).rows_of(sp.device),  # of this GPU, if one has its own
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
-        f"exchange_chunks={sp.exchange_chunks}, exchange_dtype={sp.exchange_dtype}",
+        f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
         "the model's class": type(model).__name__,
     }
     # Where files lie may differ from machine to machine.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.attn.kernels.base import Need
+from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
@@ -190,7 +190,7 @@ class Place:
     ring_size: int = 1
 
 
-def check_model(model: PreTrainedModel, place: Place, kernel: AnyKernel, *, lean: bool = False) -> None:
+def check_model(model: PreTrainedModel, place: Place, kernel: AnyKernel, *, recompute_all_to_all: bool = False) -> None:
     """Refuse a model that would not compute the same when its sequence is sharded.
 
     Raises:
@@ -198,14 +198,16 @@ def check_model(model: PreTrainedModel, place: Place, kernel: AnyKernel, *, lean
     """
     name, kind = type(model).__name__, kind_of(model.config)
     try:
-        _check_model(model, name, place, kernel, lean)
+        _check_model(model, name, place, kernel, recompute_all_to_all)
     except LongspanError as error:
         if kind is None or kind in str(error):
             raise
         raise LongspanError(f"{name} is {kind}, and what is taken is a model of tokens alone: {error}") from error
 
 
-def _check_model(model: PreTrainedModel, name: str, place: Place, kernel: AnyKernel, lean: bool) -> None:
+def _check_model(
+    model: PreTrainedModel, name: str, place: Place, kernel: AnyKernel, recompute_all_to_all: bool
+) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "
@@ -233,7 +235,7 @@ def _check_model(model: PreTrainedModel, name: str, place: Place, kernel: AnyKer
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )
     for path, layer in layers.items():
-        _check_layer(path, layer, model.config.get_text_config(), kernel, place, lean)
+        _check_layer(path, layer, model.config.get_text_config(), kernel, place, recompute_all_to_all)
 
 
 def _check_modules(model: PreTrainedModel, name: str) -> None:
@@ -292,11 +294,18 @@ def no_router_loss(name: str) -> str:
     )
 
 
-def _check_layer(path: str, layer: nn.Module, config: Any, kernel: AnyKernel, place: Place, lean: bool) -> None:
+def _check_layer(
+    path: str, layer: nn.Module, config: Any, kernel: AnyKernel, place: Place, recompute_all_to_all: bool
+) -> None:
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
     try:  # autocast or a policy may still change the dtype: one that flash attention takes is not refused yet
-        choose_kernel(kernel, Need(Mask(), scores, place.device, ring=place.ring_size, dtype=torch.bfloat16, lse=lean))
+        choose_kernel(
+            kernel,
+            KernelRequest(
+                Mask(), scores, place.device, ring=place.ring_size, dtype=torch.bfloat16, lse=recompute_all_to_all
+            ),
+        )
     except LongspanError as error:
         raise LongspanError(f"layer {path}: {error}") from error

@@ -41,7 +41,7 @@ def load_balancing_loss(
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     # Of a tensor group each rank routes some of the tokens.
-    return balance(sum_over(balance_sums(router_logits, top_k, real), sp.everyone)).to(dtype)
+    return balance(sum_over(balance_sums(router_logits, top_k, real), sp.mesh_group)).to(dtype)
 
 
 def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:

@@ -26,7 +26,7 @@ from longspan.compat.torch_api import graph_is_kept, not_compiled, version_of
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
-    from longspan.attn.methods.base import Kept
+    from longspan.attn.methods.base import SavedTensors
     from longspan.attn.prepare import AttentionPlan
     from longspan.attn.score import Scores
     from longspan.core.memory import Memory
@@ -78,7 +78,7 @@ class KeptTensors:
 
 @dataclass
 class LayerCall:
-    """One call of a checkpointed layer: the `Keeper` of its attentions, and its inputs.
+    """One call of a checkpointed layer: the `SavedAttentions` of its attentions, and its inputs.
 
     Attributes:
         store: where what is kept lies.
@@ -92,12 +92,12 @@ class LayerCall:
     kept: list[KeptTensors] = field(default_factory=list)
     at: int = 0
 
-    def keep(self, tensors: Sequence[Tensor]) -> Kept:
+    def keep(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """Record what one attention keeps."""
         self.kept.append(KeptTensors(self.store, tensors))
         return self.kept[-1]
 
-    def take(self) -> Kept:
+    def take(self) -> SavedTensors:
         """What the next attention has kept."""
         if self.at == len(self.kept):
             raise LongspanError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.core.cache_dtype import CacheCode, CacheOffload
+from longspan.core.cache_dtype import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory import MemoryLevel
@@ -54,12 +54,12 @@ class PlanConfig(MemoryFlags, RopeFlags):
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
     """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
     once. auto plans what the code would choose, or the other where the links make it clearly faster, and says so."""
-    exchange_chunks: int = 1
+    overlap_chunks: int = 1
     """Chunks of heads in which the Ulysses exchange goes, each beside the attention of another. 1: all at once."""
-    exchange_dtype: CacheCode = "exact"
+    wire_dtype: CacheDtype = "exact"
     """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
     an fp32 scale per token and head."""
-    cache: CacheCode = "exact"
+    cache: CacheDtype = "exact"
     """How the KV cache of prefill and decode is kept: as the model computes it, or (an approximation) by int8 or fp8 a
     byte per element and an fp32 scale per head and token."""
     cache_offload: CacheOffload = "none"
@@ -121,8 +121,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
             kv_replication=self.kv_replication,
             layout=self.layout,
             ring_impl=self.ring_impl,
-            exchange_chunks=self.exchange_chunks,
-            exchange_dtype=self.exchange_dtype,
+            overlap_chunks=self.overlap_chunks,
+            wire_dtype=self.wire_dtype,
             cache=self.cache,
             cache_offload=self.cache_offload,
             cache_latent=self.cache_latent,

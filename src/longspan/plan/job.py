@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cache_dtype import CODES, OFFLOADS, CacheCode, CacheOffload
+from longspan.core.cache_dtype import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 from longspan.core.memory import FASTEST, Memory
@@ -47,12 +47,12 @@ class Job:
         tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
         layout: how tokens lie over a ring, as `SequenceSharding` takes it: `zigzag`, `contiguous`, another that is
             registered, or `auto` (zigzag).
-        ring_impl: how keys and values go round: `p2p`, `allgather`, or `auto` (`longspan.core.routes.choose_impl`).
-        exchange_chunks: in how many chunks of heads the exchange goes, beside the attention, as `SequenceSharding`
+        ring_impl: how keys and values are sent: `p2p`, `allgather`, or `auto` (`choose_ring_impl`).
+        overlap_chunks: in how many chunks of heads the exchange goes, beside the attention, as `SequenceSharding`
             takes it; 1: all at once.
-        exchange_dtype: how it travels, likewise: "exact", or lossy, "int8" or "fp8". Bytes and their time are counted,
+        wire_dtype: how it travels, likewise: "exact", or lossy, "int8" or "fp8". Bytes and their time are counted,
             coding's own time is not.
-        cache: how keys and values are kept (`longspan.core.cache_dtype.CODES`).
+        cache: how keys and values are kept (`longspan.core.cache_dtype.CACHE_DTYPES`).
         cache_offload: where they lie (`longspan.core.cache_dtype.OFFLOADS`).
         cache_latent: of MLA, hold latent vectors where they take less (`longspan.core.cache_dtype.holds_latent`).
         prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
@@ -71,9 +71,9 @@ class Job:
     tensor_style: TensorStyle = "tp"
     layout: LayoutName = "auto"
     ring_impl: RingImpl = "auto"
-    exchange_chunks: int = 1
-    exchange_dtype: CacheCode = "exact"
-    cache: CacheCode = "exact"
+    overlap_chunks: int = 1
+    wire_dtype: CacheDtype = "exact"
+    cache: CacheDtype = "exact"
     cache_offload: CacheOffload = "none"
     cache_latent: bool = True
     prefill_chunk: int | None = None
@@ -91,8 +91,8 @@ class Job:
             ("tensor_style", ("tp", "megatron-sp")),
             ("layout", layout_names()),
             ("ring_impl", ("auto", "p2p", "allgather")),
-            ("exchange_dtype", CODES),
-            ("cache", CODES),
+            ("wire_dtype", CACHE_DTYPES),
+            ("cache", CACHE_DTYPES),
             ("cache_offload", OFFLOADS),
         ):
             value = getattr(self, name)
@@ -100,14 +100,14 @@ class Job:
                 raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
-        check_number("exchange-chunks", self.exchange_chunks, 1, LARGEST_COUNT, whole=True)
+        check_number("overlap-chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
         for name in _FLAGS:
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
             raise LongspanError(f"memory is {spell(self.memory)}; make one with longspan.core.memory.Memory")
-        if self.exchange_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
+        if self.wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
             raise LongspanError(
-                f"exchange-dtype={self.exchange_dtype}: with a KV cache the exchange is exact; leave it out of mode "
+                f"wire-dtype={self.wire_dtype}: with a KV cache the exchange is exact; leave it out of mode "
                 f"decode and of prefill-chunk"
             )
         if self.memory.cpu_offload and not self.weight_sharding:

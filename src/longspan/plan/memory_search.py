@@ -120,7 +120,7 @@ def fastest_memory_options(
     bare = min(jobs, key=lambda each: _memory_options(each.memory))
     asked = sum(value != getattr(FASTEST, name) for name, value in (fixed or {}).items())
     # No memory option shortens a step, except head chunks, if an overlapped exchange is sent in them.
-    nothing_faster = bare in fitting and _memory_options(bare.memory) == asked and job.exchange_chunks == 1
+    nothing_faster = bare in fitting and _memory_options(bare.memory) == asked and job.overlap_chunks == 1
     ordered = [bare] if nothing_faster else sorted(jobs, key=order)
     at = next(at for at, each in enumerate(ordered) if each in fitting)
     memory = ordered[at].memory

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.core.cache_dtype import CacheCode
+from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory import Memory, MemoryLevel
@@ -77,11 +77,11 @@ class TrainConfig(MemoryFlags, RopeFlags):
     ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
     """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
     once. auto: p2p unless they are small."""
-    exchange_chunks: int | None = None
+    overlap_chunks: int | None = None
     """Chunks of heads in which the Ulysses exchange goes, each under way while the attention of another computes; at
     most the query heads of a rank (with a ring its KV heads). 1: all at once. By default several where a Ulysses group
     spans hosts and there is enough to send, else 1."""
-    exchange_dtype: CacheCode = "exact"
+    wire_dtype: CacheDtype = "exact"
     """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
     an fp32 scale per token and head, forwards and backwards; for slow links. A ring stays exact."""
     nproc: int | None = None

@@ -21,7 +21,7 @@ _NAMED = 6
 _LONGEST = 100  # characters of a value that are shown
 _SETTINGS = (
     "lr", "schedule", "warmup", "steps", "weight_decay", "betas", "clip", "optimizer", "dtype", "grad_dtype", "context",
-    "exchange_dtype",
+    "wire_dtype",
 )  # fmt: skip
 #: The one key that may change when the user says so.
 BATCH = "batch"
@@ -121,7 +121,7 @@ def changed_settings(resume: Checkpoint, config: TrainConfig) -> str | None:
     before, now = resume.state.get("settings"), settings_of(config)
     if not isinstance(before, dict):
         return None
-    before = {"exchange_dtype": "exact", **before}  # in what was written before there was another
+    before = {"wire_dtype": "exact", **before}  # in what was written before there was another
     parts = [
         f"{name} was {_spell(before[name])}, is {_spell(value)}"
         for name, value in now.items()

@@ -91,10 +91,10 @@ class Trainer:
                 mesh,
                 config.layout,
                 ring_impl=config.ring_impl,
-                exchange_chunks=config.exchange_chunks or "auto",
-                exchange_dtype=config.exchange_dtype,
+                overlap_chunks=config.overlap_chunks or "auto",
+                wire_dtype=config.wire_dtype,
             )
-            self.group = self.sp.everyone
+            self.group = self.sp.mesh_group
             # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.
             self.hosts = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)
             self.outputs = Outputs(config)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cache_dtype import CacheCode
+from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import MemoryFlags, flags_last
@@ -51,11 +51,11 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
     """How keys and values go round a ring. p2p is what auto chooses in a long run; in a short test it would choose
     allgather."""
-    exchange_chunks: int | None = None
+    overlap_chunks: int | None = None
     """Chunks of heads in which the Ulysses exchange goes, each under way while the attention of another computes; at
     most the query heads of a rank (with a ring its KV heads). 1: all at once. By default several where a Ulysses group
     spans hosts and there is enough to send, else 1."""
-    exchange_dtype: CacheCode = "exact"
+    wire_dtype: CacheDtype = "exact"
     """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
     an fp32 scale per token and head, forwards and backwards; for slow links. A ring stays exact."""
     nproc: int | None = None
@@ -105,7 +105,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     @property
     def lossy(self) -> bool:
         """Whether what is exchanged is rounded: where there is an exchange."""
-        return self.exchange_dtype != "exact" and self.ulysses > 1
+        return self.wire_dtype != "exact" and self.ulysses > 1
 
     @property
     def mesh(self) -> str:

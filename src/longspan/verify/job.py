@@ -71,8 +71,8 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
         mesh,
         config.layout,
         ring_impl=config.ring_impl,
-        exchange_chunks=config.exchange_chunks or "auto",
-        exchange_dtype=config.exchange_dtype,
+        overlap_chunks=config.overlap_chunks or "auto",
+        wire_dtype=config.wire_dtype,
     )
     link = Link.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}

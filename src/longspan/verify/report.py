@@ -80,7 +80,7 @@ class Report:
     @property
     def lossy(self) -> bool:
         """Whether the exchange was compressed: then passing does not mean exact."""
-        return bool(self.setup.get("exchange_dtype", "exact") != "exact")
+        return bool(self.setup.get("wire_dtype", "exact") != "exact")
 
     @property
     def exit_code(self) -> int:
@@ -112,8 +112,8 @@ def print_table(report: Report, file: IO[str] | None = None) -> None:
     console.print()
     if report.passed and report.lossy:
         console.print(
-            f"[bold yellow]LOSSY[/]  {_count(report)} are within what rounding to {report.setup['exchange_dtype']} may "
-            f"change. This run is not exact, and smaller faults are not seen: verify without --exchange-dtype too."
+            f"[bold yellow]LOSSY[/]  {_count(report)} are within what rounding to {report.setup['wire_dtype']} may "
+            f"change. This run is not exact, and smaller faults are not seen: verify without --wire-dtype too."
         )
     elif report.passed:
         console.print(
@@ -151,8 +151,8 @@ def _print_title(report: Report, console: Console) -> None:
         console.print(f"blocks of the ring {setup['layout']}, keys and values by {setup['ring_impl']}")
     if report.lossy:
         console.print(
-            f"exchange {setup['exchange_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
-            f"({HALF_STEP[setup['exchange_dtype']]:.1e}); the limit has their root sum of squares"
+            f"exchange {setup['wire_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
+            f"({HALF_STEP[setup['wire_dtype']]:.1e}); the limit has their root sum of squares"
         )
     wide, dtype = setup["reference"], setup["dtype"]
     rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"

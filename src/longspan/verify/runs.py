@@ -65,7 +65,7 @@ class Link:
     @classmethod
     def of(cls, sp: SequenceSharding) -> Link:
         """Collective: every rank makes it."""
-        group = sp.everyone
+        group = sp.mesh_group
         patient = None if group is None else dist.new_group(backend="gloo", timeout=_PATIENCE)
         place = (sp.data_rank * sp.size + sp.rank) * sp.tensor_size + sp.tensor_rank
         return cls(place, sp.job_size, group, patient, sp.device)
@@ -248,7 +248,7 @@ def make_models(
         load(whole)
         return prepared(whole).to(sp.device)  # type: ignore[no-any-return]
 
-    whole = together(make, sp.everyone)
+    whole = together(make, sp.mesh_group)
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
     bf16 = sharded and config.dtype == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
@@ -324,7 +324,7 @@ def make_report(
     criterion = Criterion.of(config.dtype, config.reference)
     if config.lossy:
         layers = {layer_of(name) for name in parts} - {None}
-        criterion = criterion.lossy(config.exchange_dtype, len(layers))
+        criterion = criterion.lossy(config.wire_dtype, len(layers))
     losses = link.gather(float(parts["loss"][0].values))
     equalities = [equality("loss", losses, [f"{loss:.9g}" for loss in losses])]
     if not config.fsdp:
@@ -364,7 +364,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "tensor_style": config.tensor_style if config.tensor > 1 else None,
         "layout": sp.layout.kind,
         "ring_impl": config.ring_impl if config.ring > 1 else None,
-        "exchange_dtype": config.exchange_dtype if config.lossy else "exact",
+        "wire_dtype": config.wire_dtype if config.lossy else "exact",
         "dtype": config.dtype,
         "reference": config.reference,
         "fsdp": config.fsdp,

@@ -3,7 +3,7 @@
 Partial results of different tiles, blocks and ranks add up by their log-sum-exps, and a backward that is given the
 output and the log-sum-exp of the WHOLE row of scores (flash attention's; Dao et al. 2022, arXiv:2205.14135) gives
 gradients that simply add up. So a kernel of this protocol serves one device, a Ulysses rank and a ring alike. One that
-gives no log-sum-exp (`WholeKernel`) serves wherever all keys are at hand.
+gives no log-sum-exp (`AutogradKernel`) serves wherever all keys are at hand.
 
 Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
 """
@@ -23,11 +23,11 @@ from torch import Tensor
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.score import ScoreKind, Scores
 from longspan.core.layout import Span
-from longspan.core.regions import Region, meeting
+from longspan.core.regions import Region, intersections
 
 
 @dataclass(frozen=True, eq=False)
-class Need:
+class KernelRequest:
     """What a kernel is asked to compute: facts that are alike on every rank.
 
     Attributes:
@@ -98,14 +98,14 @@ class Blocks:
         return self.mask.q_start + self.lengths[0], self.lengths[1]
 
     @cached_property
-    def parts(self) -> tuple[tuple[Part, ...], ...]:
+    def parts(self) -> tuple[tuple[BlockRegion, ...], ...]:
         """What of the mask lies in each block; of a block that nothing attends to nothing."""
-        out: list[list[Part]] = [[] for _ in range(self.count)]
+        out: list[list[BlockRegion]] = [[] for _ in range(self.count)]
         q_at, k_at = _offsets(self.q_spans, (0,) * len(self.q_spans)), _offsets(self.k_spans, self.owners)
         for rows in row_groups(self.mask, self.batch):
             regions = self.mask.regions(rows[0], *self.lengths)
-            for m, n, region in meeting(regions, self.q_spans, self.k_spans):
-                out[self.owners[n]].append(Part(rows, region, q_at[m], k_at[n]))
+            for m, n, region in intersections(regions, self.q_spans, self.k_spans):
+                out[self.owners[n]].append(BlockRegion(rows, region, q_at[m], k_at[n]))
         return tuple(map(tuple, out))
 
     def positions(self, block: int) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockRegion:
     """A region of the mask among my queries and one block's keys.
 
     Attributes:
@@ -192,7 +192,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class BackwardInputs:
     """Queries whose attention to ALL blocks is computed: what the backward of each block needs of them.
 
     Attributes:
@@ -207,9 +207,9 @@ class Finished:
     grad: Tensor
     lse: Tensor
 
-    def at(self, *index: slice) -> Finished:
+    def at(self, *index: slice) -> BackwardInputs:
         """Some rows, heads and queries of them."""
-        return Finished(self.q[index], self.out[index], self.grad[index], self.lse[index])
+        return BackwardInputs(self.q[index], self.out[index], self.grad[index], self.lse[index])
 
 
 @runtime_checkable
@@ -218,11 +218,11 @@ class Kernel(Protocol):
 
     name: str
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """Why it cannot compute this, with the way out; None if it can."""
 
-    def describe(self, need: Need) -> str:
-        """How it would compute this, in a few words."""
+    def describe(self, need: KernelRequest) -> str:
+        """TileScores it would compute this, in a few words."""
 
 
 class BlockKernel(Kernel, Protocol):
@@ -256,7 +256,7 @@ class BlockKernel(Kernel, Protocol):
         """
 
     def backward(
-        self, done: Finished, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, done: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's part of dq [B, H, Q, D], and dk [B, K, T, D] and dv [B, K, T, Dv] of it.
 
@@ -285,7 +285,7 @@ class BlockKernel(Kernel, Protocol):
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
-        done: Finished,
+        done: BackwardInputs,
         k_BKTD: Tensor,
         v_BKTD: Tensor,
         block: Any,
@@ -308,7 +308,7 @@ class AddingKernel(BlockKernel):
         return into.out, into.lse
 
     def backward(
-        self, done: Finished, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, done: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All calls' gradients, added up in fp32 at least; see `BlockKernel`."""
         dq, dk, dv = (torch.zeros_like(x, dtype=done.lse.dtype) for x in (done.q, k_BKTD, v_BKTD))
@@ -316,10 +316,10 @@ class AddingKernel(BlockKernel):
         return dq, dk, dv
 
 
-class WholeKernel(Kernel, Protocol):
+class AutogradKernel(Kernel, Protocol):
     """A kernel that gives the output alone, with gradients by autograd: where all keys are at hand (no ring)."""
 
-    def prepare_whole(self, blocks: Blocks) -> Any:
+    def prepare_batch(self, blocks: Blocks) -> Any:
         """What `run` needs to know of the batch, on the device; made once a batch."""
 
     def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any, scores: Scores) -> Tensor:

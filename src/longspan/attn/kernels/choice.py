@@ -18,7 +18,7 @@ from torch import Tensor
 from longspan.attn.kernels import cudnn as cudnn  # registers itself, as do the next two
 from longspan.attn.kernels import flash as flash
 from longspan.attn.kernels import flash_attn as flash_attn
-from longspan.attn.kernels.base import ALIASES, REGISTRY, BlockKernel, Kernel, Need
+from longspan.attn.kernels.base import ALIASES, REGISTRY, BlockKernel, Kernel, KernelRequest
 from longspan.attn.kernels.custom import FunctionKernel
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.kernels.flex import FLEX, compiles
@@ -52,7 +52,7 @@ class Choice:
         return f"{self.name}: {self.reason}"
 
 
-def choose_kernel(kernel: AnyKernel, need: Need) -> tuple[Kernel, Choice]:
+def choose_kernel(kernel: AnyKernel, need: KernelRequest) -> tuple[Kernel, Choice]:
     """The kernel that `kernel` stands for here, and why.
 
     Raises:
@@ -66,28 +66,28 @@ def choose_kernel(kernel: AnyKernel, need: Need) -> tuple[Kernel, Choice]:
         found, choice = _auto(need, table_of(kernel))
     else:
         found, choice = _asked_for(as_kernel(kernel), need)
-    if need.grad and gives_lse(found):
+    if need.grad and returns_lse(found):
         refuse_learnt_biases(found.name, need.scores, need.device)
     return found, choice
 
 
-def _asked_for(found: Kernel, need: Need) -> tuple[Kernel, Choice]:
+def _asked_for(found: Kernel, need: KernelRequest) -> tuple[Kernel, Choice]:
     refusal = found.refuses(need)
     if refusal is not None:
         raise LongspanError(refusal)
     if need.ring > 1 and found is SDPA:
         why = f"in a ring blocks are added up by log-sum-exps; {TILED.describe(need)}"
         return TILED, Choice(TILED.name, why)
-    if need.ring > 1 and found is not EAGER and not gives_lse(found):
+    if need.ring > 1 and found is not EAGER and not returns_lse(found):
         raise LongspanError(
             f"the kernel {found.name} gives no log-sum-exps, by which a ring of {need.ring} adds up blocks; use "
             f"kernel='auto', or ring=1 with more ulysses"
         )
-    if need.lse and not gives_lse(found):
+    if need.lse and not returns_lse(found):
         raise LongspanError(
-            f"the kernel {found.name} gives no log-sum-exp, which head_chunks, exchange_chunks and "
+            f"the kernel {found.name} gives no log-sum-exp, which head_chunks, overlap_chunks and "
             f"checkpointing='output' save for the backward; use kernel='auto' or 'tiled', a function that gives it "
-            f"(longspan.kernel_with_lse), or head_chunks=1 and exchange_chunks=1 without checkpointing='output'"
+            f"(longspan.kernel_with_lse), or head_chunks=1 and overlap_chunks=1 without checkpointing='output'"
         )
     return found, Choice(found.name, found.describe(need))
 
@@ -109,12 +109,12 @@ def as_kernel(kernel: AnyKernel) -> Kernel:
     return FunctionKernel(function)
 
 
-def gives_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
+def returns_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
     """Whether a kernel computes block by block, with log-sum-exps (`BlockKernel`)."""
     return all(hasattr(kernel, name) for name in ("prepare", "forward", "backward", "accumulate"))
 
 
-def _auto(need: Need, table: KernelTable) -> tuple[Kernel, Choice]:
+def _auto(need: KernelRequest, table: KernelTable) -> tuple[Kernel, Choice]:
     """The first kernel of the table's row that can compute this; "tiled" if none of them can."""
     row = table.row(Facts.of(need))
     passed_over: list[str] = []
@@ -127,11 +127,11 @@ def _auto(need: Need, table: KernelTable) -> tuple[Kernel, Choice]:
     raise AssertionError(f"{TILED.name} refuses {need}")
 
 
-def _why_not(kernel: Kernel, need: Need) -> str | None:
+def _why_not(kernel: Kernel, need: KernelRequest) -> str | None:
     """Why "auto" passes a kernel over, in a few words; None if it does not."""
-    if need.ring > 1 and kernel is not EAGER and not gives_lse(kernel):
+    if need.ring > 1 and kernel is not EAGER and not returns_lse(kernel):
         return f"{kernel.name} gives no log-sum-exps, by which a ring adds up blocks"
-    if need.lse and not gives_lse(kernel):
+    if need.lse and not returns_lse(kernel):
         return f"{kernel.name} gives no log-sum-exp, which is saved for the backward"
     if kernel is FLEX and not compiles(need.device):
         return "flex cannot be compiled here: it needs a GPU and Triton"
@@ -183,6 +183,6 @@ def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> N
 
 
 @functools.cache
-def tell(choice: Choice) -> None:
+def log_choice(choice: Choice) -> None:
     """Log a choice, the first time that it is made in this process."""
     _log.info("attention kernel %s", choice)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import Finished, Need, register
+from longspan.attn.kernels.base import BackwardInputs, KernelRequest, register
 from longspan.attn.kernels.flash import unlike_flash
-from longspan.attn.kernels.tiled import How, TiledKernel
+from longspan.attn.kernels.tiled import TiledKernel, TileScores
 from longspan.compat.torch_attention import cudnn as _cudnn
 from longspan.compat.torch_attention import cudnn_backward as _cudnn_backward
 
@@ -25,7 +25,7 @@ class CudnnKernel(TiledKernel):
 
     name = "cudnn"
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """Windows, what must touch every score, and tensors that cuDNN's attention does not take."""
         unable = unlike_flash(need) + ["window"] * (need.mask.window is not None)
         if unable:
@@ -33,18 +33,20 @@ class CudnnKernel(TiledKernel):
         unfit = _unfit(need)
         return None if unfit is None else f"kernel='cudnn' {unfit}; use kernel='auto'"
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What it does."""
         return "cuDNN's attention, tile by tile"
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         """One call."""
         if _leaves(q, k, how):
             return super().tile_forward(q, k, v, how)
         out, lse, *_ = _cudnn(q, k, v, None, True, 0.0, how.kind == "causal", False, scale=how.scale)
         return out, lse.view(q.shape[:3])  # [B, H, Q, 1] in some versions
 
-    def tile_backward(self, done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def tile_backward(
+        self, done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One call."""
         q = done.q
         if _leaves(q, k, how):
@@ -56,12 +58,12 @@ class CudnnKernel(TiledKernel):
         return dq, dk, dv
 
 
-def _leaves(q: Tensor, k: Tensor, how: How) -> bool:
+def _leaves(q: Tensor, k: Tensor, how: TileScores) -> bool:
     """Whether a tile is not for cuDNN: its mask is written out, or it is a single query or key."""
     return how.kind == "masked" or min(q.shape[2], k.shape[2]) == 1
 
 
-def _unfit(need: Need) -> str | None:
+def _unfit(need: KernelRequest) -> str | None:
     """Why cuDNN's attention does not take such tensors."""
     if need.device.type != "cuda" or torch.version.hip is not None:
         return f"is for NVIDIA's GPUs, these tensors are on device {need.device.type!r}"

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import Blocks, Finished, Need, WholeKernel
+from longspan.attn.kernels.base import AutogradKernel, BackwardInputs, Blocks, KernelRequest
 from longspan.attn.kernels.flex import backward_by_autograd
 from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
-from longspan.attn.kernels.tiled import How, TiledKernel, for_device
+from longspan.attn.kernels.tiled import TiledKernel, TileScores, for_device
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_function, checked_call
 
 
-class FunctionKernel(WholeKernel):
+class FunctionKernel(AutogradKernel):
     """A function `f(q, k, v, *, causal, scale, **more) -> out` on `[B, S, heads, D]`, differentiable.
 
     `more` holds `window`, `segments`, `softcap`, `sinks`, `mask_mod`, `alibi`, `bias` when they are set; a function
@@ -33,7 +33,7 @@ class FunctionKernel(WholeKernel):
         self.function = function
         self.name = getattr(function, "__name__", repr(function))
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """A ring, and what the function has no keyword for."""
         if need.ring > 1:
             return (
@@ -49,7 +49,7 @@ class FunctionKernel(WholeKernel):
             return f"the kernel {self.name} has no keyword {', '.join(missing)}, which this attention needs"
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """Whose it is."""
         return "passed as a callable"
 
@@ -70,7 +70,7 @@ class FunctionKernel(WholeKernel):
         given |= {"sinks": scores.sinks, "mask_mod": mask.mod, "alibi": scores.alibi, "bias": scores.bias}
         return {name: value for name, value in given.items() if value is not None}
 
-    def prepare_whole(self, blocks: Blocks) -> tuple[Any, Any]:
+    def prepare_batch(self, blocks: Blocks) -> tuple[Any, Any]:
         """Segments, chunks cut too, and the mask."""
         return segments_with_chunks(blocks), blocks.mask
 
@@ -97,13 +97,13 @@ class LseKernel(TiledKernel):
         self.function = function
         self.name = getattr(function, "__name__", repr(function))
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """A softcap, of which a tile's function is not told."""
         if need.scores.softcap is not None:
             return f"the kernel {self.name} cannot be told of softcap; use kernel='auto'"
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """Whose it is."""
         return "passed as a callable that gives log-sum-exps, called tile by tile"
 
@@ -111,7 +111,7 @@ class LseKernel(TiledKernel):
         """In fp32 on a CPU; heads of v as long as they are."""
         return for_device(*xs)
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         """The function's output and log-sum-exp, checked."""
         bias, empty = how.bias, None
         if bias is not None:  # rows that see nothing are given something, or the gradient of their lse were NaN
@@ -134,7 +134,9 @@ class LseKernel(TiledKernel):
             out = torch.where(empty.transpose(1, 2)[..., None], 0.0, out)
         return out.transpose(1, 2), lse
 
-    def tile_backward(self, done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def tile_backward(
+        self, done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The function once more, and autograd's backward of it."""
         return backward_by_autograd(functools.partial(self.tile_forward, how=how), done, k, v)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longspan.attn.kernels.base import Kernel, Need, register
+from longspan.attn.kernels.base import Kernel, KernelRequest, register
 
 
 class EagerKernel(Kernel):
@@ -10,11 +10,11 @@ class EagerKernel(Kernel):
 
     name = "eager"
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """Nothing."""
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What it does."""
         return "the formula with its scores materialized; its memory grows with the square of the tokens"
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import AddingKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.kernels.base import AddingKernel, BackwardInputs, Blocks, KernelRequest, SoftmaxAccumulator, register
 from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
 from longspan.attn.score import Scores
 from longspan.compat.torch_attention import FLASH_IMPLEMENTATIONS, activate_flash, active_flash, missing_flash
@@ -56,7 +56,7 @@ class FlashKernel(AddingKernel):
     def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
         self.name, self.implementation = name, implementation
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """What must touch every score, other devices than GPUs, and tensors that the kernel does not take."""
         unable = unlike_flash(need)
         if unable:
@@ -69,7 +69,7 @@ class FlashKernel(AddingKernel):
             return f"kernel={self.name!r}: {missing}, or use kernel='flash'"
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What it does, and which implementation."""
         which = self.implementation or active_flash() or "FA2"
         return f"torch's flash attention ({which}), windows and documents in one call each"
@@ -104,7 +104,7 @@ class FlashKernel(AddingKernel):
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
-        done: Finished,
+        done: BackwardInputs,
         k: Tensor,
         v: Tensor,
         block: FlashBlock,
@@ -134,7 +134,7 @@ class FlashKernel(AddingKernel):
                 total[slice(*rows or (None,)), :, slice(*places or (None,))] += more[..., : total.shape[3]]
 
 
-def unlike_flash(need: Need) -> list[str]:
+def unlike_flash(need: KernelRequest) -> list[str]:
     """What of mask and scores has to touch every score, by name: no flash kernel of torch computes it."""
     mask, scores = need.mask, need.scores
     named = {
@@ -146,7 +146,7 @@ def unlike_flash(need: Need) -> list[str]:
     return [name for name, there in named.items() if there]
 
 
-def _unfit(need: Need) -> str | None:
+def _unfit(need: KernelRequest) -> str | None:
     """Why torch's flash attention for GPUs does not take such tensors."""
     if need.device.type != "cuda" or torch.version.hip is not None:
         where = "AMD's" if need.device.type == "cuda" else f"device {need.device.type!r}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import Blocks, Need, WholeKernel, register
+from longspan.attn.kernels.base import AutogradKernel, Blocks, KernelRequest, register
 from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
@@ -49,12 +49,12 @@ class Packed:
     longest: int = 0
 
 
-class FlashAttnKernel(WholeKernel):
+class FlashAttnKernel(AutogradKernel):
     """Causal or not, windows, segments, chunks, softcap."""
 
     name = "flash_attn"
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """A ring, what the package cannot do, and where it is not installed (an error of its own)."""
         if need.ring > 1:
             return (
@@ -67,12 +67,12 @@ class FlashAttnKernel(WholeKernel):
         import_flash_attn()
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What it does."""
         return "the package flash_attn, all segments in one call"
 
-    def prepare_whole(self, blocks: Blocks) -> Packed:
-        """Places and borders of the segments, on the device."""
+    def prepare_batch(self, blocks: Blocks) -> Packed:
+        """KVPlacement and borders of the segments, on the device."""
         mask, segments, S = blocks.mask, segments_with_chunks(blocks), blocks.lengths[0]
         left = -1 if mask.window is None else mask.window - 1
         options = {
@@ -90,7 +90,7 @@ class FlashAttnKernel(WholeKernel):
         return Packed(options, at.to(blocks.device), ends.to(blocks.device), longest)
 
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: Packed, scores: Scores) -> Tensor:
-        """One call; see `WholeKernel`."""
+        """One call; see `AutogradKernel`."""
         flash, options = import_flash_attn(), {**prepared.options, "softmax_scale": scores.scale}
         at, ends = prepared.at, prepared.ends
         if at is None:

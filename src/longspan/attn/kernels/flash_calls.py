@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import Blocks, Part
+from longspan.attn.kernels.base import BlockRegion, Blocks
 from longspan.compat.torch_api import not_compiled
 from longspan.core.layout import Span
 from longspan.core.regions import Region
 
 Window = tuple[int, int]
-"""How far a query sees to the left and to the right of its diagonal; -1: without limit."""
+"""TileScores far a query sees to the left and to the right of its diagonal; -1: without limit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlashSequence:
     """One sequence of a call, in every one of some rows of the batch.
 
     Attributes:
@@ -107,7 +107,7 @@ def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
     for block, parts in enumerate(blocks.parts):
         spans = zip(blocks.k_spans, blocks.owners, strict=True)
         keys = sum(stop - start for (start, stop), owner in spans if owner == block)
-        groups = grouped(pieces(parts))
+        groups = group_by_window(flash_sequences(parts))
         out.append(tuple(_call(window, group, (queries, keys), blocks.device) for window, group in groups))
     return out
 
@@ -116,15 +116,15 @@ def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
 # Regions to windows.
 
 
-def pieces(parts: Sequence[Part]) -> list[Piece]:
+def flash_sequences(parts: Sequence[BlockRegion]) -> list[FlashSequence]:
     """What flash attention computes in one sequence each: parts that are one region joined, their windows said."""
-    found = [Piece(rows, part) for rows, region in _joined(parts) for part in sayable(region)]
+    found = [FlashSequence(rows, part) for rows, region in _joined(parts) for part in split_for_window(region)]
     binding = frozenset(_left(piece.region) for piece in found if piece.region.hi_binds)
-    return [Piece(piece.rows, piece.region, window_of(piece.region, binding)) for piece in found]
+    return [FlashSequence(piece.rows, piece.region, window_of(piece.region, binding)) for piece in found]
 
 
 def window_of(region: Region, lefts: frozenset[int | None] = frozenset()) -> Window:
-    """The window of a region that `sayable` gave.
+    """The window of a region that `split_for_window` gave.
 
     A border that hides nothing is none: the kernel without a mask is faster. But a document that is shorter than its
     window goes with the longer ones, and one of a single token with the causal ones.
@@ -152,7 +152,7 @@ def _too_short(region: Region) -> bool:
     return region.q1 - region.q0 > region.k1 - region.k0 + 1
 
 
-def sayable(region: Region) -> Iterator[Region]:
+def split_for_window(region: Region) -> Iterator[Region]:
     """Cut a trimmed region where the kernel would misread its window, which only many queries of few keys need.
 
     A limit to the right of at least as many tokens as there are keys is read as none.
@@ -167,10 +167,10 @@ def sayable(region: Region) -> Iterator[Region]:
     for queries in ((region.q0, at), (at, region.q1)):
         part = region.within(queries, (region.k0, region.k1))
         if part is not None:
-            yield from sayable(part)
+            yield from split_for_window(part)
 
 
-def _joined(parts: Sequence[Part]) -> list[tuple[Span, Region]]:
+def _joined(parts: Sequence[BlockRegion]) -> list[tuple[Span, Region]]:
     """Parts by their places in the tensors; those that are one region there are one.
 
     What lies apart in the sequence may be side by side in the tensors: a rank's two runs under zigzag are causal as
@@ -182,7 +182,7 @@ def _joined(parts: Sequence[Part]) -> list[tuple[Span, Region]]:
         lo, hi = (None if limit is None else limit + apart for limit in (r.lo, r.hi))
         last = Region(r.q0 + part.q_at, r.q1 + part.q_at, r.k0 + part.k_at, r.k1 + part.k_at, lo, hi)
         while found and found[-1][0] == part.rows:
-            both = union(found[-1][1], last)
+            both = merge_regions(found[-1][1], last)
             if both is None:
                 break
             found.pop()
@@ -191,7 +191,7 @@ def _joined(parts: Sequence[Part]) -> list[tuple[Span, Region]]:
     return found
 
 
-def union(a: Region, b: Region) -> Region | None:
+def merge_regions(a: Region, b: Region) -> Region | None:
     """Two disjoint trimmed regions as one, if they are one: if what encloses both holds no further pair."""
     q0, q1, k0, k1 = min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1)
     box = Region(q0, q1, k0, k1, min(_nearest(a), _nearest(b)), max(_farthest(a), _farthest(b)))
@@ -216,10 +216,10 @@ def _farthest(r: Region) -> int:
 class _Group:
     """Pieces of one call: no query and no key occurs twice, so that what they give may be put back side by side."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    flash_sequences: list[FlashSequence] = field(default_factory=list)
     taken: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
 
-    def takes(self, piece: Piece) -> bool:
+    def takes(self, piece: FlashSequence) -> bool:
         """Add a piece, if nothing of it is there."""
         r = piece.region
         wanted = [
@@ -231,7 +231,7 @@ class _Group:
             return False
         for key, span in wanted:
             insort(self.taken.setdefault(key, []), span)
-        self.pieces.append(piece)
+        self.flash_sequences.append(piece)
         return True
 
 
@@ -240,7 +240,7 @@ def _meets(taken: list[Span], span: Span) -> bool:
     return (at > 0 and taken[at - 1][1] > span[0]) or (at < len(taken) and taken[at][0] < span[1])
 
 
-def grouped(found: Iterable[Piece]) -> list[tuple[Window, list[Piece]]]:
+def group_by_window(found: Iterable[FlashSequence]) -> list[tuple[Window, list[FlashSequence]]]:
     """Pieces of one window together, as many as fit into a call."""
     groups: dict[Window, list[_Group]] = {}
     for piece in found:
@@ -248,15 +248,15 @@ def grouped(found: Iterable[Piece]) -> list[tuple[Window, list[Piece]]]:
         if not any(group.takes(piece) for group in of_window):
             of_window.append(_Group())
             of_window[-1].takes(piece)
-    return [(window, group.pieces) for window, of_window in groups.items() for group in of_window]
+    return [(window, group.flash_sequences) for window, of_window in groups.items() for group in of_window]
 
 
-def _call(window: Window, found: list[Piece], sizes: Span, device: torch.device) -> FlashCall:
-    """One call of these pieces.
+def _call(window: Window, found: list[FlashSequence], sizes: Span, device: torch.device) -> FlashCall:
+    """One call of these flash_sequences.
 
     Args:
         window: of all of them.
-        found: the pieces.
+        found: the flash_sequences.
         sizes: tokens of my queries' tensor, and of the block's, in a row of the batch.
         device: of the index tensors.
     """

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, Finished, Need, Part, register
+from longspan.attn.kernels.base import BackwardInputs, BlockKernel, BlockRegion, Blocks, KernelRequest, register
 from longspan.attn.kernels.flex_blocks import BlockLists, block_lists
 from longspan.attn.mask import Mask, MaskMod
 from longspan.attn.score import Bias, Scores
@@ -75,13 +75,13 @@ class FlexKernel(BlockKernel):
 
     name = "flex"
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """A backward on a CPU."""
         if need.device.type == "cpu" and need.grad:
             return "kernel='flex': FlexAttention has no backward on CPU; use kernel='auto' or 'tiled'"
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What it does."""
         return "FlexAttention compiles mask and scores"
 
@@ -105,13 +105,13 @@ class FlexKernel(BlockKernel):
         return out[:, :, :queries], lse[:, :, :queries]
 
     def backward(
-        self, done: Finished, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores
+        self, done: BackwardInputs, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Its forward once more, and FlexAttention's own backward; see `backward_by_autograd`."""
         return backward_by_autograd(functools.partial(self.forward, block=block, scores=scores), done, k, v)
 
 
-def backward_by_autograd(forward: Any, done: Finished, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward_by_autograd(forward: Any, done: BackwardInputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of a block, from a differentiable `forward(q, k, v) -> (out, lse)` of it.
 
     The whole output is the sum of partial outputs o_b with weights w_b = exp(lse_b - lse), so the gradient that
@@ -133,7 +133,7 @@ def compiles(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def _prepared(blocks: Blocks, block: int, parts: Sequence[Part]) -> FlexBlock:
+def _prepared(blocks: Blocks, block: int, parts: Sequence[BlockRegion]) -> FlexBlock:
     mask, batch, device = blocks.mask, blocks.batch, blocks.device
     i, j = blocks.positions(block)
     counts = _blocks_of(len(i)), _blocks_of(len(j))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import Part
+from longspan.attn.kernels.base import BlockRegion
 from longspan.core.layout import Span
 
 _FAR = 1 << 40  # a border that binds nothing; far from the ends of int64, so that it can be added to
@@ -62,7 +62,7 @@ class BlockLists:
 
 
 def block_lists(
-    parts: Sequence[Part], rows: int, counts: Span, size: int, *, opaque: bool, device: torch.device
+    parts: Sequence[BlockRegion], rows: int, counts: Span, size: int, *, opaque: bool, device: torch.device
 ) -> BlockLists:
     """The blocks of a mask, from its regions.
 
@@ -88,7 +88,7 @@ def block_lists(
     return BlockLists(partial, full, partial_q, full_q)
 
 
-def _edges(part: Part) -> tuple[int, ...]:
+def _edges(part: BlockRegion) -> tuple[int, ...]:
     """First row of the batch, queries, keys and band of a region, by places in the tensors."""
     r, shift = part.region, part.q_at - part.k_at
     lo, hi = (-_FAR if r.lo is None else r.lo + shift), (_FAR if r.hi is None else r.hi + shift)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import Blocks, Need, WholeKernel, register
+from longspan.attn.kernels.base import AutogradKernel, Blocks, KernelRequest, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.core.layout import Span
@@ -31,7 +31,7 @@ _MANY = 4  # calls that one bucket must save
 _GATHERED_BYTES = 1 << 15  # q, k and v of a segment, of the mean one: above, gathering costs more than a call saves
 
 
-def beyond_sdpa(need: Need) -> list[str]:
+def beyond_sdpa(need: KernelRequest) -> list[str]:
     """What of mask and scores `sdpa` cannot do, by name."""
     mask, scores = need.mask, need.scores
     named = {
@@ -59,8 +59,8 @@ def segments_with_chunks(blocks: Blocks) -> Segments | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a row of the batch is cut into calls.
+class RowSplits:
+    """TileScores a row of the batch is cut into calls.
 
     Attributes:
         sizes: tokens of all parts in order, padding between segments too.
@@ -71,7 +71,7 @@ class Cut:
     real: tuple[bool, ...]
 
     @classmethod
-    def of(cls, row: tuple[Span, ...], length: int) -> Cut:
+    def of(cls, row: tuple[Span, ...], length: int) -> RowSplits:
         """The cut at the borders of a row's segments."""
         borders = sorted({0, length, *(i for segment in row for i in segment)})
         starts = {start for start, stop in row if start < stop}
@@ -109,27 +109,27 @@ class SdpaCalls:
 
     causal: bool
     window: int | None
-    cuts: tuple[Cut, ...] | None
+    cuts: tuple[RowSplits, ...] | None
     buckets: tuple[Bucket, ...] | None = None
 
 
-class SdpaKernel(WholeKernel):
+class SdpaKernel(AutogradKernel):
     """Causal or not, causal windows, segments and chunks."""
 
     name = "sdpa"
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """Whatever else."""
         more = beyond_sdpa(need)
         if more:
             return f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto', which takes one that can"
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What it does."""
         return "torch's scaled_dot_product_attention takes this mask, run by run"
 
-    def prepare_whole(self, blocks: Blocks) -> SdpaCalls:
+    def prepare_batch(self, blocks: Blocks) -> SdpaCalls:
         """The calls of the batch."""
         segments, mask = segments_with_chunks(blocks), blocks.mask
         if segments is None:
@@ -138,7 +138,7 @@ class SdpaKernel(WholeKernel):
         if buckets is not None:
             return SdpaCalls(mask.causal, None, None, buckets)
         rows = segments[:1] if len(set(segments)) == 1 else segments
-        return SdpaCalls(mask.causal, mask.window, tuple(Cut.of(row, blocks.lengths[0]) for row in rows))
+        return SdpaCalls(mask.causal, mask.window, tuple(RowSplits.of(row, blocks.lengths[0]) for row in rows))
 
     def laid(
         self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: SdpaCalls
@@ -151,7 +151,7 @@ class SdpaKernel(WholeKernel):
         return q, k, v
 
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
-        """All calls; see `WholeKernel`."""
+        """All calls; see `AutogradKernel`."""
         if prepared.buckets is not None:
             return _bucketed(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
         if prepared.cuts is None:
@@ -206,7 +206,7 @@ def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, 
     return back
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, cut: Cut, calls: SdpaCalls, scores: Scores) -> Tensor:
+def _row(q: Tensor, k: Tensor, v: Tensor, cut: RowSplits, calls: SdpaCalls, scores: Scores) -> Tensor:
     """Each run of tokens on its own, zeros between them (padding)."""
     # One split, not many slices: the gradient of a split is one concatenation, that of a slice a whole zero tensor.
     parts = zip(cut.real, q.split(cut.sizes, 1), k.split(cut.sizes, 1), v.split(cut.sizes, 1), strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from longspan.attn.kernels.base import Need
+from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.sdpa import SHORT_WINDOW
 from longspan.attn.mask import Mask
 from longspan.core.errors import LongspanError
@@ -40,7 +40,7 @@ class Facts:
     head_dim: int
 
     @classmethod
-    def of(cls, need: Need) -> Facts:
+    def of(cls, need: KernelRequest) -> Facts:
         """Those of an attention."""
         dtype = str(need.dtype).removeprefix("torch.")
         return cls(need.device.type, capability_of(need.device), what_of(need), dtype, max(need.head_dims))
@@ -54,7 +54,7 @@ def capability_of(device: torch.device) -> str:
     return f"{major}.{minor}"
 
 
-def what_of(need: Need) -> str:
+def what_of(need: KernelRequest) -> str:
     """The kind of an attention, one of `WHAT`: the first that fits."""
     mask, scores = need.mask, need.scores
     if mask.mod is not None or scores.softcap is not None or scores.has_bias:
@@ -68,7 +68,7 @@ def what_of(need: Need) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One row; None matches everything.
 
     Attributes:
@@ -108,9 +108,9 @@ class KernelTable:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
-    def row(self, facts: Facts) -> Row:
+    def row(self, facts: Facts) -> TableRow:
         """The first row that matches; longspan's own last row matches everything."""
         return next(row for row in self.rows if row.matches(facts))
 
@@ -132,7 +132,7 @@ def read_table(path: str | Path, known: Collection[str]) -> KernelTable:
     return KernelTable(f"table {Path(path).name} {digest[:12]}", rows + DEFAULT.rows)
 
 
-def _read(name: str, path: Path, known: Collection[str] | None) -> tuple[Row, ...]:
+def _read(name: str, path: Path, known: Collection[str] | None) -> tuple[TableRow, ...]:
     toml = read_toml(name, path)
     rows = toml.values.get("row", [])
     if set(toml.values) - {"row"} or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -140,11 +140,11 @@ def _read(name: str, path: Path, known: Collection[str] | None) -> tuple[Row, ..
     return tuple(_row(toml, number, row, known) for number, row in enumerate(rows, 1))
 
 
-def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str] | None) -> Row:
+def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str] | None) -> TableRow:
     def wrong(key: str, must: str) -> LongspanError:
         return LongspanError(f"{toml.name} {toml.path}, row {number}: {key}={spell(values.get(key))} must be {must}")
 
-    names = [f.name for f in fields(Row) if f.name not in ("source", "said")]
+    names = [f.name for f in fields(TableRow) if f.name not in ("source", "said")]
     unknown = sorted(set(values) - set(names))
     if unknown:
         raise LongspanError(
@@ -168,7 +168,7 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
     given = {**values, "kernels": tuple(kernels)}
     source = f"row {number} of {'longspan' if known is None else toml.path.name}'s table"
     keys = ", ".join(f"{name} {values[name]}" for name in names if name != "kernels" and name in values)
-    return Row(source, **given, said=f"{source}: {keys or 'everything'} -> {', '.join(kernels)}")
+    return TableRow(source, **given, said=f"{source}: {keys or 'everything'} -> {', '.join(kernels)}")
 
 
 DEFAULT = KernelTable("longspan's", _read("longspan's table", Path(__file__).with_name("table.toml"), None))

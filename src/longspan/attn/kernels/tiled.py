@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import AddingKernel, Blocks, Finished, Need, SoftmaxAccumulator, register
+from longspan.attn.kernels.base import AddingKernel, BackwardInputs, Blocks, KernelRequest, SoftmaxAccumulator, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import ScoreKind, Scores
 from longspan.compat.torch_attention import flash_cpu as _flash_cpu
@@ -57,11 +57,11 @@ class TiledKernel(AddingKernel):
 
     name = "tiled"
 
-    def refuses(self, need: Need) -> str | None:
+    def refuses(self, need: KernelRequest) -> str | None:
         """Nothing, on any device."""
         return None
 
-    def describe(self, need: Need) -> str:
+    def describe(self, need: KernelRequest) -> str:
         """What computes the tiles."""
         if need.scores.softcap is not None:
             return "tiles of 256 x 1024 as matrix products, because of the softcap"
@@ -111,7 +111,7 @@ class TiledKernel(AddingKernel):
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
-        done: Finished,
+        done: BackwardInputs,
         k: Tensor,
         v: Tensor,
         block: TiledBlock,
@@ -120,7 +120,7 @@ class TiledKernel(AddingKernel):
         """Tile by tile, in place."""
         scale = scores.scale_of(k.shape[3])
         q, k, v, out, grad = self.laid([done.q, k, v, done.out, done.grad], v.shape[3], scores)
-        done = Finished(q, out, grad, done.lse)
+        done = BackwardInputs(q, out, grad, done.lse)
         for call in block.calls:
             part = done.at(*call.at_queries)
             how = _how(call, block.mask, scores, part.q, scale)
@@ -137,11 +137,13 @@ class TiledKernel(AddingKernel):
         dim = max(xs[0].shape[3], v_dim)
         return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_filled(x, dim) for x in xs]
 
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of one tile's keys alone: [B, H, Q, Dv] and [B, H, Q]."""
         return _forward(q, k, v, how)
 
-    def tile_backward(self, done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+    def tile_backward(
+        self, done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
         return _backward(done, k, v, how)
 
@@ -151,8 +153,8 @@ register(TILED)
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How a tile makes its scores.
+class TileScores:
+    """TileScores a tile makes its scores.
 
     Attributes:
         kind: of its mask.
@@ -167,9 +169,9 @@ class How:
     softcap: float | None
 
 
-def _how(call: Call, mask: Mask, scores: Scores, q: Tensor, scale: float) -> How | None:
-    """How `call` makes its scores; None where a mask function leaves nothing of the tile."""
-    of_kind = functools.partial(How, scale=scale, softcap=scores.softcap)
+def _how(call: Call, mask: Mask, scores: Scores, q: Tensor, scale: float) -> TileScores | None:
+    """TileScores `call` makes its scores; None where a mask function leaves nothing of the tile."""
+    of_kind = functools.partial(TileScores, scale=scale, softcap=scores.softcap)
     r = call.region
     if r is None:
         return of_kind(call.kind, None)
@@ -209,7 +211,7 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 # One tile: out and log-sum-exp of its keys alone; gradients from the whole row's out and log-sum-exp.
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
     flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
     if flash is None:
         return _materialized(q, k, v, how)
@@ -223,7 +225,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]
     return out, lse
 
 
-def _backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor, Tensor]:
     flash = _flash_of(done.q, v.shape[3], how.softcap, how.bias)
     if flash is None:
         return _materialized_backward(done, k, v, how)
@@ -268,7 +270,7 @@ def _cut(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[3] == dim else x[..., :dim]
 
 
-def _scores(q: Tensor, k: Tensor, how: How) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, how: TileScores) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, Q, T] in fp32 at least, and tanh of the capped ones (its square is what the backward needs)."""
     group = q.shape[1] // k.shape[1]
     x = _by_q_head(torch.matmul(_by_kv_head(q, k), k.transpose(2, 3)), group).mul_(how.scale)
@@ -295,7 +297,7 @@ def _by_q_head(x: Tensor, group: int) -> Tensor:
     return heads
 
 
-def _materialized(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def _materialized(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
     q, k, v = _wide(q, k, v)
     x, _ = _scores(q, k, how)
     lse = torch.logsumexp(x, -1)
@@ -303,7 +305,9 @@ def _materialized(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Te
     return _by_q_head(torch.matmul(_by_kv_head(p, k), v), q.shape[1] // k.shape[1]), lse
 
 
-def _materialized_backward(done: Finished, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
+def _materialized_backward(
+    done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+) -> tuple[Tensor, Tensor, Tensor]:
     """dS = P * (dO V^T - rowsum(dO * O)), through the cap, and from there to Q and K."""
     grad, q, k, v, out = _wide(done.grad, done.q, k, v, done.out)
     x, tanh = _scores(q, k, how)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longspan.attn.methods.base import Keeper
+from longspan.attn.methods.base import SavedAttentions
 from longspan.attn.methods.ring import Ring, alone
 from longspan.attn.score import Scores
 from longspan.comm.all_to_all import start_gather_into, start_scatter
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.comm.all_to_all import Exchange
-    from longspan.core.cache_dtype import CacheCode
+    from longspan.core.cache_dtype import CacheDtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,22 +68,21 @@ class ChunkedUlysses:
         chunks: of all heads; every rank has as many, and takes part in each one's collectives.
         replicated: whether some KV head goes to several ranks, so that its gradient is a sum.
         lengths: as in `Ulysses`.
-        lean: whether what the exchange brought is not saved.
+        recompute_all_to_all: whether what the exchange brought is not saved.
         overlaps: whether exchanges run beside attention.
-        code: how what is exchanged travels, of `longspan.core.cache_dtype.CODES`. A lean one's backward then has the
-            output as it arrived, rounded.
+        code: wire dtype of the all-to-all. With `recompute_all_to_all` the backward then uses the rounded output.
     """
 
     group: dist.ProcessGroup | None
     chunks: tuple[Chunk, ...]
     replicated: bool
     lengths: tuple[int, int] | None = None
-    lean: bool = True
+    recompute_all_to_all: bool = True
     overlaps: bool = False
-    code: CacheCode = "exact"
+    code: CacheDtype = "exact"
 
     def __call__(
-        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, keeper: Keeper | None = None
+        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, keeper: SavedAttentions | None = None
     ) -> Tensor:
         """Attention of my tokens' queries, exactly: `[B, L, H, Dv]`.
 
@@ -114,7 +113,7 @@ def _apply(
     sinks: Tensor | None,
     method: ChunkedUlysses,
     scores: Scores,
-    keeper: Keeper | None,
+    keeper: SavedAttentions | None,
 ) -> Tensor:
     # A compiler may not look inside: it would give zero gradients for buffers that a collective fills.
     out: Tensor = _ChunkedAttention.apply(q, k, v, sinks, method, scores, keeper)  # type: ignore[no-untyped-call]
@@ -133,10 +132,10 @@ class _ChunkedAttention(torch.autograd.Function):
         sinks: Tensor | None,
         method: ChunkedUlysses,
         scores: Scores,
-        keeper: Keeper | None,
+        keeper: SavedAttentions | None,
     ) -> Tensor:
         ctx.method, ctx.scores, ctx.kept = method, scores, None
-        if not method.lean:
+        if not method.recompute_all_to_all:
             saved: list[Tensor] | None = [] if any(ctx.needs_input_grad) else None
             out, lses = _forward(q, k, v, method, scores, saved)
             ctx.like = [(x.shape, x.dtype) for x in (q, k, v)]
@@ -168,7 +167,7 @@ class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         method: ChunkedUlysses = ctx.method
-        if not method.lean:
+        if not method.recompute_all_to_all:
             sinks, *rest = ctx.saved_tensors
             lses, saved = rest[: len(method.chunks)], rest[len(method.chunks) :]
             came = _as_saved(saved, method)

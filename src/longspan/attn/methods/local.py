@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from longspan.attn.kernels.base import WholeKernel
+from longspan.attn.kernels.base import AutogradKernel
 from longspan.attn.score import Scores
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class LocalAttention:
     """A kernel, prepared for a batch: a method.
 
     Attributes:
@@ -21,12 +21,12 @@ class Whole:
         kv_head_index: for every query head its KV head, int64 [H], where they are not in equal groups.
     """
 
-    kernel: WholeKernel
+    kernel: AutogradKernel
     prepared: Any
     kv_head_index: Tensor | None = None
 
     def laid(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `WholeKernel.laid`."""
+        """See `AutogradKernel.laid`."""
         if q_BSHD.shape[2] == 0 or self.kv_head_index is not None:
             return q_BSHD, k_BTKD, v_BTKD
         return self.kernel.laid(q_BSHD, k_BTKD, v_BTKD, self.prepared)

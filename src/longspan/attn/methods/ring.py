@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Finished, SoftmaxAccumulator, without_autocast
+from longspan.attn.kernels.base import BackwardInputs, BlockKernel, SoftmaxAccumulator, without_autocast
 from longspan.attn.score import Scores
 from longspan.comm.gather import gather_into, scatter_into
 from longspan.comm.p2p import P2PMessage, post, wait_for
@@ -180,7 +180,7 @@ def _backward(
     heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
     with without_autocast(q.device):
         q_laid, out_laid, grad_laid = ring.kernel.laid([q, out, grad], mine.v.shape[3], scores)
-        finished = Finished(q_laid, out_laid, grad_laid, lse)
+        finished = BackwardInputs(q_laid, out_laid, grad_laid, lse)
         for step, here in _steps(mine, ring):
             for visitor in here:
                 own = visitor.owner == ring.rank
@@ -208,7 +208,7 @@ def _attend(seen: SoftmaxAccumulator, q: Tensor, visitor: _Visitor, ring: Ring, 
 
 
 def _attend_backward(
-    done: Finished, dq: Tensor, visitor: _Visitor, into: _KVBlock, heads: Span, ring: Ring, scores: Scores
+    done: BackwardInputs, dq: Tensor, visitor: _Visitor, into: _KVBlock, heads: Span, ring: Ring, scores: Scores
 ) -> None:
     """Add the gradients of query heads [start, stop) to `dq`, and those of the block to `into`."""
     block = ring.blocks[visitor.owner]

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.methods.base import Method
-from longspan.attn.methods.local import Whole
+from longspan.attn.methods.base import AttentionMethod
+from longspan.attn.methods.local import LocalAttention
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.attn.score import Scores
-    from longspan.core.cache_dtype import CacheCode
+    from longspan.core.cache_dtype import CacheDtype
     from longspan.core.heads import HeadShard
 
 
@@ -39,14 +39,14 @@ class Ulysses:
         inner: attention of all tokens of the block on my heads.
         lengths: real queries and real keys, where what `inner` gets is cut to them; what it gives is padded again.
             None with a ring, whose blocks keep their padding.
-        code: how what is exchanged travels, of `longspan.core.cache_dtype.CODES`.
+        code: how what is exchanged travels, of `longspan.core.cache_dtype.CACHE_DTYPES`.
     """
 
     group: dist.ProcessGroup
     shards: tuple[HeadShard, ...]
-    inner: Method
+    inner: AttentionMethod
     lengths: tuple[int, int] | None = None
-    code: CacheCode = "exact"
+    code: CacheDtype = "exact"
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores) -> Tensor:
         """Attention of my tokens' queries, exactly: `[B, L, H, Dv]`. Keys may be tokens of another sequence."""
@@ -68,7 +68,7 @@ class Ulysses:
         q_BShD = q.unflatten(2, (mine.q_heads, D)).transpose(0, 1)
         k_BSkD = k.unflatten(2, (mine.kv_heads, D)).transpose(0, 1)
         v_BSkD = v.unflatten(2, (mine.kv_heads, Dv)).transpose(0, 1)
-        if isinstance(self.inner, Whole):
+        if isinstance(self.inner, LocalAttention):
             q_BShD, k_BSkD, v_BSkD = self.inner.laid(q_BShD, k_BSkD, v_BSkD)
         packed_SBW = q = k = v = q_BLHD[:0]  # where they have been copied, what arrived is not kept beside the copies
         out_BShD = self.inner(q_BShD, k_BSkD, v_BSkD, scores.of_heads(mine.q_start, mine.q_stop))

@@ -15,7 +15,7 @@ Span = tuple[int, int]
 """A run of tokens [start, stop)."""
 
 
-class Placement(ABC):
+class RingLayout(ABC):
     """How the blocks of a ring lie in the sequence."""
 
     name: ClassVar[str]
@@ -44,11 +44,11 @@ class Placement(ABC):
         """
 
 
-LAYOUTS: dict[str, Placement] = {}
+LAYOUTS: dict[str, RingLayout] = {}
 """By name."""
 
 
-def register_layout(placement: Placement) -> None:
+def register_layout(placement: RingLayout) -> None:
     """Make a layout known by its name; on every rank alike, before a `SequenceSharding` is made.
 
     Raises:

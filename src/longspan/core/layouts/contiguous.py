@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.core.layouts.base import Placement, Span
+from longspan.core.layouts.base import RingLayout, Span
 
 if TYPE_CHECKING:
     from longspan.core.regions import Region
 
 
-class Contiguous(Placement):
+class Contiguous(RingLayout):
     """Block i is the i-th of R equal runs of tokens."""
 
     name: ClassVar[str] = "contiguous"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.core.layouts.base import Placement, Span
+from longspan.core.layouts.base import RingLayout, Span
 
 if TYPE_CHECKING:
     from longspan.core.regions import Region
 
 
-class Zigzag(Placement):
+class Zigzag(RingLayout):
     """Of 2R equal runs, block i is the i-th from the front and the i-th from the back.
 
     Under a causal mask a late token costs more than an early one, and so every block costs the same (Zhu,

@@ -213,7 +213,7 @@ class _Watcher:
 
 
 def _first_of_all(mine: _Found | None, sp: SequenceSharding) -> NonFinite | None:
-    group = sp.everyone
+    group = sp.mesh_group
     if group is None:
         found, ranks = [mine], [0]
     else:

@@ -60,7 +60,7 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
     if sp.data_rank == sp.rank == sp.tensor_rank == 0:
         warnings.warn(said, stacklevel=3)
     exact = copy.copy(sp)
-    exact.exchange_dtype, exact.plans = "exact", type(sp.plans)()
+    exact.wire_dtype, exact.plans = "exact", type(sp.plans)()
     try:
         devices = [sp.device] if sp.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.device("cpu"), warnings.catch_warnings():
@@ -68,7 +68,7 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
             wrong = next(_differences(exact, parallelize), None)
     except Exception as error:  # a private name that is gone may raise anything
         wrong = f"{type(error).__name__}: {error}"
-    wrong = next((text for text in gather_objects(wrong, sp.everyone) if text is not None), None)
+    wrong = next((text for text in gather_objects(wrong, sp.mesh_group) if text is not None), None)
     if wrong is not None:
         _checked.discard(version)
         tested = " to ".join(TESTED["transformers"])

@@ -152,7 +152,7 @@ class ForwardHooks:
         if self.memory_options is not None and model.training:
             memory_options = self.memory_options
             if memory_options.choose(info.length, len(tokens)):
-                together(lambda: memory_options.reserve(model, tokens), self.sp.everyone)
+                together(lambda: memory_options.reserve(model, tokens), self.sp.mesh_group)
         if self.memory_options is not None:
             self.memory_options.keep_routing(self._wants_router_loss(model, batch))
         if self._wants_router_loss(model, batch):
@@ -228,7 +228,7 @@ class ForwardHooks:
             if self.tensor is not None and self.tensor.style == "megatron-sp":
                 self.tensor.refuse(batch, self.config)
             batch.pop("cache", None)
-            tokens = cache.read({**batch, "position_ids": self._positions(batch, cache.places.length)})
+            tokens = cache.read({**batch, "position_ids": self._positions(batch, cache.kv_placement.length)})
             if is_on_cpu(batch):
                 _check_ids(model, batch, self.rotary)
             check_positions(model, tokens.max_position)

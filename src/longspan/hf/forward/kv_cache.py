@@ -32,7 +32,7 @@ from longspan.comm.shard import shard
 from longspan.core.cache_dtype import OFFLOADS, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups, split_heads
-from longspan.core.kv_placement import RUN, Places
+from longspan.core.kv_placement import GENERATED_RUN, KVPlacement
 from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call, spell
 from longspan.hf.batch import SequenceInfo, VisibleKeys, check_cache_position
 from longspan.hf.forward.outputs import PickedTokens
@@ -101,7 +101,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             where they take less there than keys and values of its heads. False: never.
 
     Attributes:
-        places: which ring rank holds which tokens.
+        kv_placement: which ring rank holds which tokens.
         stores: each layer's keys and values on this rank.
         rooms: what is on the device where they lie in the host's memory; else None.
 
@@ -119,21 +119,23 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"{type(model).__name__} is not parallelized; a ShardedCache lies over the ranks of a model that "
                 f"longspan.parallelize returned"
             )
-        if hooks.sp.exchange_dtype != "exact":
+        if hooks.sp.wire_dtype != "exact":
             raise LongspanError(
-                f"exchange_dtype={hooks.sp.exchange_dtype!r} is for training and scoring: what a model with a KV cache "
-                f"exchanges is exact; to generate, parallelize it with a sharding of exchange_dtype='exact'"
+                f"wire_dtype={hooks.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
+                f"exchanges is exact; to generate, parallelize it with a sharding of wire_dtype='exact'"
             )
         super().__init__(layers=[])
         self.config = hooks.config
         self.sp: SequenceSharding = hooks.sp
-        self.places = Places(self.sp.ring_size)
+        self.kv_placement = KVPlacement(self.sp.ring_size)
         self.codec = codec_of(dtype)
         if offload not in OFFLOADS:
             raise LongspanError(f"offload={offload!r} of a cache is unknown; choose {', '.join(OFFLOADS)}")
         self.latent = latent
         self.rooms = Rooms.on(self.sp.device) if offload == "host" else None
-        self.room = -(-room // self.sp.ring_size) + RUN if room else 0  # ranks differ by what is generated in a run
+        self.room = (
+            -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
+        )  # ranks differ by what is generated in a run
         self.stores: dict[int, Store] = {}
         self.announced = 0
         self.rollback: int | None = None  # length that a crop may go back to, while drafted tokens may be rejected
@@ -153,7 +155,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.check_sound()
         tokens: Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
         rows, new = tokens.shape[:2]
-        past = self.places.length
+        past = self.kv_placement.length
         if not new:
             raise LongspanError(
                 f"there is no new token behind the {past} that the cache holds; give those that follow, or crop it"
@@ -179,8 +181,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
         From now on the cache counts them.
         """
-        sp, past = self.sp, self.places.length
-        step = begin(sp, self.places, tokens.new)
+        sp, past = self.sp, self.kv_placement.length
+        step = begin(sp, self.kv_placement, tokens.new)
         cut = step.cut
         keep = batch.get("logits_to_keep")
         info = CachedInfo(
@@ -257,7 +259,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         code += "" if self.rooms is None else ", in the host's memory"
         code += "" if self.latent else ", without latent vectors"
         broken = "" if self._step is None else ", in which a forward broke off"
-        return f"a cache of {self.places.length} tokens{rows}{code}{broken}"
+        return f"a cache of {self.kv_placement.length} tokens{rows}{code}{broken}"
 
     # --- what transformers asks
 
@@ -269,7 +271,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """All tokens, of all ranks; in a forward those before it."""
-        return self.places.length if self._step is None else self._step.past
+        return self.kv_placement.length if self._step is None else self._step.past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """What masks would be made for; none are."""
@@ -300,7 +302,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def is_initialized(self) -> bool:
         """Whether it holds anything."""
-        return self.places.length > 0
+        return self.kv_placement.length > 0
 
     @property
     def is_croppable(self) -> bool:
@@ -319,7 +321,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.places, self.stores, self._step, self.rollback = Places(self.sp.ring_size), {}, None, None
+        self.kv_placement, self.stores, self._step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
         if self.rooms is not None:
             self.rooms.reset()
 
@@ -334,7 +336,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: for a layer whose sliding window has left behind what it would need again, or after a
                 forward that broke off.
         """
-        past = self.places.length
+        past = self.kv_placement.length
         length = min(past, max_length if max_length > 0 else max(0, past + max_length))
         kept = self.rollback is not None and length >= self.rollback
         if self.rollback is not None:
@@ -348,14 +350,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"layer {behind} has a sliding window and holds the tokens from {self.stores[behind].start} on alone: "
                 f"the cache of {past} tokens cannot be cropped to {length}; make a new one for the first {length}"
             )
-        self.places.crop(length)
+        self.kv_placement.crop(length)
         for store in self.stores.values():
-            store.crop(self.places.count(self.sp.ring_rank, store.start))
+            store.crop(self.kv_placement.count(self.sp.ring_rank, store.start))
 
     def activate_past_recording(self) -> None:
         """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
         if self.rollback is None:
-            self.rollback = self.places.length
+            self.rollback = self.kv_placement.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows of the batch in another order."""
@@ -402,7 +404,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             tensors = {f"{i}.{n}": x for i, store in self.stores.items() for n, x in enumerate(store.held)}
             written = files.write_part(path, rank, tensors)
             heads = {str(i): self._of_all(store)[1] for i, store in self.stores.items()}
-            return files.Part(*written, tuple(self.places.runs[self.sp.ring_rank]), heads)
+            return files.Part(*written, tuple(self.kv_placement.runs[self.sp.ring_rank]), heads)
 
         @files.in_words()
         def end() -> None:
@@ -412,7 +414,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                     i: {"heads": heads, "start": start, "shared": self.stores[int(i)].shared}
                     for i, (heads, start) in each.items()
                 }
-                index = {"length": self.places.length, "rows": self.batch_size, "dtype": self.codec.name}
+                index = {"length": self.kv_placement.length, "rows": self.batch_size, "dtype": self.codec.name}
                 files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
 
         together(begin_writing, group)
@@ -465,7 +467,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
         index, parts = together(check, sp.replica_group)
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
-        cache.places.add(sp.layout, index["length"])
+        cache.kv_placement.add(sp.layout, index["length"])
 
         @files.in_words()
         def read() -> None:
@@ -480,7 +482,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 shards = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)
                 mine = shards[sp.ulysses_rank]
                 store.mine = mine.kv_start, mine.kv_stop
-                runs = tuple(cache.places.runs[sp.ring_rank])
+                runs = tuple(cache.kv_placement.runs[sp.ring_rank])
                 heads = cache._of_all(store)[1]
                 tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, heads)
                 filled = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
@@ -520,7 +522,7 @@ def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tenso
     if not step.cut:
         return hidden[:, -info.keep :]
     if info.keep == 1:  # one rank's token, sent once
-        owner, at = sp.layout.place_of(step.new, step.new - 1)
+        owner, at = sp.layout.locate_token(step.new, step.new - 1)
         found = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
         assert sp.group is not None
         dist.broadcast(found, group=sp.group, group_src=owner)

@@ -62,9 +62,9 @@ class LayerBinding:
     """What is written on an attention layer: how it is sharded, by which kernel, and whether it has been seen at work.
 
     `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
-    `memory` says whether its attention is lean, and in how many chunks; `keeper` is there while a checkpointed layer
-    runs that keeps what its attention computes. `choice` is the kernel of the last forward. `latents` are what the
-    layer makes its keys and values of, where it is DeepSeek's.
+    `memory` says whether attention recomputes its all-to-all, and in how many head chunks; `keeper` is there while a
+    checkpointed layer runs that keeps what its attention computes. `choice` is the kernel of the last forward.
+    `latents` are what the layer makes its keys and values of, where it is DeepSeek's.
     """
 
     name: str
@@ -295,8 +295,21 @@ def _plan(
     plan = None if compiling else info.plans.get(key)
     if plan is None:
         mask, lengths = _mask(request, info), (info.length, info.length)
-        sp, lean, chunks = layer.sp.with_layout(info.layout), layer.memory.lean, layer.memory.head_chunks
-        plan = prepare(shapes, sp, mask, scores, lengths, layer.kernel, lean=lean, head_chunks=chunks)
+        sp, recompute_all_to_all, chunks = (
+            layer.sp.with_layout(info.layout),
+            layer.memory.recompute_all_to_all,
+            layer.memory.head_chunks,
+        )
+        plan = prepare(
+            shapes,
+            sp,
+            mask,
+            scores,
+            lengths,
+            layer.kernel,
+            recompute_all_to_all=recompute_all_to_all,
+            head_chunks=chunks,
+        )
         if not compiling:
             info.plans[key] = plan
     return plan

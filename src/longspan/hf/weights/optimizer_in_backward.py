@@ -128,7 +128,7 @@ class InBackward:
     def grad_norm(self) -> float:
         """The global L2 norm of the gradients since this was last called, or since a backward raised. Collective."""
         norms, self.norms = self.norms, []
-        group = self.hooks.sp.everyone
+        group = self.hooks.sp.mesh_group
         square = torch.zeros((), dtype=torch.float64, device=self.hooks.sp.device)
         if norms:
             square = torch.stack([x.to(square.device) for x in norms]).double().square().sum()

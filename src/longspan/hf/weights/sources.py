@@ -214,7 +214,7 @@ class Files:
                     part = files.read(self.keys[name], rows.start, rows.stop)[:, *rest]
                     local_part(p).copy_(part.to(weights.dtypes[name]))
 
-        together(read, sp.everyone)
+        together(read, sp.mesh_group)
 
 
 def _hollow(
@@ -284,13 +284,13 @@ class FirstRank:
             LongspanError: on every rank, if the first one cannot make the model.
         """
         whole, model = together(
-            lambda: (_build_apart(origin) if _is_first(sp) else None, origin.on_meta()), sp.everyone
+            lambda: (_build_apart(origin) if _is_first(sp) else None, origin.on_meta()), sp.mesh_group
         )
-        assert sp.everyone is not None
-        said = gather_values(None if whole is None else (_parameters(whole), _buffers(whole)), sp.everyone)
+        assert sp.mesh_group is not None
+        said = gather_values(None if whole is None else (_parameters(whole), _buffers(whole)), sp.mesh_group)
         parameters, buffers = said[0]
         alike = _parameters(model).keys() == parameters.keys() and _buffers(model).keys() == buffers.keys()
-        if not all(row[0] for row in gather_numbers([alike], sp.everyone, sp.device)):
+        if not all(row[0] for row in gather_numbers([alike], sp.mesh_group, sp.device)):
             return None
         made: dict[str, nn.Parameter] = {}
         for name, x in parameters.items():
@@ -301,7 +301,7 @@ class FirstRank:
         for name, x in buffers.items():
             data = values[name].to(sp.device) if values else torch.empty(x.shape, dtype=x.dtype, device=sp.device)
             data = data.clone(memory_format=torch.contiguous_format)  # longrope writes into its buffer in a forward
-            dist.broadcast(_bytes(data), group_src=0, group=sp.everyone)
+            dist.broadcast(_bytes(data), group_src=0, group=sp.mesh_group)
             put(model, name, data.cpu())
         return cls(model, whole, parameters)
 
@@ -319,7 +319,7 @@ class FirstRank:
                 # Some have fewer rows, and all must be of one size.
                 parts = (values[box].flatten() for box in boxes)
                 sent = [_bytes(y if len(y) == most else torch.cat([y, mine[len(y) :]])) for y in parts]
-            dist.scatter(_bytes(mine), sent, group_src=0, group=sp.everyone)
+            dist.scatter(_bytes(mine), sent, group_src=0, group=sp.mesh_group)
             local = local_part(p)
             local.copy_(mine[: local.numel()].view(local.shape))
 

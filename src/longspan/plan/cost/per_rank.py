@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from longspan.core.heads import HeadShard, split_groups, split_heads
-from longspan.core.kv_placement import is_cut
+from longspan.core.kv_placement import is_sharded
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.plan.job import layout_of
 
@@ -32,7 +32,7 @@ def forwards_of(job: Job, mesh: Mesh) -> list[tuple[int, int]]:
         return [(local_tokens(job, mesh), 1)]
     layout, (whole, rest) = layout_of(job, mesh), divmod(job.context, job.prefill_chunk)
     return [
-        (layout.local_length(tokens) if is_cut(layout, tokens) else tokens, times)
+        (layout.local_length(tokens) if is_sharded(layout, tokens) else tokens, times)
         for tokens, times in ((job.prefill_chunk, whole), (rest, 1))
         if tokens and times
     ]

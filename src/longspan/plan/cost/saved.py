@@ -89,7 +89,7 @@ def saved_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast:
     """Bytes per token of a rank that one layer saves for its backward."""
     before, behind = _around(layer, job, s, autocast)
     mixer = layer.mixer
-    attention = mixer.saved(mesh, s, lean=job.memory.lean)
+    attention = mixer.saved(mesh, s, recompute_all_to_all=job.memory.recompute_all_to_all)
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
         heads = (mixer.q_heads + mixer.kv_heads) // mesh.tensor

@@ -107,7 +107,7 @@ def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh:
         name: [_hideable([sent], mesh, hardware) for sent in exchanges if sent.what.endswith(name)] for name in _WAYS
     }
     n = len(ways["O to tokens"])
-    if n < 2 or job.exchange_chunks == 1:
+    if n < 2 or job.overlap_chunks == 1:
         return 0.0
     forwards, backwards = mixing_passes(job)
     forward = sum(ways["Q, K, V to heads"][1:]) + sum(ways["O to tokens"][:-1])

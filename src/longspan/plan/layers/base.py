@@ -111,8 +111,8 @@ class Mixer(ABC):
         return 1
 
     @abstractmethod
-    def saved(self, mesh: Mesh, s: Scale, *, lean: bool = False) -> int:
-        """Saved activations in bytes per token of a rank; `lean` as `longspan.core.memory.Memory.lean`."""
+    def saved(self, mesh: Mesh, s: Scale, *, recompute_all_to_all: bool = False) -> int:
+        """Saved activations in bytes per token of a rank; see `Memory.recompute_all_to_all`."""
 
     def kept(self, job: Job, mesh: Mesh, s: Scale) -> int:
         """Of `saved`, what checkpointing keeps and does not compute again, in bytes per token of a rank."""

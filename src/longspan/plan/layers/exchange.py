@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from longspan.core.cache_dtype import vector_bytes
-from longspan.core.heads import chunk_heads, piece_heads
-from longspan.core.kv_placement import is_cut
-from longspan.core.routes import choose_impl
+from longspan.core.heads import split_head_chunks, split_overlap_chunks
+from longspan.core.kv_placement import is_sharded
+from longspan.core.routes import choose_ring_impl
 from longspan.plan.cost.collective import Sent
 from longspan.plan.cost.per_rank import heads_of, local_batch, local_tokens, mixing_passes
 from longspan.plan.cost.ring import RingSchedule, ring_schedule
@@ -79,13 +79,13 @@ def overlapped(layer: Softmax, job: Job, mesh: Mesh) -> int:
     if mesh.ulysses == 1:
         return 1
     shares = heads_of(layer.q_heads, layer.kv_heads, mesh.tensor, mesh.ulysses)
-    return max(1, min(job.exchange_chunks, max(s.kv_heads if mesh.ring > 1 else s.q_heads for s in shares)))
+    return max(1, min(job.overlap_chunks, max(s.kv_heads if mesh.ring > 1 else s.q_heads for s in shares)))
 
 
 @functools.lru_cache(maxsize=4096)
 def _pieces(shares: tuple[HeadShard, ...], head_chunks: int, overlapping: int) -> tuple[tuple[Piece, ...], ...]:
-    runs = tuple((run,) for run in chunk_heads(shares, head_chunks))
-    cut = piece_heads(shares, max(overlapping, len(runs))) if overlapping > 1 else runs
+    runs = tuple((run,) for run in split_head_chunks(shares, head_chunks))
+    cut = split_overlap_chunks(shares, max(overlapping, len(runs))) if overlapping > 1 else runs
 
     def of(shard: HeadShard, at: int, count: int) -> Piece:
         kv = shard.kv_heads
@@ -121,8 +121,9 @@ def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], 
     """Two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
-    other rank's tokens. A lean attention has saved what its tokens brought: its backward sends Q, K, V and the output
-    along with the output's gradient. Compressed, a head's elements are a byte each, and a scale.
+    other rank's tokens. With `recompute_all_to_all` only local q, k, v and output are saved: the backward
+    sends Q, K, V and the output along with the output's gradient. Compressed, a head's elements are a byte each, and a
+    scale.
 
     Args:
         layer: the layer.
@@ -135,9 +136,7 @@ def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], 
     if u == 1:
         return []
     rows = local_tokens(job, mesh) * local_batch(job, mesh)
-    of_q, of_v = (
-        vector_bytes(job.exchange_dtype, d, job.bytes_per_element) for d in (layer.head_dim, layer.v_head_dim)
-    )
+    of_q, of_v = (vector_bytes(job.wire_dtype, d, job.bytes_per_element) for d in (layer.head_dim, layer.v_head_dim))
     all_packed, all_out, _ = _widths(of_ranks, of_q, of_v)
     packed, out, home = _widths((mine,), of_q, of_v)
     forwards, backwards = mixing_passes(job)
@@ -147,7 +146,7 @@ def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[Piece, ...], 
     ]
     if backwards:
         what, width = "dO to heads", all_out - out
-        if job.memory.lean:
+        if job.memory.recompute_all_to_all:
             what, width = "Q, K, V, O, dO to heads", all_packed - packed + 2 * width
         sent += [
             Sent("all_to_all", "ulysses", what, rows * width, backwards),
@@ -182,7 +181,7 @@ def block_elements(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> int:
 def impl(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> str:
     """How keys and values of a layer go round, "p2p" or "allgather": what the code decides for these heads."""
     whole = mesh.ring * block_elements(layer, job, mesh, kv_heads) * job.bytes_per_element
-    return choose_impl(job.ring_impl, whole, schedule(layer, job, mesh).routes)
+    return choose_ring_impl(job.ring_impl, whole, schedule(layer, job, mesh).routes)
 
 
 def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
@@ -235,7 +234,7 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
         layer: the layer.
         job: of the prompt; its context does not count.
         mesh: the mesh.
-        tokens: of the chunk, more than are computed by every rank (`longspan.core.kv_placement.is_cut`).
+        tokens: of the chunk, more than are computed by every rank (`longspan.core.kv_placement.is_sharded`).
         ulysses_rank: whose; None: of the one that sends most.
 
     Returns:
@@ -272,7 +271,7 @@ def prompt(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
     sent = []
     for tokens, times in ((job.prefill_chunk, whole), (rest, 1)):
         if tokens and times:
-            one = chunk if is_cut(layout_of(job, mesh), tokens) else decode
+            one = chunk if is_sharded(layout_of(job, mesh), tokens) else decode
             sent += [replace(each, calls=each.calls * times) for each in one(layer, job, mesh, tokens)]
     return sent
 

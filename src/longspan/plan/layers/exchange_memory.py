@@ -32,29 +32,29 @@ def kernel_backward(layer: Softmax, mesh: Mesh, s: Scale) -> int:
 
 
 def buffers_backward(layer: Softmax, job: Job, mesh: Mesh, s: Scale) -> Buffers:
-    """At the worst of three moments: gradients (lean: with Q, K, V and output) sent to heads; the kernel, or the ring;
-    gradients sent back. In pieces of the heads each is a piece's, and what has come back so far lies beside.
+    """At the worst of three moments: gradients (recompute: with Q, K, V and output) sent to heads; the kernel, or the
+    ring; gradients sent back. In pieces of the heads each is a piece's, and what has come back so far lies beside.
     """
     heads, mine = exchange.busiest(layer, mesh), exchange.of_my_tokens(layer, mesh)
     pieces, tokens, u = exchange.chunks(layer, job, mesh), s.tokens, mesh.ulysses
-    lean, exchanged = job.memory.lean and u > 1, u > 1
+    recompute, exchanged = job.memory.recompute_all_to_all and u > 1, u > 1
     ring = layer.ring_buffers(job, mesh, s, backward=True)
     in_heads = tokens * u * s.b
     gradients = in_heads * (heads.q + heads.kv)
-    brought = in_heads * (heads.q + heads.kv + heads.out) if lean else 0
+    brought = in_heads * (heads.q + heads.kv + heads.out) if recompute else 0
     result = tokens * s.b * (mine.q + mine.kv)  # of my tokens, of all heads
     of_output = tokens * s.b * mine.out  # the gradient that comes in
     stays = of_output + (result if pieces > 1 else 0)
     if mesh.ring > 1:  # its sums hold the output's gradient in head layout
         computing = ring.workspace + -(-(kernel_backward(layer, mesh, s) + brought) // pieces)
-        return Buffers(ring.comm, computing + (stays if lean or pieces > 1 else 0))
+        return Buffers(ring.comm, computing + (stays if recompute or pieces > 1 else 0))
     computing = brought + gradients + in_heads * heads.out * exchanged + kernel_backward(layer, mesh, s)
-    sending = brought + in_heads * heads.out + of_output + (result + of_output if lean else 0)
+    sending = brought + in_heads * heads.out + of_output + (result + of_output if recompute else 0)
     # The kernel's node is done, and what it saved is gone with it: where nobody else keeps it.
     kept = job.memory.checkpointing == "attention" and not offloads(job, s)
-    gone = 0 if lean or kept else in_heads * (heads.q + heads.kv + heads.out)
+    gone = 0 if recompute or kept else in_heads * (heads.q + heads.kv + heads.out)
     returning = 2 * gradients + (result if pieces == 1 else 0) - gone
-    if pieces == 1 and not lean:  # the gradient that came in goes when it has been sent
+    if pieces == 1 and not recompute:  # the gradient that came in goes when it has been sent
         return Buffers(0, max(computing, of_output + sending, returning) if exchanged else computing + of_output)
     moments = [computing, *((sending, returning) if exchanged else ())]
     return Buffers(0, stays + -(-max(moments) // pieces))

@@ -49,6 +49,6 @@ class Linear(Mixer):
     def cache_bytes(self, job: Job, mesh: Mesh) -> int:
         return local_batch(job, mesh) * (self.state_elements // mesh.tensor) * job.bytes_per_element
 
-    def saved(self, mesh: Mesh, s: Scale, *, lean: bool = False) -> int:
+    def saved(self, mesh: Mesh, s: Scale, *, recompute_all_to_all: bool = False) -> int:
         """An estimate: what goes in and out, and the gates."""
         return s.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // mesh.tensor

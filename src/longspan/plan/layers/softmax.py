@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from longspan.core.cache_dtype import holds_latent, vector_bytes
-from longspan.core.kv_placement import tokens_held
+from longspan.core.kv_placement import tokens_per_rank
 from longspan.plan.cost.per_rank import heads_of, local_batch, local_tokens
 from longspan.plan.cost.saved import Buffers, SavedActivations, offloads
 from longspan.plan.job import layout_of
@@ -140,14 +140,14 @@ class Softmax(Mixer):
             mesh: the mesh.
             generated: tokens behind the prompt.
             chunk: tokens of a chunk of the prompt; None as the job, or else `longspan.core.kv_placement`, has it.
-            code: how they are written (`longspan.core.cache_dtype.CODES`); None as the job has it.
+            code: how they are written (`longspan.core.cache_dtype.CACHE_DTYPES`); None as the job has it.
             step: count what so many last tokens see, while they are computed, and not what later ones will.
         """
         held = self.in_cache(job, mesh)
         if held is not self:
             return held.cache_by_rank(job, mesh, generated, chunk, code, step)
         first = self.reach.kept_from(job.context + generated - step)
-        tokens = tokens_held(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
+        tokens = tokens_per_rank(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
         shares = heads_of(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
         each = sum(
             vector_bytes(code or job.cache, dim, job.bytes_per_element)
@@ -172,14 +172,14 @@ class Softmax(Mixer):
     def chunks(self, job: Job, mesh: Mesh) -> int:
         return exchange.chunks(self, job, mesh)
 
-    def saved(self, mesh: Mesh, s: Scale, *, lean: bool = False) -> int:
+    def saved(self, mesh: Mesh, s: Scale, *, recompute_all_to_all: bool = False) -> int:
         """Q, K, V, the output as computed and as it comes back from an exchange, and a log-sum-exp per head.
 
         Per token of the rank: the heads of the rank with most, over the tokens of its Ulysses group. Lean, behind an
         exchange: Q, K, V and output of the rank's own tokens, and that log-sum-exp.
         """
         u, heads = mesh.ulysses, exchange.busiest(self, mesh)
-        if lean and u > 1:
+        if recompute_all_to_all and u > 1:
             mine = exchange.of_my_tokens(self, mesh)
             return s.b * (mine.q + mine.kv + mine.out) + u * 4 * heads.q_heads
         saved = u * (s.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads)
@@ -188,15 +188,15 @@ class Softmax(Mixer):
     def kept(self, job: Job, mesh: Mesh, s: Scale) -> int:
         """attention: all of `saved`. output: the output of my tokens, and the log-sum-exp of my heads."""
         if job.memory.checkpointing == "attention":
-            return self.saved(mesh, s, lean=job.memory.lean)
+            return self.saved(mesh, s, recompute_all_to_all=job.memory.recompute_all_to_all)
         if job.memory.checkpointing == "output":
             numbers = mesh.ulysses * 4 * exchange.busiest(self, mesh).q_heads
             return s.b * self.q_heads * self.v_head_dim // mesh.tensor + numbers
         return 0
 
     def freed(self, behind: SavedActivations, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
-        # What is kept here goes with the layer, and a lean backward sends the output of my tokens along.
-        stays = job.memory.lean or (job.memory.checkpointing == "attention" and not offloads(job, s))
+        # Saved tensors are freed with the layer; a backward that recomputes the all-to-all also sends the local output.
+        stays = job.memory.recompute_all_to_all or (job.memory.checkpointing == "attention" and not offloads(job, s))
         return behind + SavedActivations(attention=0 if stays else self._projected(mesh, s))
 
     def _projected(self, mesh: Mesh, s: Scale) -> int:

@@ -259,8 +259,8 @@ def memory_flags(memory: Memory) -> list[str]:
 
 
 def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
-    chunks = [f"--exchange-chunks {job.exchange_chunks}"] * (job.exchange_chunks > 1 and mesh.ulysses > 1)
-    chunks += [f"--exchange-dtype {job.exchange_dtype}"] * (job.exchange_dtype != "exact" and mesh.ulysses > 1)
+    chunks = [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1 and mesh.ulysses > 1)
+    chunks += [f"--wire-dtype {job.wire_dtype}"] * (job.wire_dtype != "exact" and mesh.ulysses > 1)
     if mesh.ring == 1:
         return chunks
     said = {"layout": job.layout, "ring-impl": job.ring_impl}

@@ -201,8 +201,8 @@ def _flags(job: Job) -> str:
     said = [f"--mode {job.mode}", f"--dtype {job.dtype}", f"--optimizer {job.optimizer}"]
     named = {"layout": job.layout, "ring-impl": job.ring_impl}
     said += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
-    said += [f"--exchange-chunks {job.exchange_chunks}"] * (job.exchange_chunks > 1)
-    said += [f"--exchange-dtype {job.exchange_dtype}"] * (job.exchange_dtype != "exact")
+    said += [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1)
+    said += [f"--wire-dtype {job.wire_dtype}"] * (job.wire_dtype != "exact")
     flags = {"fsdp": job.weight_sharding, "tiled-loss": job.tiled_loss, "kv-replication": job.kv_replication}
     return " ".join([*said, *(f"--no-{name}" for name, on in flags.items() if not on)])
 
