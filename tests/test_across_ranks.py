@@ -56,9 +56,9 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"changes": {"rms_norm_eps": 1e-3}}, ("config.rms_norm_eps is 0.001 on rank 1, 1e-06 on ranks 0, 2, 3",)),
     ({"changes": {"num_hidden_layers": 3}}, ("config.num_hidden_layers is 3 on rank 1, 2 on",)),
     ({"family": "Qwen3"}, ("the model's class is Qwen3ForCausalLM on rank 1, LlamaForCausalLM on ranks 0, 2, 3",)),
-    ({"mine": {"kernel": "flash_attn"}}, ("rank 1 cannot be parallelized there: ", "pip install flash-attn")),
-    ({"mine": {"weights": "none"}}, ("rank 1 cannot be parallelized there: weights='none' is unknown",)),
-    ({"mine": {"check_weights": -1}}, ("rank 1 cannot be parallelized there: check_weights=-1 must be a number",)),
+    ({"mine": {"kernel": "flash_attn"}}, ("rank 1 cannot parallelize the model: ", "pip install flash-attn")),
+    ({"mine": {"weights": "none"}}, ("rank 1 cannot parallelize the model: weights='none' is unknown",)),
+    ({"mine": {"check_weights": -1}}, ("rank 1 cannot parallelize the model: check_weights=-1 must be a number",)),
 ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_an_error_of_any_kind_is_heard_of_by_all(pool4: RankPool) -> None:
         pool4.run(_another_error, timeout=30)
     failures = error.value.failures
     assert len(failures) == 4
-    assert all("rank 2 cannot be parallelized there" in failures[rank].message for rank in (0, 1, 3))
+    assert all("rank 2 cannot parallelize the model" in failures[rank].message for rank in (0, 1, 3))
 
 
 def _broadcast(fsdp: bool) -> None:

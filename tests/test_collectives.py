@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.objects import broadcast_object, gather_objects, together
+from longspan.comm.errors import on_every_rank
+from longspan.comm.objects import broadcast_object, gather_objects
 from longspan.comm.plain import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from longspan.core.errors import LongspanError
 from tests.counting import Sent, count_sent
@@ -239,7 +240,7 @@ def _fail(kind: type[Exception] | None, ranks: list[int]) -> str:
         return dist.get_rank()
 
     try:
-        return str(together(action, dist.group.WORLD))
+        return str(on_every_rank(action, dist.group.WORLD))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

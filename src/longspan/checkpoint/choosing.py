@@ -9,7 +9,7 @@ from typing import Any
 
 from longspan.checkpoint.folder import MARKER, Checkpoint, FileRecord, complete_steps, is_step, step_path, unmarked
 from longspan.checkpoint.ranks import Ranks, check_ranks
-from longspan.comm.objects import describe
+from longspan.comm.errors import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
 
@@ -136,7 +136,7 @@ def _try(path: Path, ranks: Ranks, content: bool = True) -> tuple[str, Checkpoin
         marker = FileRecord.of(path / MARKER)
         problem = found.wrong_content(share(found.files, ranks.rank, ranks.size) if content else []) or ""
     except Exception as error:  # the other ranks must be told
-        problem = describe(error)
+        problem = error_text(error)
     said = ranks.gather((problem, marker, socket.gethostname()))
     markers = {marker for _, marker, _ in said if marker is not None}
     if found is not None and marker is not None and len(markers) == 1 and not any(problem for problem, _, _ in said):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.digests import Digester, digest_of_text, digests_of, weights_of
-from longspan.comm.objects import describe, gather_objects
+from longspan.comm.errors import error_text, raise_on_every_rank
+from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import differences, listed, odd_ones, spell_ranks
 
@@ -30,11 +31,6 @@ def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
     return [row.tolist() for row in rows]
-
-
-def gather_values(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value, pickled on the way."""
-    return gather_objects(mine, group)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,38 +59,19 @@ def check_same_model(
     mine = [int(problem is not None), *(digest_of_text(json.dumps(x, sort_keys=True)) for x in (facts, weights))]
     rows = gather_numbers(mine, group, sp.device)
     ranks = dist.get_process_group_ranks(group)
-    raise_problems([bool(row[0]) for row in rows], problem, group, "cannot be parallelized there")
+    raise_on_every_rank(problem, group, "cannot parallelize the model", [bool(row[0]) for row in rows])
     if len({row[1] for row in rows}) > 1:
-        found = differences(gather_values(dict(facts), group), ranks)
+        found = differences(gather_objects(dict(facts), group), ranks)
         raise LongspanError(
             f"parallelize must be given the same on every rank: {listed(found)}; start every rank with the same "
             f"settings, model and versions"
         )
     if len({row[2] for row in rows}) > 1:
         raise LongspanError(
-            f"the ranks have different weights: {_unlike(gather_values(dict(weights), group), ranks)}; call "
+            f"the ranks have different weights: {_unlike(gather_objects(dict(weights), group), ranks)}; call "
             f"torch.manual_seed with one seed on every rank before the model is made, load the same files everywhere, "
             f"or let rank {ranks[0]} give its weights to all: parallelize(..., weights='broadcast')"
         )
-
-
-def raise_problems(flags: Sequence[bool], mine: Exception | None, group: dist.ProcessGroup, what: str) -> None:
-    """If any rank has a problem, raise on all: this rank's own, or the first one's with its rank. Collective then.
-
-    Args:
-        flags: which ranks have one, in the order of the group.
-        mine: of this rank.
-        group: the ranks.
-        what: what the problem means for the rank that has it ("refused its batch").
-    """
-    if not any(flags):
-        return
-    texts = gather_values(None if mine is None else describe(mine), group)
-    ranks = dist.get_process_group_ranks(group)
-    first = next(i for i, text in enumerate(texts) if text is not None)
-    if mine is not None and (all(flags) or not isinstance(mine, LongspanError)):
-        raise mine
-    raise LongspanError(texts[first] if all(flags) else f"rank {ranks[first]} {what}: {texts[first]}") from mine
 
 
 def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
@@ -163,7 +140,7 @@ class ReplicaCheck:
         Raises:
             LongspanError: always.
         """
-        weights = gather_values(digests_of(dict(model.named_parameters())), group)
+        weights = gather_objects(digests_of(dict(model.named_parameters())), group)
         ranks = dist.get_process_group_ranks(group)
         groups = [(weights[i::held], ranks[i::held]) for i in range(held)]
         found = next(_unlike(*each) for each in groups if any(x != each[0][0] for x in each[0]))
@@ -197,7 +174,7 @@ def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.Pro
         )
     except RuntimeError as error:
         raise LongspanError(
-            f"the ranks' hosts cannot speak to one another over gloo ({describe(error)}), which compares their "
+            f"the ranks' hosts cannot speak to one another over gloo ({error_text(error)}), which compares their "
             f"batches; name the network interface in GLOO_SOCKET_IFNAME, or do without: "
             f"parallelize(..., check_batches=0, check_weights=0)"
         ) from error

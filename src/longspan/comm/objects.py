@@ -1,4 +1,4 @@
-"""Send Python objects between ranks, and run actions that fail on all ranks if they fail on one.
+"""Send Python objects between ranks.
 
 torch's own object collectives (`broadcast_object_list`, `all_gather_object`) return while a thread of gloo may still
 hold their last tensor. A script that ends right then aborts ("terminate called without an active exception"): that
@@ -10,19 +10,15 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.core.errors import LongspanError
-
 if TYPE_CHECKING:
     Sent = tuple[list[bytes], list["weakref.ref[Tensor]"]]
-
-T = TypeVar("T")
 
 _RELEASE_S = 5.0
 
@@ -41,39 +37,6 @@ def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
     first = group.rank() == 0
     (found,) = _released(_broadcast(pickle.dumps(mine) if first else b"", group))
     return mine if first else pickle.loads(found)
-
-
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run `action` on every rank and return this rank's result; if it raises on any rank, raise on all. Collective.
-
-    Args:
-        action: may raise anything.
-        group: the ranks; None for one.
-
-    Raises:
-        LongspanError: with the message of the first rank that failed, naming that rank unless all failed.
-        Exception: on a rank where `action` raised another kind of exception, that one.
-    """
-    found: list[T] = []
-    problem: Exception | None = None
-    try:
-        found.append(action())
-    except Exception as error:  # the other ranks must be told
-        problem = error
-    texts = gather_objects(None if problem is None else describe(problem), group)
-    failed = [i for i, text in enumerate(texts) if text is not None]
-    if not failed:
-        return found[0]
-    if problem is not None and (len(failed) == len(texts) or not isinstance(problem, LongspanError)):
-        raise problem
-    assert group is not None
-    raise LongspanError(f"rank {dist.get_global_rank(group, failed[0])} failed: {texts[failed[0]]}") from problem
-
-
-def describe(error: Exception) -> str:
-    """Return an error in one line, with its type unless it is a LongspanError."""
-    text = str(error)
-    return text if isinstance(error, LongspanError) else f"{type(error).__name__}: {(text.splitlines() or ['?'])[0]}"
 
 
 def _gather(mine: bytes, group: dist.ProcessGroup) -> Sent:

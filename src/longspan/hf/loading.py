@@ -18,7 +18,7 @@ from torch import nn
 
 from longspan.comm.arguments import as_dtype, check_sharding, describe
 from longspan.comm.consistency import check_same_model
-from longspan.comm.objects import together
+from longspan.comm.errors import on_every_rank
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
@@ -90,7 +90,7 @@ def from_pretrained(
     """
     known = ["dtype", "prepare", *list(inspect.signature(parallelize).parameters)[2:]]
     refuse_unknown("from_pretrained", options, known)
-    origin = together(lambda: _pretrained(str(name), dtype), sp.mesh_group)
+    origin = on_every_rank(lambda: _pretrained(str(name), dtype), sp.mesh_group)
     return load_sharded(origin, sp, prepare=prepare or _as_it_is, **options)
 
 
@@ -144,7 +144,7 @@ def load_sharded(
     source = find_source(origin, sp, later=later) if sharded else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
-    model = together(lambda: prepare(origin.build()), sp.mesh_group)
+    model = on_every_rank(lambda: prepare(origin.build()), sp.mesh_group)
     # FSDP takes a layer at a time to the device, and a tensor axis cuts each weight on the host.
     stays = sharded or offloads or sp.tensor_size > 1
     return parallelize(model if stays else model.to(sp.device), sp, fsdp=fsdp, **options)
@@ -204,7 +204,7 @@ def load_from(
         base.config.name_or_path = origin.name
         if base.can_generate():
             base.generation_config = generation_config(origin.name, base)
-    model, names, dtypes = together(
+    model, names, dtypes = on_every_rank(
         lambda: _prepared(base, lambda it: prepare(origin.adapted(it)), kept), sp.mesh_group
     )
     model = parallelize(model, sp, fsdp=True, **options)

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import longspan
 from longspan.checkpoint import Checkpoint
 from longspan.comm.digests import local_part
+from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects, together
+from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
@@ -129,7 +130,7 @@ def unsharded_runs(
             ) from failure
         return reference, unsharded
 
-    return together(run, link.patient)
+    return on_every_rank(run, link.patient)
 
 
 def _widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -248,7 +249,7 @@ def make_models(
         load(whole)
         return prepared(whole).to(sp.device)  # type: ignore[no-any-return]
 
-    whole = together(make, sp.mesh_group)
+    whole = on_every_rank(make, sp.mesh_group)
     # In bf16, FSDP keeps weights and sums of gradients in fp32.
     bf16 = sharded and config.dtype == "bf16"
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None

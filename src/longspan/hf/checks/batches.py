@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from longspan.comm.consistency import (
     ReplicaCheck,
     gather_numbers,
-    gather_values,
     host_group,
     is_on_cpu,
-    raise_problems,
 )
 from longspan.comm.digests import digest_of_text
+from longspan.comm.errors import raise_on_every_rank
+from longspan.comm.objects import gather_objects
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import differences, listed, odd_ones
@@ -120,12 +120,12 @@ class BatchCheck:
         groups = [range(first, first + same) for first in range(0, self.sp.job_size, same)]
         apart = next((group for group in groups if len({seen[i] for i in group}) > 1), None)
         if apart is not None:
-            facts = gather_values(form, self.group)
+            facts = gather_objects(form, self.group)
             found = differences([facts[i] for i in apart], [ranks[i] for i in apart])
             raise LongspanError(self._say_apart([ranks[i] for i in apart], [seen[i] for i in apart], listed(found)))
-        raise_problems([bool(row[0] & _REFUSED) for row in rows], problem, self.group, "refused its batch")
+        raise_on_every_rank(problem, self.group, "refused its batch", [bool(row[0] & _REFUSED) for row in rows])
         if len({row[1] for row in rows}) > 1:
-            found = differences(gather_values(wide, self.group), ranks)
+            found = differences(gather_objects(wide, self.group), ranks)
             raise LongspanError(f"every rank must call the model alike: {listed(found)}")
         if any(row[0] & _LATE for row in rows):
             self._refuse_late(ranks)
@@ -192,7 +192,7 @@ class BatchCheck:
                 break
         else:
             return
-        seen = gather_values((first.forward, float(first.values[1])), self.group)
+        seen = gather_objects((first.forward, float(first.values[1])), self.group)
         same = self.sp.size * self.sp.tensor_size
         for start in range(0, self.sp.job_size, same):
             group = slice(start, start + same)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.arguments import check_module
-from longspan.comm.consistency import gather_values
 from longspan.comm.digests import local_part
+from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import spell_ranks
 from longspan.core.validation import check_flag, checked_call
@@ -217,7 +217,7 @@ def _first_of_all(mine: _Found | None, sp: SequenceSharding) -> NonFinite | None
     if group is None:
         found, ranks = [mine], [0]
     else:
-        found, ranks = gather_values(mine, group), dist.get_process_group_ranks(group)
+        found, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
     each = [(x, rank) for x, rank in zip(found, ranks, strict=True) if x is not None]
     if not each:
         return None

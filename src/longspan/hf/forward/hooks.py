@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm.consistency import is_on_cpu
-from longspan.comm.objects import together
+from longspan.comm.errors import on_every_rank
 from longspan.compat.torch_api import not_compiled, version_of
 from longspan.compat.transformers_api import cache_name, own_positions, take_cache
 from longspan.core.errors import LongspanError
@@ -152,7 +152,7 @@ class ForwardHooks:
         if self.memory_options is not None and model.training:
             memory_options = self.memory_options
             if memory_options.choose(info.length, len(tokens)):
-                together(lambda: memory_options.reserve(model, tokens), self.sp.mesh_group)
+                on_every_rank(lambda: memory_options.reserve(model, tokens), self.sp.mesh_group)
         if self.memory_options is not None:
             self.memory_options.keep_routing(self._wants_router_loss(model, batch))
         if self._wants_router_loss(model, batch):

@@ -27,7 +27,8 @@ from longspan.cache.codec import codec_of
 from longspan.cache.offload import OffloadedStore, Rooms
 from longspan.cache.store import Store
 from longspan.comm.arguments import check_module
-from longspan.comm.objects import gather_objects, together
+from longspan.comm.errors import on_every_rank
+from longspan.comm.objects import gather_objects
 from longspan.comm.shard import shard
 from longspan.core.cache_dtype import OFFLOADS, holds_latent
 from longspan.core.errors import LongspanError
@@ -417,9 +418,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 index = {"length": self.kv_placement.length, "rows": self.batch_size, "dtype": self.codec.name}
                 files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
 
-        together(begin_writing, group)
-        parts = gather_objects(together(write, group), group)
-        together(end, group)
+        on_every_rank(begin_writing, group)
+        parts = gather_objects(on_every_rank(write, group), group)
+        on_every_rank(end, group)
 
     def _of_all(self, store: Store) -> tuple[tuple[int, int], Span]:
         """Query and KV heads of a layer of the whole model, and which of the KV heads this rank holds.
@@ -465,7 +466,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 files.check_file(path, part)
             return index, parts
 
-        index, parts = together(check, sp.replica_group)
+        index, parts = on_every_rank(check, sp.replica_group)
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         cache.kv_placement.add(sp.layout, index["length"])
 
@@ -488,7 +489,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 filled = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
                 store.fill(filled, facts["start"])
 
-        together(read, sp.replica_group)
+        on_every_rank(read, sp.replica_group)
         return cache
 
     @property

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.consistency import gather_numbers, gather_values
+from longspan.comm.consistency import gather_numbers
 from longspan.comm.digests import local_part
-from longspan.comm.objects import together
+from longspan.comm.errors import on_every_rank
+from longspan.comm.objects import gather_objects
 from longspan.compat.transformers_api import keys_in_model
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import check_weights, first_line, kind_of
@@ -214,7 +215,7 @@ class Files:
                     part = files.read(self.keys[name], rows.start, rows.stop)[:, *rest]
                     local_part(p).copy_(part.to(weights.dtypes[name]))
 
-        together(read, sp.mesh_group)
+        on_every_rank(read, sp.mesh_group)
 
 
 def _hollow(
@@ -283,11 +284,11 @@ class FirstRank:
         Raises:
             LongspanError: on every rank, if the first one cannot make the model.
         """
-        whole, model = together(
+        whole, model = on_every_rank(
             lambda: (_build_apart(origin) if _is_first(sp) else None, origin.on_meta()), sp.mesh_group
         )
         assert sp.mesh_group is not None
-        said = gather_values(None if whole is None else (_parameters(whole), _buffers(whole)), sp.mesh_group)
+        said = gather_objects(None if whole is None else (_parameters(whole), _buffers(whole)), sp.mesh_group)
         parameters, buffers = said[0]
         alike = _parameters(model).keys() == parameters.keys() and _buffers(model).keys() == buffers.keys()
         if not all(row[0] for row in gather_numbers([alike], sp.mesh_group, sp.device)):
