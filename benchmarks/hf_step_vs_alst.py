@@ -31,17 +31,17 @@ from longspan.core.memory import LONGEST, Memory
 
 MIB = 2**20
 MEMORY_OPTIONS = {  # by the names that benchmarks give them, after "longspan"
-    "checkpointing=attention": Memory(checkpointing="attention"),
-    "checkpointing=output": Memory(checkpointing="output"),
-    "checkpointing=layers": Memory(checkpointing="layers"),
-    "checkpointing=layers, offload=disk": Memory(checkpointing="layers", offload="disk"),
+    "checkpointing=save_attention": Memory(checkpointing="save_attention"),
+    "checkpointing=selective": Memory(checkpointing="selective"),
+    "checkpointing=full": Memory(checkpointing="full"),
+    "checkpointing=full, offload=disk": Memory(checkpointing="full", offload="disk"),
     "tiled_mlp=0": Memory(tiled_mlp=0),
     "tiled_norms": Memory(tiled_norms=True),
     "head_chunks=0": Memory(head_chunks=0),
-    "checkpointing=layers, few": Memory(checkpointing="layers", layers_per_checkpoint=0),
+    "checkpointing=full, few": Memory(checkpointing="full", layers_per_checkpoint=0),
     "few": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
     "disk": dataclasses.replace(LONGEST, offload="disk"),
-    "all on disk": dataclasses.replace(LONGEST, offload="disk", checkpointing="attention"),
+    "all on disk": dataclasses.replace(LONGEST, offload="disk", checkpointing="save_attention"),
 }
 METHODS = ("longspan", "alst", "alst+tiled")
 FLOOR = "floor"

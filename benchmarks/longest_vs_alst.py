@@ -1,5 +1,5 @@
-"""The longest settings of both: longspan with memory="longest", and the same with checkpointing="attention" and all
-that this keeps on a disk (offload="disk"), beside ALST with its tiled loss, tiled MLP and gradient checkpointing, on a
+"""The longest settings of both: longspan with memory="longest", and the same with checkpointing="save_attention" on a
+disk (offload="disk"), beside ALST with its tiled loss, tiled MLP and gradient checkpointing, on a
 Hugging Face Llama that every rank holds whole.
 
     python benchmarks/longest_vs_alst.py [--quick]
@@ -95,7 +95,7 @@ def render(rows: list[dict[str, Any]], shape: dict[str, Any]) -> str:
         f" {shape['kv_heads']} KV heads, FFN {shape['ffn']}, vocabulary {shape['vocab']:,}; {shape['dtype']}, batch 1,"
         f" AdamW, {shape['ranks']} ranks, weights whole on each. ALST: tiled loss (tiles of {shape['tile_mib']} MiB),"
         " tiled MLP (as many tiles as its documentation says), transformers' gradient checkpointing. `all on disk`:"
-        ' memory="longest" with checkpointing="attention" and offload="disk".',
+        ' memory="longest" with checkpointing="save_attention" and offload="disk".',
     ]
     errors = [row["agreement"]["grad_error"] for row in rows if "agreement" in row]
     if errors:

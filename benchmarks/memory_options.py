@@ -42,8 +42,9 @@ def main() -> None:
     text += (
         f"\n\n{args.tokens:,} tokens over {args.ranks} ranks (Ulysses), {args.dtype}; Llama: {args.layers} layers,"
         f" hidden {args.hidden}, {args.q_heads} query and {args.kv_heads} KV heads, FFN {args.ffn}, vocabulary"
-        f" {args.vocab:,}; batch 1, AdamW. `longest` is checkpointing=layers, tiled_mlp=0 and tiled_norms; `few` the"
-        " same with layers_per_checkpoint=0, `disk` with offload=disk, `all on disk` that with checkpointing=attention."
+        f" {args.vocab:,}; batch 1, AdamW. `longest` is checkpointing=full, tiled_mlp=0 and tiled_norms; `few` the"
+        " same with layers_per_checkpoint=0, `disk` with offload=disk, `all on disk` that with"
+        " checkpointing=save_attention."
         " Of the peak, gradients and the optimizer's temporaries are the same in every row."
     )
     print(text)

@@ -32,7 +32,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8,
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
 FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
 WHOLE = {"weight_sharding": False}
-CHECKPOINTED = {"memory": Memory(checkpointing="layers")}
+CHECKPOINTED = {"memory": Memory(checkpointing="full")}
 P2P = {"ring_impl": "p2p"}
 # (config, context, ranks {data, ring, ulysses}, options of the job)
 MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [

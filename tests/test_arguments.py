@@ -121,7 +121,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
         (lambda m, sp, to: longspan.parallelize(m), r"missing .*'sp'; call it as parallelize\(model, sp\)"),
         (lambda m, sp, to: _plain(sp, memmory="auto"), r"no argument 'memmory'; did you mean 'memory'"),
         (lambda m, sp, to: longspan.init_mesh(ulyses=2), r"no argument 'ulyses'; did you mean 'ulysses'"),
-        (lambda m, sp, to: longspan.Memory(checkpoint="layers"), r"did you mean 'checkpointing'"),
+        (lambda m, sp, to: longspan.Memory(checkpoint="full"), r"did you mean 'checkpointing'"),
         (lambda m, sp, to: longspan.shard_batch(BATCH), r"call it as shard_batch\(batch, sp\)"),
         (lambda m, sp, to: longspan.token_logprobs(m), r"call it as token_logprobs\(model, batch\)"),
         (lambda m, sp, to: sp.positions(), r"call it as SequenceSharding.positions\(n\)"),

@@ -87,7 +87,7 @@ def test_inductor_gradients_equal_eager(pool2: RankPool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Models.
 
-KEPT = Memory(checkpointing="attention", tiled_mlp=3, tiled_norms=True)
+KEPT = Memory(checkpointing="save_attention", tiled_mlp=3, tiled_norms=True)
 # Family, mesh, memory, and the lengths of the batches.
 MODELS: list[tuple[str, dict[str, int], Any, tuple[int, ...]]] = [
     ("Mistral", {"ring": 2}, KEPT, (21, 26)),

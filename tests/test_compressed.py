@@ -209,8 +209,8 @@ def _on_a_model(truth: Truth) -> list[str]:
         ({"ulysses": 4}, {"fsdp": False}),
         ({"ulysses": 2, "data": 2}, {}),
         ({"ulysses": 2, "tensor": 2}, {}),
-        ({"ulysses": 2, "ring": 2}, {"memory": longspan.Memory(checkpointing="layers")}),
-        ({"ulysses": 4}, {"memory": longspan.Memory(checkpointing="output")}),
+        ({"ulysses": 2, "ring": 2}, {"memory": longspan.Memory(checkpointing="full")}),
+        ({"ulysses": 4}, {"memory": longspan.Memory(checkpointing="selective")}),
     ):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), wire_dtype="int8")
         model = longspan.parallelize(build("Llama", vocab_size=64), sp, **options)

@@ -31,16 +31,16 @@ from tests.pool import RankPool
 ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 MEMORY_OPTIONS: dict[str, Memory] = {
-    "layers": Memory(checkpointing="layers"),
-    "attention": Memory(checkpointing="attention"),
+    "full": Memory(checkpointing="full"),
+    "save_attention": Memory(checkpointing="save_attention"),
     "tiled_mlp": Memory(tiled_mlp=3),
     "tiled_norms": Memory(tiled_norms=True),
     "kept activations": Memory(recompute_mlp_act=False),
-    "output": Memory(checkpointing="output"),
+    "selective": Memory(checkpointing="selective"),
     "head_chunks": Memory(head_chunks=0),
     "longest": LONGEST,
-    "disk": Memory(checkpointing="layers", offload="disk"),
-    "all": Memory(checkpointing="output", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
+    "disk": Memory(checkpointing="full", offload="disk"),
+    "all": Memory(checkpointing="selective", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
 }
 
 
@@ -76,7 +76,7 @@ def test_each_memory_option_on_two_ranks(pool2: RankPool, family: str, memory_op
 
 
 @pytest.mark.parametrize(("data", "ring", "fsdp"), [(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)])
-@pytest.mark.parametrize("memory_option", ["attention", "output", "longest", "all"])
+@pytest.mark.parametrize("memory_option", ["save_attention", "selective", "longest", "all"])
 def test_memory_options_on_four_ranks(pool4: RankPool, memory_option: str, data: int, ring: int, fsdp: bool) -> None:
     pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", MEMORY_OPTIONS[memory_option], data, ring, fsdp)
 
@@ -98,11 +98,11 @@ def _deep() -> Any:
 def test_layers_that_share_a_kept_input(pool2: RankPool, fsdp: bool) -> None:
     """Groups of 2, of 3 (the last one shorter) and of all five, with what attention keeps and without."""
     each = [
-        Memory(checkpointing="layers", layers_per_checkpoint=2),
-        Memory(checkpointing="attention", layers_per_checkpoint=3),
-        Memory(checkpointing="output", layers_per_checkpoint=3, tiled_mlp=2, tiled_norms=True),
-        Memory(checkpointing="layers", layers_per_checkpoint=0, offload="disk", head_chunks=0),
-        Memory(checkpointing="layers", layers_per_checkpoint=9),
+        Memory(checkpointing="full", layers_per_checkpoint=2),
+        Memory(checkpointing="save_attention", layers_per_checkpoint=3),
+        Memory(checkpointing="selective", layers_per_checkpoint=3, tiled_mlp=2, tiled_norms=True),
+        Memory(checkpointing="full", layers_per_checkpoint=0, offload="disk", head_chunks=0),
+        Memory(checkpointing="full", layers_per_checkpoint=9),
     ]
     pool2.run(_groups, truth_of(_deep(), _inputs("Qwen3")), [(m, 1 + i % 2, fsdp) for i, m in enumerate(each)])
 
@@ -110,7 +110,7 @@ def test_layers_that_share_a_kept_input(pool2: RankPool, fsdp: bool) -> None:
 @pytest.mark.parametrize(("per_checkpoint", "runs"), [(1, [2] * 5), (3, [3, 3, 2, 3, 2]), (2, [3, 2, 3, 2, 2])])
 def test_how_often_a_layer_runs_and_what_it_keeps(per_checkpoint: int, runs: list[int]) -> None:
     model = longspan.parallelize(
-        _deep(), ONE_DEVICE, memory=Memory(checkpointing="layers", layers_per_checkpoint=per_checkpoint)
+        _deep(), ONE_DEVICE, memory=Memory(checkpointing="full", layers_per_checkpoint=per_checkpoint)
     ).train()
     calls = [_Calls(layer.self_attn) for layer in model.model.layers]
     for _ in range(2):  # nothing is left of a forward
@@ -135,7 +135,7 @@ def test_a_layer_that_takes_in_something_else_begins_a_group() -> None:
     for model in (truth, made):
         model.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
         model.model.layers[2].register_forward_hook(lambda module, args, out: out.mul_(0.5))
-    memory = Memory(checkpointing="layers", layers_per_checkpoint=5)
+    memory = Memory(checkpointing="full", layers_per_checkpoint=5)
     model = longspan.parallelize(made, ONE_DEVICE, memory=memory).train()
     calls = [_Calls(layer.self_attn) for layer in model.model.layers]
     whole = truth_of(truth, batch())
@@ -148,7 +148,7 @@ def test_a_layer_that_takes_in_something_else_begins_a_group() -> None:
 
 @pytest.mark.parametrize(("family", "ring"), [("Llama", 1), ("GptOss", 2)])
 def test_memory_options_on_eight_ranks(pool8: RankPool, family: str, ring: int) -> None:
-    memory = Memory(checkpointing="output", head_chunks=0, tiled_mlp=0, tiled_norms=True, offload="disk")
+    memory = Memory(checkpointing="selective", head_chunks=0, tiled_mlp=0, tiled_norms=True, offload="disk")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ranks without heads
         pool8.run(_on_a_mesh, _truth(family), family, memory, 1, ring, True)
@@ -187,9 +187,9 @@ def _sent(memory: Memory, ring: int) -> Counter[tuple[str, int]]:
 
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_attention_that_is_kept_sends_nothing_twice(ring: int) -> None:
-    plain, kept = _sent(FASTEST, ring), _sent(Memory(checkpointing="attention"), ring)
+    plain, kept = _sent(FASTEST, ring), _sent(Memory(checkpointing="save_attention"), ring)
     assert kept == plain
-    again = _sent(Memory(checkpointing="layers"), ring)
+    again = _sent(Memory(checkpointing="full"), ring)
     assert sum(again.values()) > sum(plain.values())  # so this counts what it should
 
 
@@ -217,10 +217,10 @@ def _layers(memory: Memory, family: str = "Llama") -> tuple[Any, list[_Calls]]:
     ("memory", "runs"),
     [
         (FASTEST, 1),
-        (Memory(checkpointing="layers"), 2),
-        (Memory(tiled_mlp=1, tiled_norms=True, checkpointing="layers"), 2),
+        (Memory(checkpointing="full"), 2),
+        (Memory(tiled_mlp=1, tiled_norms=True, checkpointing="full"), 2),
         (Memory(tiled_mlp=21), 2 * 84 // 4 + 1),  # 21 tiles forward, 21 backward, and the probe's two
-        (Memory(tiled_mlp=21, checkpointing="layers"), 2 * 84 // 4 + 1),  # not once more: the MLP is a layer's last
+        (Memory(tiled_mlp=21, checkpointing="full"), 2 * 84 // 4 + 1),  # not once more: the MLP is a layer's last
     ],
 )
 def test_how_often_an_mlp_runs(memory: Memory, runs: int) -> None:
@@ -231,7 +231,7 @@ def test_how_often_an_mlp_runs(memory: Memory, runs: int) -> None:
 
 
 def test_a_graph_that_is_retained_goes_backward_twice() -> None:
-    for memory in (Memory(checkpointing="attention"), Memory(tiled_mlp=3, checkpointing="layers", tiled_norms=True)):
+    for memory in (Memory(checkpointing="save_attention"), Memory(tiled_mlp=3, checkpointing="full", tiled_norms=True)):
         model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=memory, logits=True).train()
         loss = model(**batch()).loss
         loss.backward(retain_graph=True)
@@ -364,11 +364,11 @@ def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
 
 
 def test_memory_options_that_do_not_go_together() -> None:
-    with pytest.raises(LongspanError, match=r"offload='disk' .*checkpointing='layers'"):
+    with pytest.raises(LongspanError, match=r"offload='disk' .*checkpointing='full'"):
         Memory(offload="disk")
     with pytest.raises(LongspanError, match=r"offload_folder='/x'.*offload is 'none'"):
-        Memory(checkpointing="layers", offload_folder="/x")
-    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose none, attention"):
+        Memory(checkpointing="full", offload_folder="/x")
+    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose none, save_attention"):
         Memory(checkpointing="some")  # type: ignore[arg-type]
     with pytest.raises(LongspanError, match=r"tiled_mlp"):
         Memory(tiled_mlp=-1)
@@ -380,7 +380,7 @@ def test_memory_options_that_do_not_go_together() -> None:
 def test_what_a_model_cannot_do() -> None:
     with pytest.raises(LongspanError, match=r"bert\.encoder\.layer\.0\.output \(BertOutput\).*use tiled_mlp=1"):
         longspan.parallelize(build("Bert"), ONE_DEVICE, memory=Memory(tiled_mlp=2))
-    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=Memory(checkpointing="layers")).train()
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=Memory(checkpointing="full")).train()
     model.gradient_checkpointing_enable()
     with pytest.raises(LongspanError, match=r"gradient_checkpointing_enable\(\).*checkpointed twice"):
         model(**batch())
@@ -451,7 +451,7 @@ def test_modules_give_the_shape_that_the_planner_reads_from_a_config(family: str
 
 def test_auto_leaves_out_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def least(*_: Any, fixed: dict[str, Any], **__: Any) -> tuple[Memory, str]:
-        return Memory(**{"checkpointing": "layers", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a planner of ours"
+        return Memory(**{"checkpointing": "full", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a planner of ours"
 
     monkeypatch.setattr("longspan.hf.memory_options.memory_options_for", least)
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
@@ -472,7 +472,7 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_auto_reserves_room_in_the_forward_that_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory(checkpointing="layers", offload="disk")
+    memory = Memory(checkpointing="full", offload="disk")
     monkeypatch.setattr("longspan.hf.memory_options.memory_options_for", lambda *_, **__: (memory, "a planner of ours"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
     reserved: list[int] = []

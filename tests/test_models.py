@@ -286,7 +286,7 @@ def test_router_loss_on_every_mesh(pool4: RankPool, family: str) -> None:
 
 
 def _router_loss_by_tiles(families: list[str], truths: list[Truth]) -> None:
-    memories = ["longest", longspan.Memory(tiled_mlp=3), longspan.Memory(tiled_mlp=3, checkpointing="attention")]
+    memories = ["longest", longspan.Memory(tiled_mlp=3), longspan.Memory(tiled_mlp=3, checkpointing="save_attention")]
     for family, truth in zip(families, truths, strict=True):
         for memory in memories if family == "Mixtral" else memories[:1]:
             sp = sharding()

@@ -430,7 +430,7 @@ def test_a_disk_without_room_is_refused_with_the_bytes(disk: DiskStore, tmp_path
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for name, word in (("nowhere", "does not exist"), ("file", "is no folder")):
-        memory = Memory(checkpointing="layers", offload="disk", offload_folder=str(tmp_path / name))
+        memory = Memory(checkpointing="full", offload="disk", offload_folder=str(tmp_path / name))
         with pytest.raises(LongspanError, match=_says(tmp_path / name, word)):
             store_for(memory, CPU)
     for number in (errno.EROFS, errno.EACCES):
@@ -476,12 +476,12 @@ def test_a_tensor_written_to_on_its_way_is_not_given_back(disk: DiskStore, gate:
 def test_what_a_device_can_have() -> None:
     assert store_for(Memory(), CPU) is None
     with pytest.raises(LongspanError, match="on a CPU.*offload='disk'"):
-        store_for(Memory(checkpointing="layers", offload="host"), CPU)
-    store = store_for(Memory(checkpointing="layers", offload="disk"), CPU)
+        store_for(Memory(checkpointing="full", offload="host"), CPU)
+    store = store_for(Memory(checkpointing="full", offload="disk"), CPU)
     assert store is not None
     store.close()
     with pytest.raises(LongspanError, match="mps"):
-        store_for(Memory(checkpointing="layers", offload="disk"), torch.device("mps"))
+        store_for(Memory(checkpointing="full", offload="disk"), torch.device("mps"))
 
 
 def test_a_host_without_room_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

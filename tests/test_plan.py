@@ -70,7 +70,7 @@ JOBS = st.builds(
     st.fixed_dictionaries(
         {
             "weight_sharding": st.booleans(),
-            "memory": st.sampled_from([FASTEST, Memory(checkpointing="layers"), LONGEST]),
+            "memory": st.sampled_from([FASTEST, Memory(checkpointing="full"), LONGEST]),
             "tiled_loss": st.booleans(),
             "layout": st.sampled_from(["zigzag", "contiguous"]),
             # Named, as a longer context is never cheaper on the same way only.
@@ -210,7 +210,7 @@ def test_a_window_costs_its_window() -> None:
 
 
 def test_what_this_version_runs_is_recommended_before_what_is_only_planned() -> None:
-    found = search(LLAMA, Job(context=131072, memory=Memory(checkpointing="layers")), 8, CATALOGUE["h100"])
+    found = search(LLAMA, Job(context=131072, memory=Memory(checkpointing="full")), 8, CATALOGUE["h100"])
     assert found.recommended is not None and found.recommended.runs
     assert found.recommended.mesh.tensor == 1
 
@@ -243,7 +243,7 @@ def test_tensor_parallelism_wins_where_only_a_start_counts() -> None:
 @pytest.mark.parametrize("gpus", [4, 16])
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_the_command_is_one_that_train_takes(gpus: int, ring: int) -> None:
-    job = Job(context=65536, batch=4, memory=Memory(checkpointing="layers"), weight_sharding=gpus == 16)
+    job = Job(context=65536, batch=4, memory=Memory(checkpointing="full"), weight_sharding=gpus == 16)
     job = replace(job, layout="contiguous", ring_impl="allgather") if ring == 4 else job
     best = next(p for p in search(read_model("qwen3-0.6b"), job, gpus, A100).plans if p.mesh.ring == ring and p.runs)
     said = command(best)
@@ -611,7 +611,7 @@ def test_hardware_that_leads_back_to_itself_is_refused(tmp_path: Path) -> None:
         (["--model", "llama-2-7b", "--tiled-mlp=-1"], "tiled_mlp must be at least 0, got -1"),
         (["--model", "llama-2-7b", "--efficiency", "1.5"], "--efficiency must be above 0 and at most 1, got 1.5"),
         (["--model", "llama-2-7b", "--efficiency", "nan"], "--efficiency must be above 0 and at most 1, got nan"),
-        (["--model", "llama-2-7b", "--offload", "host"], "add checkpointing='layers'"),
+        (["--model", "llama-2-7b", "--offload", "host"], "add checkpointing='full'"),
         (["--model", "llama-2-7b", "--html", "."], "--html . is a folder; give a file, such as --html plan.html"),
         (["--model", "~nobody-of-this-name/x"], "no user of that name"),
         (["--model", "x" * 5000], "is too long for a path"),

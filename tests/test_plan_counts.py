@@ -183,7 +183,7 @@ MLA = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "n_shared_experts": 1,
 }  # fmt: skip
-CHECKPOINTED = Memory(checkpointing="layers")
+CHECKPOINTED = Memory(checkpointing="full")
 CASES = [
     (Mesh(ulysses=4), MOE, {}),
     (Mesh(data=2, ulysses=2), MLA, {}),
@@ -209,7 +209,7 @@ CASES = [
             "memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=4, head_chunks=0),
         },
     ),
-    (Mesh(ulysses=4), {"num_hidden_layers": 5}, {"memory": Memory(checkpointing="output", layers_per_checkpoint=0)}),
+    (Mesh(ulysses=4), {"num_hidden_layers": 5}, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=0)}),
     (Mesh(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (Mesh(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
     (Mesh(ring=4), {}, {"ring_impl": "p2p"}),

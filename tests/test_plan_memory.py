@@ -25,7 +25,7 @@ SMALL = {
 }  # fmt: skip
 NARROW = {"intermediate_size": 64, "num_key_value_heads": 8}
 DEEP = {"num_hidden_layers": 8, "num_key_value_heads": 8}
-CHECKPOINTED = Memory(checkpointing="layers")
+CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
     ({}, 2048, Mesh(ulysses=2), FP32),
@@ -44,22 +44,22 @@ CASES = [
     (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
     ({"hidden_size": 256, "vocab_size": 16000, "tie_word_embeddings": True}, 256, Mesh(ulysses=2), FP32),
     # Memory options, each alone and together.
-    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="output")}),
-    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="attention")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="selective")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="save_attention")}),
     (DEEP, 2048, Mesh(ulysses=2), {**BF16, "memory": Memory(tiled_mlp=4)}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(tiled_norms=True)}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(recompute_mlp_act=False)}),
     ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), FP32),
     ({"num_hidden_layers": 8, "intermediate_size": 704}, 2048, Mesh(ulysses=2), BF16),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(head_chunks=4)}),
-    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="layers", offload="disk")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="full", offload="disk")}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, layers_per_checkpoint=3)}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
     (DEEP, 2048, Mesh(ulysses=2), {**BF16, "memory": LONGEST}),
     (DEEP, 2048, Mesh(ring=2), {**FP32, "memory": LONGEST}),
     (DEEP, 2048, Mesh(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, offload="disk")}),
-    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, checkpointing="attention", offload="disk")}),
+    (DEEP, 2048, Mesh(ulysses=2), {**FP32, "memory": replace(LONGEST, checkpointing="save_attention", offload="disk")}),
     (DEEP, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False, "memory": LONGEST}),
     # The same where hardly anything is of the MLP: what a layer's attention holds, forward and backward.
     (NARROW, 8192, Mesh(ulysses=2), {**FP32, "weight_sharding": False, "memory": LONGEST}),

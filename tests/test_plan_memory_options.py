@@ -54,12 +54,12 @@ def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivat
 @pytest.mark.parametrize(
     ("checkpointing", "mesh", "attention"),
     [
-        ("layers", TWO, 0),
-        ("output", TWO, OUT + LSE),
-        ("output", Mesh(), OUT + LSE),
-        ("attention", TWO, Q + KV + OUT + LSE + OUT),
-        ("attention", Mesh(), Q + KV + OUT + LSE),  # without an exchange the output is one tensor
-        ("attention", Mesh(ulysses=8), Q + 2 * KV + OUT + LSE + OUT),  # 4 KV heads on 8 ranks: each twice
+        ("full", TWO, 0),
+        ("selective", TWO, OUT + LSE),
+        ("selective", Mesh(), OUT + LSE),
+        ("save_attention", TWO, Q + KV + OUT + LSE + OUT),
+        ("save_attention", Mesh(), Q + KV + OUT + LSE),  # without an exchange the output is one tensor
+        ("save_attention", Mesh(ulysses=8), Q + 2 * KV + OUT + LSE + OUT),  # 4 KV heads on 8 ranks: each twice
     ],
 )
 def test_what_checkpointing_keeps(checkpointing: Any, mesh: Mesh, attention: int) -> None:
@@ -69,18 +69,18 @@ def test_what_checkpointing_keeps(checkpointing: Any, mesh: Mesh, attention: int
 
 def test_what_a_layer_saves_while_it_is_computed_again() -> None:
     plain = SavedActivations(2 * (NORM + HIDDEN), Q + KV + OUT + LSE + OUT, 4 * 2 * 96)
-    assert per_token(again_per_token, Memory(checkpointing="layers")) == plain
+    assert per_token(again_per_token, Memory(checkpointing="full")) == plain
     assert per_token(saved_per_token, Memory(recompute_mlp_act=False)) == plain
     from_matrices = replace(plain, mlp=2 * 2 * 96)  # what gate and up gave; the rest follows from it
     assert per_token(saved_per_token, FASTEST) == from_matrices
-    assert per_token(again_per_token, Memory(checkpointing="attention")) == replace(plain, attention=0)
-    assert per_token(again_per_token, Memory(checkpointing="output")) == replace(plain, attention=Q + KV)
+    assert per_token(again_per_token, Memory(checkpointing="save_attention")) == replace(plain, attention=0)
+    assert per_token(again_per_token, Memory(checkpointing="selective")) == replace(plain, attention=Q + KV)
     lean = replace(plain, attention=Q + KV + OUT + LSE)
-    assert per_token(again_per_token, Memory(checkpointing="layers", head_chunks=2)) == lean
+    assert per_token(again_per_token, Memory(checkpointing="full", head_chunks=2)) == lean
     norms = replace(from_matrices, hidden=2 * HIDDEN)  # two norms' inputs: what they give follows from these
     assert per_token(saved_per_token, Memory(tiled_norms=True)) == norms
     again = replace(plain, hidden=HIDDEN)  # the first norm's input is the layer's own
-    assert per_token(again_per_token, Memory(checkpointing="layers", tiled_norms=True)) == again
+    assert per_token(again_per_token, Memory(checkpointing="full", tiled_norms=True)) == again
     assert per_token(saved_per_token, Memory(tiled_mlp=4)) == replace(plain, mlp=0)
     assert per_token(again_per_token, LEAN) == SavedActivations(HIDDEN, Q + KV + OUT + LSE, 0)
 
@@ -104,7 +104,7 @@ def test_a_tile_of_the_mlp() -> None:
 
 def test_what_is_offloaded_lies_elsewhere() -> None:
     kept = 512 * HIDDEN
-    job = Job(context=1024, memory=Memory(checkpointing="layers"))
+    job = Job(context=1024, memory=Memory(checkpointing="full"))
     here, host, disk = (
         cost(SMALL, replace(job, memory=replace(job.memory, offload=where)), TWO, H100)  # type: ignore[arg-type]
         for where in ("none", "host", "disk")
@@ -117,7 +117,7 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
     deep = shape_from_config({**CONFIG, "num_hidden_layers": 12}, "deep")
     there = cost(deep, disk.job, TWO, H100).offloaded
     assert (there.host_bytes, there.disk_bytes) == ({"disk_buffers": 4 * kept}, 12 * kept)
-    long = Job(context=1 << 22, memory=Memory(checkpointing="layers"))
+    long = Job(context=1 << 22, memory=Memory(checkpointing="full"))
     layer = (1 << 21) * HIDDEN
     gone = cost(SMALL, replace(long, memory=replace(long.memory, offload="host")), TWO, H100)
     before = cost(SMALL, long, TWO, H100)
@@ -180,13 +180,16 @@ def test_the_exchange_of_each_memory_option() -> None:
         "dO to heads": (out, 1), "dQ, dK, dV to tokens": (to_heads, 1),
     }  # fmt: skip
     assert (
-        sent(FASTEST) == sent(Memory(checkpointing="attention")) == sent(Memory(tiled_mlp=0, tiled_norms=True)) == plain
+        sent(FASTEST)
+        == sent(Memory(checkpointing="save_attention"))
+        == sent(Memory(tiled_mlp=0, tiled_norms=True))
+        == plain
     )
     twice = {"Q, K, V to heads": (2 * to_heads, 2), "O to tokens": (2 * out, 2)}
-    assert sent(Memory(checkpointing="layers")) == {**plain, **twice}
+    assert sent(Memory(checkpointing="full")) == {**plain, **twice}
     wide = {name: each for name, each in plain.items() if name != "dO to heads"}
     wide["Q, K, V, O, dO to heads"] = (to_heads + 2 * out, 1)
-    assert sent(Memory(checkpointing="output")) == wide
+    assert sent(Memory(checkpointing="selective")) == wide
     in_pieces = {name: (size, 2 * calls) for name, (size, calls) in wide.items()}
     assert sent(Memory(head_chunks=2)) == sent(Memory(head_chunks=9)) == sent(Memory(head_chunks=0)) == in_pieces
     longest = {**in_pieces, "Q, K, V to heads": (2 * to_heads, 4), "O to tokens": (2 * out, 4)}
@@ -196,7 +199,7 @@ def test_the_exchange_of_each_memory_option() -> None:
 def test_a_ring_in_pieces_sends_the_same() -> None:
     plain, pieces = (sent(memory_options, Mesh(ring=4)) for memory_options in (FASTEST, Memory(head_chunks=0)))
     assert pieces == {what: (size, 4 * calls) for what, (size, calls) in plain.items()}
-    kept, again = (sent(Memory(checkpointing=how), Mesh(ring=4)) for how in ("output", "layers"))  # type: ignore[arg-type]
+    kept, again = (sent(Memory(checkpointing=how), Mesh(ring=4)) for how in ("selective", "full"))  # type: ignore[arg-type]
     assert kept == plain and again["K, V to the next"][1] == plain["K, V to the next"][1] * 3 // 2
 
 
@@ -211,24 +214,24 @@ def test_the_time_of_each_memory_option() -> None:
     job, mesh = Job(context=1 << 19), Mesh(ulysses=8)
     took = {m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in lattice(job, H100)}
     assert took[FASTEST] == min(took.values())
-    kept = [took[Memory(checkpointing=how)] for how in ("none", "attention", "output", "layers")]  # type: ignore[arg-type]
+    kept = [took[Memory(checkpointing=how)] for how in ("none", "save_attention", "selective", "full")]  # type: ignore[arg-type]
     assert kept == sorted(set(kept))
     matmul = LLAMA.layers[0].mlp_params * 2.0 * (1 << 16) * 32 / (H100.flops * H100.matmul_efficiency)
     kept_act = cost(LLAMA, replace(job, memory=Memory(recompute_mlp_act=False)), mesh, H100).step_seconds
-    for without, tiled in ((kept_act, FASTEST), (took[Memory(checkpointing="layers")], Memory(checkpointing="layers"))):
+    for without, tiled in ((kept_act, FASTEST), (took[Memory(checkpointing="full")], Memory(checkpointing="full"))):
         assert took[replace(tiled, tiled_mlp=0)] - without == pytest.approx(matmul)
     act = 7 * 2 * LLAMA.layers[0].mlp.width * (1 << 16) * 32 / H100.memory_bandwidth
     assert took[FASTEST] - kept_act == pytest.approx(act)
 
 
 def test_a_slow_link_to_the_host_is_waited_for() -> None:
-    job, mesh = Job(context=1 << 14, memory=Memory(checkpointing="layers", offload="host")), Mesh(ulysses=8)
+    job, mesh = Job(context=1 << 14, memory=Memory(checkpointing="full", offload="host")), Mesh(ulysses=8)
     slow = replace(H100, host_bandwidth=1e8)
     fast, waits = cost(LLAMA, job, mesh, H100), cost(LLAMA, job, mesh, slow)
     assert fast.offloaded.seconds == 0 < waits.offloaded.seconds
     assert waits.step_seconds == pytest.approx(fast.step_seconds + waits.offloaded.seconds)
     assert any("the host link needs" in note and "wait for it" in note for note in waits.notes)
-    disk = replace(job, memory=Memory(checkpointing="layers", offload="disk"))
+    disk = replace(job, memory=Memory(checkpointing="full", offload="disk"))
     assert cost(LLAMA, disk, mesh, replace(H100, disk_write=1e7)).offloaded.seconds > 0
 
 
@@ -247,7 +250,7 @@ SHAPES = st.builds(
 )  # fmt: skip
 MESHES = st.builds(Mesh, *[st.sampled_from([1, 2, 4])] * 3)
 MEMORY_OPTIONS: list[dict[str, Any]] = [
-    {"checkpointing": "attention"}, {"checkpointing": "output"}, {"checkpointing": "layers"}, {"tiled_mlp": 0},
+    {"checkpointing": "save_attention"}, {"checkpointing": "selective"}, {"checkpointing": "full"}, {"tiled_mlp": 0},
     {"tiled_mlp": 8}, {"tiled_norms": True}, {"head_chunks": 0}, {"offload": "host"}, {"offload": "disk"},
     {"cpu_offload": True},
 ]  # fmt: skip
@@ -280,7 +283,7 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
     if "cpu_offload" in memory_option:
         extra += (3 * layer.params + 2 * model.root_params) * 4
     if (with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all) or memory_option == {
-        "checkpointing": "attention"
+        "checkpointing": "save_attention"
     }:
         extra += layer.mixer.backward_buffers(with_it, mesh, scale).total
         extra += scale.tokens * scale.b * layer.mixer.q_heads * layer.mixer.v_head_dim  # my output, kept until the end
@@ -299,8 +302,8 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert found.described() in why and "does not fit" in why and "GB per GPU" in why
     short, nothing_faster = choose(LLAMA, replace(job, context=4096), mesh, H100)
     assert short == FASTEST and "does not fit" not in nothing_faster
-    fixed, _ = choose(LLAMA, job, mesh, H100, {"checkpointing": "layers", "head_chunks": 2})
-    assert (fixed.checkpointing, fixed.head_chunks) == ("layers", 2)
+    fixed, _ = choose(LLAMA, job, mesh, H100, {"checkpointing": "full", "head_chunks": 2})
+    assert (fixed.checkpointing, fixed.head_chunks) == ("full", 2)
 
 
 def test_nothing_that_fits_is_said_item_by_item_with_the_way_out() -> None:
@@ -313,7 +316,7 @@ def test_nothing_that_fits_is_said_item_by_item_with_the_way_out() -> None:
         "GPUs would do",
     ):
         assert said in str(error.value), said
-    with pytest.raises(LongspanError, match="offload='host' moves what checkpointing keeps"):
+    with pytest.raises(LongspanError, match="offload='host' moves what checkpointing saves"):
         choose(LLAMA, Job(context=8192), Mesh(), H100, {"checkpointing": "none", "offload": "host"})
     with pytest.raises(LongspanError, match="needs at least 64 query heads"):
         choose(LLAMA, Job(context=8192), Mesh(ulysses=64), H100)
@@ -361,10 +364,10 @@ def test_the_levels() -> None:
 
     assert memory_options() == FASTEST and memory_options("--memory", "longest") == LONGEST
     assert memory_options("--memory", "longest", "--checkpointing", "none") == replace(LONGEST, checkpointing="none")
-    assert memory_options("--grad-checkpointing") == Memory(checkpointing="layers")
+    assert memory_options("--grad-checkpointing") == Memory(checkpointing="full")
     assert memory_options("--memory", "longest", "--tiled-mlp", "4", "--head-chunks", "1").tiled_mlp == 4
     with pytest.raises(LongspanError, match="leave one of them out"):
-        memory_options("--grad-checkpointing", "--checkpointing", "output")
+        memory_options("--grad-checkpointing", "--checkpointing", "selective")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -446,7 +449,7 @@ def test_the_table_of_memory_options_and_the_meshes_give_one_longest_context(
     ("context", "ring", "ulysses", "batch"), [(1 << 12, 1, 8, 1), (1 << 17, 2, 2, 3), (999, 3, 1, 1)]
 )
 def test_no_memory_option_is_faster_than_none(context: int, ring: int, ulysses: int, batch: int) -> None:
-    for fixed in ({}, {"checkpointing": "layers"}, {"tiled_mlp": 4}):
+    for fixed in ({}, {"checkpointing": "full"}, {"tiled_mlp": 4}):
         job, mesh = Job(context=context, batch=batch), Mesh(ring=ring, ulysses=ulysses)
         times = {m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in lattice(job, H100, fixed)}
         assert times[Memory(**fixed)] <= min(times.values()) * 1.0001

@@ -375,11 +375,11 @@ def _switched() -> tuple[str, dict[str, Any]]:
 
 SETTINGS = [
     # checkpointing, memory options, kind of GPU, batch, steps of the context and of the GPUs to the right of the job's
-    ("layers", "none", "h100", 1, 0, 0),
-    ("layers", "tiles", "h200", 4, 1, 1),
-    ("output", "tiles, and the host's memory", "a100-40gb", 1, 2, -1),
+    ("full", "none", "h100", 1, 0, 0),
+    ("full", "tiles", "h200", 4, 1, 1),
+    ("selective", "tiles, and the host's memory", "a100-40gb", 1, 2, -1),
     ("none", "tiles, and the host's memory", "mi300x", 4, -1, 2),
-    ("attention", "none", "l40s", 4, -2, -1),
+    ("save_attention", "none", "l40s", 4, -2, -1),
     ("none", "none", "b200", 1, -2, 1),
 ]
 

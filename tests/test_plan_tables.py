@@ -106,12 +106,12 @@ def test_what_only_tensor_parallelism_holds_is_recommended(capsys: pytest.Captur
     "given",
     [
         "",
-        "--checkpointing layers",
+        "--checkpointing full",
         "--grad-checkpointing --cpu-offload",
-        "--checkpointing attention --tiled-mlp 8",
+        "--checkpointing save_attention --tiled-mlp 8",
         "--memory longest",
         "--memory auto",
-        "--memory auto --offload disk --checkpointing layers",
+        "--memory auto --offload disk --checkpointing full",
     ],
 )
 @pytest.mark.parametrize(("model", "context"), [("llama-3.1-70b", "256k"), ("llama-3.1-8b", "4M")])

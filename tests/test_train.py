@@ -171,7 +171,7 @@ def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: Rank
 def test_the_memory_options_of_memory_change_nothing_but_rounding(config: TrainConfig, pool2: RankPool) -> None:
     short = dataclasses.replace(config, steps=2, save_every=1, export="never", ulysses=2, context=512)
     _on(pool2, dataclasses.replace(short, out=short.out / "plain"))
-    longest = dataclasses.replace(short, memory="longest", offload="disk", checkpointing="output")
+    longest = dataclasses.replace(short, memory="longest", offload="disk", checkpointing="selective")
     _on(pool2, longest)
     plain, found = losses_of(short.out / "plain"), losses_of(longest.out)
     assert all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
@@ -637,7 +637,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
         config,
         ulysses=2,
         context=201,
-        checkpointing="layers",
+        checkpointing="full",
         offload="disk",
         offload_folder=str(tmp_path),
         out=tmp_path / "fails",

@@ -78,7 +78,7 @@ def memory(setup: Setup) -> Iterator[Row]:
 
 def planned_bytes(axes: dict[str, int], context: int) -> float:
     """What the planner says that a step of this item takes, without what it leaves free."""
-    job = Job(context=context, dtype="bf16", memory=Memory(checkpointing="layers"), ring_impl="p2p")
+    job = Job(context=context, dtype="bf16", memory=Memory(checkpointing="full"), ring_impl="p2p")
     shape = shape_from_config({"model_type": "llama", **LONG}, "benchmark")
     plan = cost(shape, job, Mesh(**axes), read_hardware("h100"))
     return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)

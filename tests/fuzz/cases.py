@@ -113,7 +113,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     memory = maybe(0.4, "longest", "auto", {})
     if memory == {}:
         memory = {
-            "checkpointing": rng.choice(["none", "attention", "output", "layers"]),
+            "checkpointing": rng.choice(["none", "save_attention", "selective", "full"]),
             "layers_per_checkpoint": maybe(0.2, 0, 2),
             "offload": maybe(0.2, "disk"),
             "tiled_mlp": maybe(0.4, 0, 3),

@@ -1,8 +1,6 @@
-"""What is done to save memory, one memory option each, as one value: `longspan.parallelize(model, sp,
-memory=Memory(...))`.
+"""Memory options, as one value: `longspan.parallelize(model, sp, memory=Memory(...))`.
 
-Every memory option is exact; each says what it saves and what it costs. The planner costs the same value (`longspan
-plan --memory ...`), so a table of memory options and what a run really holds are about the same thing.
+Every option is exact. The planner costs the same value (`longspan plan --memory ...`).
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ from typing import Literal
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, checked_call, path_of, spell
 
-Checkpointing = Literal["none", "attention", "output", "layers"]
+Checkpointing = Literal["none", "save_attention", "selective", "full"]
 Offload = Literal["none", "host", "disk"]
 MemoryLevel = Literal["fastest", "longest", "auto"]
 
 HeadLossName = Literal["tiled", "torch", "liger"]
 
-CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "attention", "output", "layers")
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "save_attention", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "host", "disk")
 HEAD_LOSSES: tuple[HeadLossName, ...] = ("tiled", "torch", "liger")
 LEVELS: tuple[MemoryLevel, ...] = ("fastest", "longest", "auto")
@@ -28,38 +26,37 @@ LEVELS: tuple[MemoryLevel, ...] = ("fastest", "longest", "auto")
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory options.
+    """Options that save memory. Each trades time or bandwidth for it; none changes the result.
 
     Attributes:
-        checkpointing: what of a layer is kept for its backward.
-            none: all that autograd saves.
-            attention: the layer's input, and all that its attention has saved (q, k and v as the exchange brought them,
-            output, log-sum-exp); norms, projections and MLP run again, no exchange, ring or attention kernel does.
-            output: the layer's input, and of its attention the output of my tokens and the log-sum-exp; neither a
-            ring's forward nor the kernel's runs again, and the backward's exchange brings q, k and v along.
-            layers: the layer's input alone; all of it runs again.
-        layers_per_checkpoint: layers that share one kept input, the first's. In the backward the others' inputs are
-            made again from it, by running the layers between without gradients; then each layer is computed again by
-            itself, as ever. So of n layers about 2 sqrt(n) inputs are held in the place of n, for a forward
-            more of all layers but the last of each group. 0: as many as hold the fewest. 1: each keeps its own. Layers
-            that draw random numbers, or take in something else than the one before gave, begin a group.
-        offload: where what checkpointing keeps lies until its backward: host memory (from a GPU), or a file on a disk.
-        offload_folder: folder of that file, on a disk that is local to the rank; "" for the system's folder for
-            temporary files.
+        checkpointing: what a layer saves for its backward; the rest is recomputed.
+            none: everything that autograd saves.
+            save_attention: the layer's input and every tensor that its attention saves (q, k, v, output, log-sum-exp).
+            Recomputes norms, projections and MLP; no all-to-all, ring or attention kernel runs twice.
+            selective: the layer's input, and its attention's output and log-sum-exp. Neither the ring's forward nor the
+            kernel runs twice; the all-to-all of the backward also carries q, k and v.
+            full: the layer's input. Recomputes the whole layer.
+        layers_per_checkpoint: layers that share one saved input, the first's. The backward recomputes the other inputs
+            from it without gradients, then each layer as usual. Of n layers about 2 sqrt(n) inputs are held instead of
+            n, for one more forward of every layer but the last of each group. 0: the smallest group that holds the
+            fewest inputs. 1: every layer saves its input. A layer that draws random numbers, or whose input is not the
+            previous layer's output, starts a group.
+        offload: where saved activations wait for the backward: "host" (pinned memory, from a GPU) or "disk" (a file).
+        offload_folder: folder of that file, on a disk local to the rank; "" for the system's temporary folder.
         tiled_mlp: tiles of tokens that an MLP works through, forward and backward, so that its intermediates exist for
-            one tile at a time (computed again in the backward). 0: as many as make a tile's intermediates about as
+            one tile at a time; the backward recomputes them. 0: chosen so that the intermediates of a tile are about as
             large as the hidden states. 1: no tiles.
-        tiled_norms: norms keep their input alone; what they give is computed again in the backward, for themselves and
-            for the linear layers and tiled MLPs that take it in.
-        recompute_mlp_act: an MLP keeps what its matrices gave, and its backward computes the activation function and
-            the product with it again, bit for bit (elementwise work: as fused SwiGLU kernels do). Where a layer is
-            checkpointed, or its MLP tiled, nothing of this is kept anyway.
-        head_chunks: pieces in which the heads go through the exchange and the attention, one after the other (at most
-            the KV heads of a rank), so that what is there between the two All-to-Alls is 1/pieces. 0: as many as a rank
-            has KV heads. 1: all at once.
-        head_loss: what computes the loss without logits: our tiles; torch's linear_cross_entropy, or Liger's kernel,
-            where they fit.
-        cpu_offload: weights, gradients and optimizer states stay in the host's memory (FSDP2's CPUOffloadPolicy).
+        tiled_norms: norms save their input only. The backward recomputes their output, also for the linear layers and
+            tiled MLPs that read it.
+        recompute_mlp_act: an MLP saves the outputs of its first matmuls, and the backward recomputes the activation
+            function and the product from them, bit for bit (elementwise, as fused SwiGLU kernels do). No effect in a
+            checkpointed layer or a tiled MLP, which save neither.
+        head_chunks: groups of heads that go through the all-to-all and the attention one after another (at most the KV
+            heads of a rank), so that buffers between the two all-to-alls shrink to 1 / head_chunks. 0: one group per
+            KV head of a rank. 1: all heads at once.
+        head_loss: what computes the loss without logits: "tiled" (ours), or where they apply "torch"
+            (linear_cross_entropy) and "liger".
+        cpu_offload: keep weights, gradients and optimizer states in host memory (FSDP2's CPUOffloadPolicy).
     """
 
     checkpointing: Checkpointing = "none"
@@ -85,49 +82,48 @@ class Memory:
             check_flag(name, getattr(self, name))
         if self.offload != "none" and self.checkpointing == "none":
             raise LongspanError(
-                f"offload={self.offload!r} moves what checkpointing keeps, and checkpointing='none' keeps everything "
-                f"where it is; add checkpointing='layers' (or 'output', 'attention')"
+                f"offload={self.offload!r} moves what checkpointing saves, and checkpointing is 'none'; "
+                f"add checkpointing='full' (or 'selective', 'save_attention')"
             )
         if self.layers_per_checkpoint != 1 and self.checkpointing == "none":
             raise LongspanError(
-                f"layers_per_checkpoint={self.layers_per_checkpoint} says how many layers share what checkpointing "
-                f"keeps, and checkpointing='none' keeps everything; add checkpointing='layers' (or 'output')"
+                f"layers_per_checkpoint={self.layers_per_checkpoint} groups layers that checkpointing recomputes, and "
+                f"checkpointing is 'none'; add checkpointing='full' (or 'selective')"
             )
         if self.offload_folder:
             path_of("offload_folder", self.offload_folder)
             if self.offload != "disk":
                 raise LongspanError(
-                    f"offload_folder={self.offload_folder!r} is where offload='disk' writes, and offload is "
-                    f"{self.offload!r}"
+                    f"offload_folder={self.offload_folder!r} needs offload='disk'; offload is {self.offload!r}"
                 )
 
     @property
     def recompute_all_to_all(self) -> bool:
-        """Whether attention saves q, k, v and output of my tokens, and its backward exchanges them again."""
-        return self.head_chunks != 1 or self.checkpointing == "output"
+        """Whether attention saves my tokens' q, k, v and output, and its backward repeats the all-to-all."""
+        return self.head_chunks != 1 or self.checkpointing == "selective"
 
     def described(self) -> str:
-        """What differs from the fastest, in a few words."""
+        """Return the options that differ from `FASTEST`, as text."""
         parts = [
             f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
         ]
-        return ", ".join(parts) or "every layer's activations are kept"
+        return ", ".join(parts) or "all activations are saved"
 
 
 Memory.__init__ = checked_call()(Memory.__init__)  # type: ignore[method-assign]
 
 FASTEST = Memory()
-"""What costs a product or a transfer to have again is kept; logits are made by tiles, activation functions twice."""
+"""Save what needs a matmul or communication to recompute; recompute activation functions; tile the loss."""
 
-LONGEST = Memory(checkpointing="layers", tiled_mlp=0, tiled_norms=True)
-"""The least memory without offload in which no layer's forward runs more than twice."""
+LONGEST = Memory(checkpointing="full", tiled_mlp=0, tiled_norms=True)
+"""The least memory without offload, with at most two forwards per layer."""
 
 
 def memory_of(asked: object) -> Memory:
-    """The memory options of a level, or those that were given.
+    """Return the options of a level ("fastest", "longest"), or `asked` itself if it is a `Memory`.
 
     Raises:
-        LongspanError: for what is neither.
+        LongspanError: `asked` is neither.
     """
     if isinstance(asked, Memory):
         return asked

@@ -24,11 +24,11 @@ class MemoryFlags:
     the fastest combination that fits by the planner, for each mesh (a disk is used where it is asked for, and not
     otherwise). The flags below set one memory option each, whatever this says. by-flags: exactly what these flags say;
     without any, plan and train take auto, and verify takes fastest."""
-    checkpointing: Literal["by-memory", "none", "attention", "output", "layers"] = "by-memory"
+    checkpointing: Literal["by-memory", "none", "save_attention", "selective", "full"] = "by-memory"
     """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
     attention's output, its input alone. by-memory: as --memory says."""
     grad_checkpointing: bool = False
-    """The same as --checkpointing layers."""
+    """The same as --checkpointing full."""
     layers_per_checkpoint: int | None = None
     """Layers that share one kept input; the others' are made again in the backward. 1: each keeps its own. 0: as many
     as hold the fewest."""
@@ -63,12 +63,12 @@ class MemoryFlags:
             "cpu_offload": self.cpu_offload or None,
         }
         if self.grad_checkpointing:
-            if given["checkpointing"] not in (None, "layers"):
+            if given["checkpointing"] not in (None, "full"):
                 raise LongspanError(
-                    f"--grad-checkpointing is --checkpointing layers, and --checkpointing {self.checkpointing} is "
+                    f"--grad-checkpointing is --checkpointing full, and --checkpointing {self.checkpointing} is "
                     f"given too; leave one of them out"
                 )
-            given["checkpointing"] = "layers"
+            given["checkpointing"] = "full"
         return {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -92,7 +92,7 @@ class MemoryFlags:
         fixed = self.fixed()
         # It chooses a checkpointing to go with them.
         if self.chooses and (fixed.get("offload", "none") != "none" or fixed.get("layers_per_checkpoint", 1) != 1):
-            fixed.setdefault("checkpointing", "layers")
+            fixed.setdefault("checkpointing", "full")
         return replace(LONGEST if self.level == "longest" else FASTEST, **fixed)
 
 

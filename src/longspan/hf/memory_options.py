@@ -186,9 +186,9 @@ class MemoryManager:
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         attention = 0
-        if self.memory.checkpointing == "output":
+        if self.memory.checkpointing == "selective":
             attention = width * element + 4 * heads
-        if self.memory.checkpointing == "attention":  # q, k and v of at most as many heads, output twice
+        if self.memory.checkpointing == "save_attention":  # q, k and v of at most as many heads, output twice
             attention = 5 * width * element + 4 * heads
         inputs, _ = layers_held(len(self.layers), self.chain.per_checkpoint)
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)

@@ -3,7 +3,8 @@
 A layer keeps its input, and is computed again in the backward (Chen et al. 2016, arXiv:1604.06174; torch's
 non-reentrant checkpoint). What that repeats is worst in attention: an exchange, a ring, a kernel whose cost grows with
 the square of the length. So a layer may keep of its attention either everything that autograd saved
-(`checkpointing="attention"`: nothing of it runs again) or output and log-sum-exp (`"output"`: the kernel does not).
+(`checkpointing="save_attention"`: nothing of it runs again) or output and log-sum-exp (`"selective"`: the kernel does
+not).
 Whatever is kept may lie elsewhere meanwhile. And not every layer need keep its input: it is what the layer before
 gives, so a group of layers may keep the first's alone and make the others' again (`layers_per_checkpoint`).
 """
@@ -82,7 +83,7 @@ class LayerCall:
 
     Attributes:
         store: where what is kept lies.
-        whole: whether all that attention saves is kept (`checkpointing="attention"`).
+        whole: whether all that attention saves is kept (`checkpointing="save_attention"`).
         replaying: whether the layer is being computed again.
     """
 
@@ -102,7 +103,7 @@ class LayerCall:
         if self.at == len(self.kept):
             raise LongspanError(
                 f"a checkpointed layer called {len(self.kept)} attentions in its forward, and now calls another one: "
-                f"it does not compute the same twice; use checkpointing='layers' or 'none'"
+                f"it does not compute the same twice; use checkpointing='full' or 'none'"
             )
         self.at += 1
         return self.kept[self.at - 1]
@@ -156,8 +157,8 @@ class CheckpointedLayer:
         return forward_of(self.layer)(self.layer, *args, **kwargs)
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        keeps = self.memory.checkpointing in ("attention", "output")
-        call = LayerCall(self.store, whole=self.memory.checkpointing == "attention")
+        keeps = self.memory.checkpointing in ("save_attention", "selective")
+        call = LayerCall(self.store, whole=self.memory.checkpointing == "save_attention")
         inputs = _Inputs(args, kwargs, self.store, self.chain.before(self, [*args, *kwargs.values()]))
 
         def run(_: Tensor) -> Any:

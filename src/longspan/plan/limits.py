@@ -76,7 +76,9 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
     """What the user should know of a mesh that can be."""
     replicated = [(count, layer.mixer.replicated_bytes(job, mesh)) for layer, count in model.layer_kinds]
     # Whether one layer's K and V of a rank's heads exist at a time.
-    once = job.mode == "train" and (job.memory.checkpointing in ("layers", "output") or job.memory.recompute_all_to_all)
+    once = job.mode == "train" and (
+        job.memory.checkpointing in ("full", "selective") or job.memory.recompute_all_to_all
+    )
     extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
     kv = max(1, model.kv_heads // mesh.tensor)
     if extra > 0:

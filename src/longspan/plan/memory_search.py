@@ -186,7 +186,7 @@ def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> li
     best = {"tiled_mlp": 0, "tiled_norms": True, "head_chunks": 0}
     wanted = {name: value for name, value in best.items() if name not in given}
     if "checkpointing" not in given:
-        every = [memory for memory in every if memory.checkpointing in ("output", "layers")]
+        every = [memory for memory in every if memory.checkpointing in ("selective", "full")]
     return [memory for memory in every if all(getattr(memory, name) == value for name, value in wanted.items())]
 
 
@@ -291,9 +291,9 @@ def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memor
     for kept in CHECKPOINTING[1:]:
         yield f"checkpointing {kept}", Memory(checkpointing=kept)
     if not hardware.on_cpu:
-        yield "checkpointing layers, offload host", Memory(checkpointing="layers", offload="host")
-    yield "checkpointing layers, offload disk", Memory(checkpointing="layers", offload="disk")
-    yield "checkpointing layers, a few per checkpoint", Memory(checkpointing="layers", layers_per_checkpoint=0)
+        yield "checkpointing full, offload host", Memory(checkpointing="full", offload="host")
+    yield "checkpointing full, offload disk", Memory(checkpointing="full", offload="disk")
+    yield "checkpointing full, a few per checkpoint", Memory(checkpointing="full", layers_per_checkpoint=0)
     yield "tiled MLP", Memory(tiled_mlp=0)
     yield "tiled norms", Memory(tiled_norms=True)
     yield "activation functions kept", Memory(recompute_mlp_act=False)

@@ -86,8 +86,8 @@ def _asked_for(found: Kernel, need: KernelRequest) -> tuple[Kernel, Choice]:
     if need.lse and not returns_lse(found):
         raise LongspanError(
             f"the kernel {found.name} gives no log-sum-exp, which head_chunks, overlap_chunks and "
-            f"checkpointing='output' save for the backward; use kernel='auto' or 'tiled', a function that gives it "
-            f"(longspan.kernel_with_lse), or head_chunks=1 and overlap_chunks=1 without checkpointing='output'"
+            f"checkpointing='selective' save for the backward; use kernel='auto' or 'tiled', a function that gives it "
+            f"(longspan.kernel_with_lse), or head_chunks=1 and overlap_chunks=1 without checkpointing='selective'"
         )
     return found, Choice(found.name, found.describe(need))
 

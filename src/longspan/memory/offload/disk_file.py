@@ -141,7 +141,7 @@ class SpillFile:
         return (
             f"activations do not fit on the disk of offload_folder={self.folder!r}: {needed:,} bytes more are needed "
             f"for this rank, beside {self.size:,} that it has, and {self._free():,} bytes are free{said}; give a "
-            "folder on a larger disk, keep less (checkpointing='layers'), or share the sequence among more ranks"
+            "folder on a larger disk, keep less (checkpointing='full'), or share the sequence among more ranks"
         )
 
 

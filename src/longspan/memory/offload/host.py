@@ -252,7 +252,7 @@ def _spell_full(needed: int, free: int | None) -> str:
     has = "an unknown number of" if free is None else f"{free:,}"
     return (
         f"activations do not fit in the host's memory: {needed:,} bytes more are needed for this rank, and {has} "
-        "bytes are free for all ranks of this machine; use offload='disk', keep less (checkpointing='layers'), or "
+        "bytes are free for all ranks of this machine; use offload='disk', keep less (checkpointing='full'), or "
         "share the sequence among more ranks"
     )
 

@@ -120,7 +120,7 @@ def between(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     )
     for (layer, gathers), count in runs.items():
         sent = layer_tensor(model, layer, replace(job, mode="prefill", batch=mesh.data), mesh)
-        if job.memory.checkpointing == "layers":
+        if job.memory.checkpointing == "full":
             sent += _forward_alone(functools.partial(layer.mixer.sent, mesh=mesh), job)
         if gathers:
             sent += layer_weights(layer, job, mesh)[:1]
@@ -133,7 +133,7 @@ def _forward_alone(sent: Callable[[Job], list[Sent]], job: Job) -> list[Sent]:
     once, twice = (
         sent(replace(job, memory=Memory(checkpointing=kept, head_chunks=job.memory.head_chunks)))
         for kept in CHECKPOINTING
-        if kept in ("none", "layers")
+        if kept in ("none", "full")
     )
     more = ((both, both.calls - one.calls) for one, both in zip(once, twice, strict=True))
     return [replace(both, calls=calls) for both, calls in more if calls]

@@ -93,9 +93,9 @@ def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, ha
     forward, backward = forward + merged / hardware.memory_bandwidth, backward + summed / hardware.memory_bandwidth
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
-    again = {"none": 0.0, "attention": matmul, "output": matmul, "layers": matmul + forward}[job.memory.checkpointing]
+    again = {"none": 0.0, "full": matmul + forward}.get(job.memory.checkpointing, matmul)
     between = runs_between(len(model.layers), job) / len(model.layers)
-    again += between * (matmul + (forward if job.memory.checkpointing == "layers" else 0.0))
+    again += between * (matmul + (forward if job.memory.checkpointing == "full" else 0.0))
     if job.memory.tiled_mlp != 1:
         weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
         again += 2.0 * weights * tokens / mesh.tensor / speed(hardware, job)

@@ -306,7 +306,7 @@ def _on_disk(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> SavedActivati
     """Of what counts as kept of a layer, what a CPU has on its disk until the attention's own backward, as it reads
     nothing ahead: all that the attention keeps but its output.
     """
-    if not (s.on_cpu and offloads(job, s) and job.memory.checkpointing == "attention"):
+    if not (s.on_cpu and offloads(job, s) and job.memory.checkpointing == "save_attention"):
         return SavedActivations()
     autocast, kinds = autocasts(job), [layer for layer, _ in model.layer_kinds]
     kept = min(kept_per_token(layer, job, mesh, s, autocast).attention for layer in kinds)
@@ -319,13 +319,13 @@ def _exchanged_again(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
     among them: when they are sent, as what is sent and what arrives; when the output has come home, as what arrived,
     the output there, as it came, and in its place. 0 where it is not computed again.
     """
-    if mesh.ulysses == 1 or job.memory.checkpointing not in ("layers", "output"):
+    if mesh.ulysses == 1 or job.memory.checkpointing not in ("full", "selective"):
         return 0
     most = 0
     for layer, _ in model.layer_kinds:
         (qkv, out, packed), n = layer.mixer.forward_buffers(mesh, s), layer.mixer.chunks(job, mesh)
         home = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
-        most = max(most, qkv + -(-2 * packed // n), qkv + home * (job.memory.checkpointing == "layers"))
+        most = max(most, qkv + -(-2 * packed // n), qkv + home * (job.memory.checkpointing == "full"))
     return most
 
 

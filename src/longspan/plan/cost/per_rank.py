@@ -65,7 +65,7 @@ def mixing_passes(job: Job) -> tuple[int, int]:
     """
     if job.mode != "train":
         return 1, 0
-    return (2 if job.memory.checkpointing == "layers" else 1), 1
+    return (2 if job.memory.checkpointing == "full" else 1), 1
 
 
 @functools.lru_cache(maxsize=4096)

@@ -51,7 +51,7 @@ def buffers_backward(layer: Softmax, job: Job, mesh: Mesh, s: Scale) -> Buffers:
     computing = brought + gradients + in_heads * heads.out * exchanged + kernel_backward(layer, mesh, s)
     sending = brought + in_heads * heads.out + of_output + (result + of_output if recompute else 0)
     # The kernel's node is done, and what it saved is gone with it: where nobody else keeps it.
-    kept = job.memory.checkpointing == "attention" and not offloads(job, s)
+    kept = job.memory.checkpointing == "save_attention" and not offloads(job, s)
     gone = 0 if recompute or kept else in_heads * (heads.q + heads.kv + heads.out)
     returning = 2 * gradients + (result if pieces == 1 else 0) - gone
     if pieces == 1 and not recompute:  # the gradient that came in goes when it has been sent

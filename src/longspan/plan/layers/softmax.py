@@ -187,16 +187,18 @@ class Softmax(Mixer):
 
     def kept(self, job: Job, mesh: Mesh, s: Scale) -> int:
         """attention: all of `saved`. output: the output of my tokens, and the log-sum-exp of my heads."""
-        if job.memory.checkpointing == "attention":
+        if job.memory.checkpointing == "save_attention":
             return self.saved(mesh, s, recompute_all_to_all=job.memory.recompute_all_to_all)
-        if job.memory.checkpointing == "output":
+        if job.memory.checkpointing == "selective":
             numbers = mesh.ulysses * 4 * exchange.busiest(self, mesh).q_heads
             return s.b * self.q_heads * self.v_head_dim // mesh.tensor + numbers
         return 0
 
     def freed(self, behind: SavedActivations, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
         # Saved tensors are freed with the layer; a backward that recomputes the all-to-all also sends the local output.
-        stays = job.memory.recompute_all_to_all or (job.memory.checkpointing == "attention" and not offloads(job, s))
+        stays = job.memory.recompute_all_to_all or (
+            job.memory.checkpointing == "save_attention" and not offloads(job, s)
+        )
         return behind + SavedActivations(attention=0 if stays else self._projected(mesh, s))
 
     def _projected(self, mesh: Mesh, s: Scale) -> int:

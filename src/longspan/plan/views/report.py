@@ -242,7 +242,7 @@ def memory_flags(memory: Memory) -> list[str]:
     """The flags of `longspan plan` and `longspan train` that say these memory options."""
     if memory == Memory():
         return ["--memory fastest"]
-    if memory == Memory(checkpointing="layers"):
+    if memory == Memory(checkpointing="full"):
         return ["--grad-checkpointing"]
     lean = replace(memory, offload="none", offload_folder="", cpu_offload=False) == LONGEST
     base = LONGEST if lean else Memory()

@@ -93,7 +93,7 @@ def settings_of(job: Job, gpus: int, hardware: Hardware) -> Settings:
     given = {f.name: getattr(own, f.name) for f in fields(Memory) if f.name != "checkpointing"}
     memory_options = _memory_options(job, hardware)
     if all(
-        Memory(**{**each, "checkpointing": "layers"}) != replace(own, checkpointing="layers")
+        Memory(**{**each, "checkpointing": "full"}) != replace(own, checkpointing="full")
         for each in memory_options.values()
     ):
         memory_options = {"as given": given, **memory_options}
