@@ -79,8 +79,8 @@ def case(sp: Any, n: int, q_heads: int, kv_heads: int, dtype: torch.dtype, round
     floor_grad = torch.randn(1, whole, q_heads // sp.size * HEAD_DIM).to(dtype)
 
     ours = step(lambda q, k, v: longspan.attention(q, k, v, sp, causal=True), mine, grad)
-    theirs = step(peers.distributed_attention(sp.group, q_heads, kv_heads), mine, grad)
-    same = step(peers.distributed_attention(sp.group, q_heads, kv_heads, peers.longspan_kernel), mine, grad)
+    theirs = step(peers.deepspeed_attention(sp.group, kv_heads), mine, grad)
+    same = step(peers.deepspeed_attention(sp.group, kv_heads, peers.longspan_kernel), mine, grad)
     alone = step(peers.longspan_kernel, floor, floor_grad)
 
     pairs = zip(("out", "dq", "dk", "dv"), ours(), theirs(), strict=True)
@@ -104,7 +104,7 @@ def leaves(n: int, q_heads: int, kv_heads: int, dtype: torch.dtype) -> list[torc
     return [torch.randn(1, n, h, HEAD_DIM).to(dtype).requires_grad_() for h in (q_heads, kv_heads, kv_heads)]
 
 
-def step(attend: peers.Attention, inputs: list[torch.Tensor], grad: torch.Tensor) -> Any:
+def step(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -> Any:
     """Forward and backward as a layer sees them: the output flat for the output projection, the gradients whole.
 
     Gradients land in `.grad` in the inputs' own layout, so a strided gradient pays for its copy here.

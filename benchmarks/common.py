@@ -14,7 +14,6 @@ import socket
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from longspan.bench.timing import alternate as alternate
+
 REPORTS = Path(__file__).resolve().parent / "reports"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Timer = Callable[[], object]
-Series = dict[str, list[float]]  # seconds of each candidate, round by round
+Series = dict[str, list[float]]  # seconds of each candidate, by round
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -76,41 +77,6 @@ def _free_port() -> int:
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def alternate(
-    candidates: dict[str, Timer], repeats: int, warmup: int = 1, *, busiest: bool = False
-) -> tuple[Series, Series]:
-    """Wall seconds and CPU seconds of each candidate, `repeats` times each, in the same processes and in alternation.
-
-    The order rotates from round to round, so no candidate always runs after the same other one. Every run
-    starts at a barrier. Its wall time is that of the slowest rank; its CPU time is summed over ranks (all their
-    threads, gloo's too), or with `busiest` that of the rank with most, and hardly changes when other work shares the
-    machine. Without a process group: those of this process.
-    """
-    names = list(candidates)
-    for _ in range(warmup):
-        for name in names:
-            candidates[name]()
-    wall: Series = {name: [] for name in names}
-    cpu: Series = {name: [] for name in names}
-    for turn in range(repeats):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if dist.is_initialized():
-                dist.barrier()
-            start, start_cpu = time.perf_counter(), time.process_time()
-            candidates[name]()
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - start_cpu)
-    if not dist.is_initialized():
-        return wall, cpu
-    return _reduced(wall, dist.ReduceOp.MAX), _reduced(cpu, dist.ReduceOp.MAX if busiest else dist.ReduceOp.SUM)
-
-
-def _reduced(mine: Series, op: Any) -> Series:
-    times = torch.tensor(list(mine.values()), dtype=torch.float64)
-    dist.all_reduce(times, op=op)
-    return dict(zip(mine, times.tolist(), strict=True))
-
-
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
@@ -126,23 +92,6 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     worst = ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).reshape(1)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst)
-
-
-def peak(events: list[dict[str, Any]]) -> int:
-    """Most bytes that are held at once, from allocations and frees by address.
-
-    Not from the profiler's own total, which misses what gloo's threads free. An address given out anew was free.
-    """
-    held: dict[int, int] = {}
-    now = most = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now -= held.pop(address, 0)
-        if size > 0:
-            held[address] = size
-            now += size
-            most = max(most, now)
-    return most
 
 
 # --- reports --------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ def measure(batch: int, tokens: int, heads: str) -> list[dict[str, Any]]:
     attends = {
         "longspan": lambda q, k, v: longspan.attention(q, k, v, sp, causal=True),
         "longspan, plain kernel": lambda q, k, v: longspan.attention(q, k, v, sp, causal=True, kernel=plain_kernel),
-        "DistributedAttention": peers.distributed_attention(sp.group, q_heads, kv_heads),
-        "ALST": peers.alst_attention(sp.group, q_heads, kv_heads, HEAD_DIM, batch, n),
+        "DistributedAttention": peers.deepspeed_attention(sp.group, kv_heads),
+        "ALST": peers.alst_attention(sp.group, q_heads, kv_heads, HEAD_DIM, n * sp.size, batch),
     }
     torch.manual_seed(sp.rank)
     inputs = [torch.randn(batch, n, h, HEAD_DIM).requires_grad_() for h in (q_heads, kv_heads, kv_heads)]
@@ -93,7 +93,7 @@ def plain_kernel(
     return out.transpose(1, 2)
 
 
-def run(attend: peers.Attention, inputs: list[torch.Tensor], grad: torch.Tensor) -> None:
+def run(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -> None:
     for x in inputs:
         x.grad = None
     with torch.profiler.record_function("forward"):
@@ -102,7 +102,7 @@ def run(attend: peers.Attention, inputs: list[torch.Tensor], grad: torch.Tensor)
         out.backward(grad)
 
 
-def profile(attend: peers.Attention, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[dict[str, Any]]:
+def profile(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -> list[dict[str, Any]]:
     """`[forward, backward]`: bytes and number of copies per stage, and the collectives called."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, record_shapes=True) as recorded:

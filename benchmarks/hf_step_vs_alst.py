@@ -16,8 +16,6 @@ import argparse
 import ctypes
 import dataclasses
 import gc
-import json
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.core.memory import LONGEST, Memory
+from longspan.tracing.record import memory_rise
 
 MIB = 2**20
 MEMORY_OPTIONS = {  # by the names that benchmarks give them, after "longspan"
@@ -290,16 +289,11 @@ def status_kib(field: str) -> int:
 
 
 def tensor_peak(step: Step) -> float:
-    """Peak bytes of the tensors a step makes, from the profiler's allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    if not any(e.get("name") == "[memory]" for e in events):
+    """Return the peak bytes of tensors that a step allocates."""
+    rise = memory_rise(step)
+    if not rise:
         raise RuntimeError("the profiler recorded no allocation")
-    return float(common.peak(events))
+    return float(rise)
 
 
 # --- the table --------------------------------------------------------------------------------------

@@ -1,16 +1,10 @@
-"""DeepSpeed's two Ulysses implementations, each in the best configuration it documents for CPU and gloo.
+"""What the benchmarks need of DeepSpeed beyond `longspan.bench.peers`: ALST's whole training step.
 
-Only this file knows DeepSpeed's calling conventions; the benchmarks see plain functions.
 Needs `DS_BUILD_OPS=0 pip install --no-deps deepspeed` and its small dependencies (see README.md).
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,89 +12,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
+from longspan.bench.peers import Attend, alst_attention, deepspeed_attention, start_deepspeed
 from longspan.comm.mesh import OneDeviceMesh
 
+__all__ = ["AlstStep", "Attend", "alst_attention", "deepspeed_attention", "longspan_kernel", "start_deepspeed"]
+
 _ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def start_deepspeed() -> None:
-    """Import DeepSpeed quietly and let it adopt the process group that is already there."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    warnings.filterwarnings("ignore")
-    import deepspeed.comm
-    from deepspeed.utils.logging import logger
-
-    logger.setLevel(logging.ERROR)
-    deepspeed.comm.init_distributed(dist_backend="gloo", verbose=False, dist_init_required=False)
-
-
-def local_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The local kernel that a user of DeepSpeed would write: torch's SDPA, causal. `[B, S, H, D]` in and out."""
-    gqa = q.shape[2] != k.shape[2]
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=gqa
-    )
-    return o.transpose(1, 2)
 
 
 def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """longspan's own way of calling that SDPA on one device, for whoever wants it as a local kernel."""
+    """Return the causal attention of one device as longspan calls SDPA, to use as DeepSpeed's local kernel."""
     return longspan.attention(q, k, v, _ONE_DEVICE, kernel="sdpa")
 
 
-def distributed_attention(
-    group: dist.ProcessGroup, q_heads: int, kv_heads: int, local: Attention = local_sdpa
-) -> Attention:
-    """`deepspeed.sequence.layer.DistributedAttention` over `[B, n_local, H, D]`, batch first.
-
-    Batch first (`batch_dim_idx=0`) is what the model holds; at batch 1 DeepSpeed's sequence-first layout makes
-    the same copies, and at larger batches it would need a transpose more. No side stream: that needs CUDA.
-    With fewer KV heads than ranks DeepSpeed refuses, so its user's way out is taken: each KV head is
-    repeated just often enough for every rank to hold one.
-    """
-    from deepspeed.sequence.layer import DistributedAttention
-
-    ranks = dist.get_world_size(group)
-    repeats = -(-ranks // kv_heads)
-    module = DistributedAttention(local, group, scatter_idx=2, gather_idx=1, num_kv_heads=kv_heads * repeats)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-        return module(q, k, v, 0)
-
-    return attend
-
-
-def alst_attention(
-    group: dist.ProcessGroup, q_heads: int, kv_heads: int, head_dim: int, batch: int, n_local: int
-) -> Attention:
-    """ALST's `UlyssesSPAttentionHF` alone, called as a Hugging Face layer calls it, over `[B, n_local, H, D]`."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    module = UlyssesSPAttentionHF(
-        attn=sdpa_attention_forward, batch_size=batch, attn_head_count=q_heads, attn_head_size=head_dim,
-        kv_head_count=kv_heads, num_hidden_layers=1, process_group=group,
-        local_seq_length=n_local, global_seq_length=n_local * ranks,
-    )  # fmt: skip
-    layer = SimpleNamespace(training=True, num_key_value_groups=q_heads // kv_heads, is_causal=True)
-    position_ids = torch.arange(rank * n_local, (rank + 1) * n_local).repeat(batch, 1)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        o, _ = module(layer, *heads_first, None, position_ids=position_ids)
-        return o.unflatten(-1, (q_heads, head_dim))
-
-    return attend
-
-
 def without_exchange() -> str:
-    """The name of a transformers attention that does one rank's share of the work and talks to nobody.
+    """Register a transformers attention that does one rank's share of the work without communication; return its name.
 
-    My tokens of all heads are read as all tokens of my share of the heads: the sizes are right, the values are not.
+    It reads local tokens of all heads as all tokens of the local heads: the sizes are right, the values are not.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -108,7 +36,7 @@ def without_exchange() -> str:
     def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
         ranks = dist.get_world_size()
         q, k, v = (x.reshape(x.shape[0], max(1, x.shape[1] // ranks), -1, x.shape[3]) for x in (q, k, v))
-        k, v = (x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))  # once, unless KV heads < ranks
+        k, v = (x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))  # at most once, unless KV heads < ranks
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return o.reshape(q.shape[0], module.config.num_attention_heads, -1, q.shape[3]).transpose(1, 2), None
 
@@ -121,9 +49,7 @@ def without_exchange() -> str:
 
 
 def tile_mlps(model: Any) -> None:
-    """ALST's TiledMLP in every layer of a Llama, as its documentation writes it: tokens / hidden size tiles, agreed on
-    by an all-reduce.
-    """
+    """Use ALST's TiledMLP in every layer of a Llama as documented: tokens / hidden size tiles, maximum over ranks."""
     import math
 
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -142,15 +68,14 @@ def tile_mlps(model: Any) -> None:
 
 
 class AlstStep:
-    """Forward and backward of a Hugging Face causal LM under ALST, as its tutorial writes it.
+    """Forward and backward of a Hugging Face causal LM under ALST, as in its tutorial.
 
-    `register_with_transformers` replaces transformers' `sdpa` entry for the whole process; that is ALST's way.
-    The batch is cut as `UlyssesSPDataLoaderAdapter` cuts it (labels shifted first, contiguous parts), without the
-    all-gathers that adapter makes, which are left out of the measurement in ALST's favour. Transformers 5
-    needs no shim: it hands `position_ids` to the attention function and takes `shift_labels` in the loss.
+    `register_with_transformers` replaces transformers' `sdpa` entry for the whole process. The batch is sharded as by
+    `UlyssesSPDataLoaderAdapter` (labels shifted first, contiguous parts), without the adapter's all-gathers, in ALST's
+    favour. Transformers 5 passes `position_ids` to the attention function and `shift_labels` to the loss.
 
     Args:
-        model: the model, built with `attn_implementation="sdpa"`, replicated on every rank.
+        model: built with `attn_implementation="sdpa"`, replicated on every rank.
         seq_length: tokens of the whole sequence.
         batch_size: sequences in a batch.
         tiled_loss_mib: None for the loss of ALST's tutorial (the model's own, weighted over ranks), else ALST's
@@ -172,7 +97,7 @@ class AlstStep:
         self.tiled_loss_mib = tiled_loss_mib
 
     def shard(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """My part of the full batch: what `UlyssesSPDataLoaderAdapter` would yield."""
+        """Return this rank's part of the full batch, as `UlyssesSPDataLoaderAdapter` would yield it."""
         ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         n = batch["input_ids"].shape[1]
         full = {
@@ -183,10 +108,10 @@ class AlstStep:
         return {k: v[:, rank * n // ranks : (rank + 1) * n // ranks].contiguous() for k, v in full.items()}
 
     def __call__(self, shard: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Forward, backward, and the sum of the gradients over ranks; the global mean loss.
+        """Run forward, backward and the sum of gradients over ranks; return the global mean loss.
 
-        The sum is what DeepSpeed's engine does without ZeRO (`allreduce_bucket`): one flat bucket, in fp32, its
-        default under sequence parallelism on CPU.
+        The gradients are summed as by DeepSpeed's engine without ZeRO (`allreduce_bucket`): one flat bucket in fp32,
+        its default for sequence parallelism on CPU.
         """
         loss = self._tutorial_loss(shard) if self.tiled_loss_mib is None else self._tiled_loss(shard)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -14,7 +14,6 @@ Two ranks on two cores; ranks that share a core would need more than a link to b
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import tempfile
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.core.memory import FASTEST, Memory
+from longspan.tracing.record import memory_rise
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -150,14 +150,7 @@ def measure_memory(*case: Any) -> dict[str, int]:
     trainer.step()
     at_rest = trainer.at_rest()
     dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        trainer.step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    rise = common.peak(events)
-    most = torch.tensor([at_rest, rise])
+    most = torch.tensor([at_rest, memory_rise(trainer.step)])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {"at_rest": int(most[0]), "rise": int(most[1])}
 

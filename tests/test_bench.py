@@ -23,7 +23,7 @@ from longspan import cli
 from longspan.bench import BenchConfig, run, worker
 from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops, overhead
 from longspan.bench.fit import Fit, bytes_sent, fit
-from longspan.bench.report import Measurement, as_toml, print_table
+from longspan.bench.hardware_file import MeasuredHardware, as_toml, print_table
 from longspan.core.errors import LongspanError
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import layer_method
@@ -40,10 +40,10 @@ def _config(**changes: Any) -> BenchConfig:
     return dataclasses.replace(BenchConfig("link", sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
 
 
-def _made_up(links: dict[str, dict[str, Fit]], **changes: Any) -> Measurement:
+def _made_up(links: dict[str, dict[str, Fit]], **changes: Any) -> MeasuredHardware:
     compute = Compute(3.1e14, 1.2e14, 1.4e14, 256.0, 16.0, 2e12, 80_000_000_000)
     degrees = dict.fromkeys(links, 2)
-    return dataclasses.replace(Measurement("mine", "bf16", "today on HOST", 8, compute, degrees, links), **changes)
+    return dataclasses.replace(MeasuredHardware("mine", "bf16", "today on HOST", 8, compute, degrees, links), **changes)
 
 
 # --- from times to latency and bandwidth
@@ -210,14 +210,14 @@ def test_only_what_is_sent_is_measured_in_the_sizes_that_are_sent(pool4: RankPoo
 
 
 def test_what_a_step_sends_is_thinned_to_a_few_sizes() -> None:
-    from longspan.bench.predict import MOST_SIZES, messages
+    from longspan.bench.predict import MAX_SIZES, message_sizes
 
     shape, mesh = read_model("llama-2-7b"), Mesh(ring=2, ulysses=2)
     jobs = [(Job(context=1024 * n, dtype="fp32"), mesh) for n in (1, 2, 3, 4, 8, 16, 32)]
-    found = messages("step", shape, jobs)
+    found = message_sizes("step", shape, jobs)
     assert {"all_to_all", "all_gather", "reduce_scatter", "p2p"} <= {op for _, op in found}
     for sizes in found.values():
-        assert sizes == sorted(sizes) and len(sizes) <= MOST_SIZES
+        assert sizes == sorted(sizes) and len(sizes) <= MAX_SIZES
         assert all(b > 1.1 * a for a, b in itertools.pairwise(sizes))
     exchanged = [each.bytes for job, _ in jobs for each in layer_method(shape, shape.layers[0], job, mesh)
                  if each.op == "all_to_all"]  # fmt: skip
@@ -237,7 +237,7 @@ def _what_is_computed() -> dict[str, list[float]]:
         x = torch.arange(4.0) + 10 * dist.get_rank()
         ways = [x.clone() if name == "all_reduce" else torch.full((4,), -1.0) for _ in range(2)]
         collective(x, ways[0], 4, dist.group.WORLD)
-        works = collective(x, ways[1], 4, dist.group.WORLD, beside=True)
+        works = collective(x, ways[1], 4, dist.group.WORLD, overlapped=True)
         assert works  # there is something to wait for, so it was not waited for
         for work in works:
             work.wait()
@@ -276,7 +276,7 @@ def test_a_share_is_what_both_together_save(
     from longspan.bench import links
 
     begun = []
-    with mock.patch.object(links, "every_seconds", lambda works, rounds, device: [sent, computed, both]):
+    with mock.patch.object(links, "round_seconds", lambda works, rounds, device: [sent, computed, both]):
         found = links.hidden_share(lambda: begun.append(1) or [], 1e-4, torch.device("cpu"))
     assert found == pytest.approx(share) and not begun  # the works were handed over, not run
 
@@ -487,7 +487,7 @@ def _worker_with_bad_out_on_rank_0(folder: str) -> None:
     import torch.distributed as dist
 
     out = Path(folder) if dist.get_rank() == 0 else Path(folder, "link.toml")
-    worker(_config(ulysses=2, out=out))
+    worker(_config(ulysses=2, out=out), 2)
 
 
 def test_the_planner_reads_the_file(tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
 def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     """What is exposed of its chunks, or its ring, goes beside its computing, by the share that the link hides."""
-    from longspan.bench.methods import chosen
+    from longspan.bench.methods import select
     from longspan.bench.predict import predict
     from longspan.bench.shapes import job_of, read_config, shape_of
     from longspan.plan.cost.compute import layer_seconds
@@ -515,16 +515,16 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     from longspan.plan.hardware import CATALOGUE, MeasuredLink
 
     config = dataclasses.replace(BenchConfig("attention"), heads=16, kv_heads=4, dtype="fp32")
-    (row,) = chosen([method], "attention", 4)
-    shape, job = shape_of("attention", read_config(config)), job_of(config, row, 4096)
+    (candidate,) = select([method], "attention", 4)
+    shape, job = shape_of("attention", read_config(config)), job_of(config, candidate, 4096)
     totals = []
     for hidden in (0.0, 0.5, 1.0):
         links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
         hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
-        found = predict("attention", shape, job, row, hardware)
-        computing = layer_seconds(shape, shape.layers[0], job, row.mesh, hardware)
+        found = predict("attention", shape, job, candidate.mesh, hardware)
+        computing = layer_seconds(shape, shape.layers[0], job, candidate.mesh, hardware)
         attention = computing.attention_forward + computing.attention_backward
-        exposed = layer_exposed(shape, shape.layers[0], computing, job, row.mesh, hardware)
+        exposed = layer_exposed(shape, shape.layers[0], computing, job, candidate.mesh, hardware)
         assert found.total == pytest.approx(exposed + attention)
         totals.append(found.total)
         assert (found.total == pytest.approx(found.communication + attention)) == (hidden == 0 or method == "ulysses")

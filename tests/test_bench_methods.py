@@ -18,7 +18,7 @@ import pytest
 from benchmarks import slow_link
 from longspan import cli
 from longspan.bench import BenchConfig
-from longspan.bench.methods import KINDS, chosen
+from longspan.bench.methods import METHODS, select
 from longspan.core.errors import LongspanError
 from longspan.plan.job import Mesh
 from tests.pool import RankPool
@@ -48,18 +48,18 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     import torch.nn.functional as F
 
     from longspan.bench.measure import run
-    from longspan.bench.methods import builder
-    from longspan.bench.workloads import Case, Shardings
+    from longspan.bench.methods import load_function
+    from longspan.bench.workloads import AttentionInputs, ShardingCache
 
-    case = Case(32, 4, 2, 8, torch.float32, Shardings(torch.device("cpu")))
+    case = AttentionInputs(32, 4, 2, 8, torch.float32, ShardingCache(torch.device("cpu")))
     q, k, v, grad = (x.double().transpose(1, 2) for x in case.tensors())
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
     out.backward(grad)
     whole = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))}
     errors: dict[str, dict[str, Any]] = {}
-    for row in chosen((), "attention", world):
-        work = builder(row.kind.attention)(row, case)
+    for row in select((), "attention", world):
+        work = load_function(row.method.attention)(row, case)
         run(work)
         errors[row.name] = {}
         for name, x in work.results().items():
@@ -122,35 +122,37 @@ def _losses() -> dict[str, list[float]]:
 
     import longspan
     from longspan.bench import peers
-    from longspan.bench.bytes_sent import counting
+    from longspan.bench.bytes_sent import count_bytes_sent
     from longspan.bench.compare import formula
     from longspan.bench.measure import run
-    from longspan.bench.methods import Kind, Row, builder, installed
+    from longspan.bench.methods import Candidate, Method, installed, load_function
     from longspan.bench.shapes import read_config
-    from longspan.bench.step import StepCase
-    from longspan.bench.workloads import Shardings
+    from longspan.bench.step import StepInputs
+    from longspan.bench.workloads import ShardingCache
 
     config = BenchConfig("step", **{**SMALL, **SHAPE})
     model = read_config(config)
-    case = StepCase(model, 32, torch.float32, Shardings(torch.device("cpu")))
+    case = StepInputs(model, 32, torch.float32, ShardingCache(torch.device("cpu")))
     found = {}
-    rows = chosen(("tp", "megatron-sp", "ulysses", "fsdp-no-prefetch"), "step", dist.get_world_size())
+    rows = select(("tp", "megatron-sp", "ulysses", "fsdp-no-prefetch"), "step", dist.get_world_size())
     # A peer's step with longspan's attention in the place of the peer's, and that of every peer that is installed.
-    own = Row("own", Kind("own", lambda ranks: {}, step="longspan.bench.peers:peer_step", planned=False), rows[2].mesh)
-    sp = case.shardings.of(own)
-    peers._ATTENDS["own"] = lambda *_: lambda q, k, v: longspan.attention(q, k, v, sp, causal=True, length=32)
-    names = [kind.name for kind in KINDS.values() if kind.package and installed(kind.package)]
-    for row in (*rows, own, *(chosen(names, "step", dist.get_world_size()) if names else ())):
-        work = builder(row.kind.step)(row, case)
+    own = Candidate(
+        "own", Method("own", lambda ranks: {}, step="longspan.bench.peers:peer_step", planned=False), rows[2].mesh
+    )
+    sp = case.shardings.get(own)
+    peers._ATTENTIONS["own"] = lambda *_: lambda q, k, v: longspan.attention(q, k, v, sp, causal=True, length=32)
+    names = [kind.name for kind in METHODS.values() if kind.package and installed(kind.package)]
+    for row in (*rows, own, *(select(names, "step", dist.get_world_size()) if names else ())):
+        work = load_function(row.method.step)(row, case)
         losses = []
         for _ in range(2):
-            with counting() as sent:
+            with count_bytes_sent() as sent:
                 run(work)
             losses.append(float(work.results()["loss"]))
-        if row.kind.planned:
+        if row.method.planned:
             method, around = formula(config, model, row, 32)
             assert sum(sent.values()) == sum(method.values()) + sum(around.values()), (row.name, dict(sent), method)
-        assert work.at_rest() > 0
+        assert work.state_bytes() > 0
         found[row.name] = losses
     return found
 
@@ -208,11 +210,11 @@ def test_a_step_with_a_trace_from_the_command_line(tmp_path: Path, capfd: pytest
 
 
 def test_every_mesh_of_the_ranks_is_a_row() -> None:
-    names = [row.name for row in chosen((), "step", 12)]
+    names = [row.name for row in select((), "step", 12)]
     assert names[:5] == ["tp", "megatron-sp", "fsdp", "ulysses", "ring"]
     assert names[5:9] == ["usp-2x6", "usp-3x4", "usp-4x3", "usp-6x2"]
-    assert [row.mesh for row in chosen(("usp-3x4",), "step", 12)] == [Mesh(ulysses=3, ring=4)]
-    assert not [row for row in chosen((), "step", 2) if row.kind.name == "usp"]
+    assert [row.mesh for row in select(("usp-3x4",), "step", 12)] == [Mesh(ulysses=3, ring=4)]
+    assert not [row for row in select((), "step", 2) if row.method.name == "usp"]
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
@@ -247,11 +249,11 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(methods, "installed", lambda package: package != "yunchang")
     with pytest.raises(LongspanError, match=r"yunchang.*not installed \(pip install --no-deps yunchang"):
-        chosen(("yunchang",), "attention", 2)
-    assert not [row for row in chosen((), "attention", 2) if row.kind.name == "yunchang"]
+        select(("yunchang",), "attention", 2)
+    assert not [row for row in select((), "attention", 2) if row.method.name == "yunchang"]
     with pytest.raises(LongspanError, match="not measured by `bench attention`; it has tp"):
-        chosen(("fsdp-no-prefetch",), "attention", 2)
-    assert all(kind.attention or kind.step for kind in KINDS.values())
+        select(("fsdp-no-prefetch",), "attention", 2)
+    assert all(kind.attention or kind.step for kind in METHODS.values())
 
 
 def test_heads_that_do_not_go_round_are_said_or_refused(pool2: RankPool) -> None:

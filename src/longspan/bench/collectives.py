@@ -1,4 +1,4 @@
-"""`bench collectives`: every collective on every axis at every size, beside the fit over all sizes and its bytes."""
+"""`bench collectives`: every collective on every axis at every size, next to the fit over all sizes and the formula."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan.bench.bytes_sent import counting
+from longspan.bench.bytes_sent import count_bytes_sent
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.links import COLLECTIVES
 from longspan.bench.measure import Spread, most_sent
-from longspan.bench.timing import every_seconds
+from longspan.bench.timing import round_seconds
 from longspan.comm.mesh import OneDeviceMesh, init_mesh
 from longspan.core.errors import LongspanError
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCollective:
     """One collective at one size.
 
     Attributes:
         axis: of the mesh.
-        ranks: in a group of it.
+        ranks: of a group.
         op: the collective.
-        size: bytes of its whole tensor.
-        sent: bytes that a rank handed over.
-        formula: bytes that it should.
-        seconds: over the rounds, the slowest rank's.
-        fitted: what the fit over all sizes says.
-        fit: that fit.
+        size: bytes of the whole tensor.
+        sent: counted bytes that a rank sends.
+        formula: bytes that it should send.
+        seconds: of the slowest rank, over the rounds.
+        fitted: seconds by the fit.
+        fit: over all sizes.
     """
 
     axis: str
@@ -51,18 +51,18 @@ class Timed:
 
 @dataclass(frozen=True)
 class Collectives:
-    """All of them; the same on every rank."""
+    """All measured collectives, the same on every rank."""
 
     measured: str
-    timed: tuple[Timed, ...]
+    timed: tuple[TimedCollective, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the rows for JSON."""
         return {"measured": self.measured, "rows": [dataclasses.asdict(timed) for timed in self.timed]}
 
 
 def measure_collectives(config: BenchConfig, device: torch.device, measured: str) -> Collectives:
-    """Measure them on every axis of more than one rank, all groups of an axis at once. Collective.
+    """Measure every axis of more than one rank, all groups of an axis concurrently. Collective.
 
     Raises:
         LongspanError: for a mesh without such an axis.
@@ -70,39 +70,38 @@ def measure_collectives(config: BenchConfig, device: torch.device, measured: str
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type=device.type)
     if isinstance(mesh, OneDeviceMesh):
         raise LongspanError(f"{config.mesh} has no axis of more than one rank; give one, such as --ulysses 4")
-    timed: list[Timed] = []
+    timed: list[TimedCollective] = []
     for axis, ranks in config.degrees.items():
         if ranks > 1:
             group = mesh.get_group(axis)
             counts = [-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in config.bytes_each]
             x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
             for op, collective in COLLECTIVES.items():
-                timed += _timed(
-                    axis, op, [partial(collective, x, y, n, group) for n in counts], counts, ranks, config, device
-                )
+                runs = [partial(collective, x, y, n, group) for n in counts]
+                timed += _time(axis, op, runs, counts, ranks, config, device)
     return Collectives(measured, tuple(timed))
 
 
-def _timed(
-    axis: str, op: str, works: list[Any], counts: list[int], ranks: int, config: BenchConfig, device: torch.device
-) -> list[Timed]:
+def _time(
+    axis: str, op: str, runs: list[Any], counts: list[int], ranks: int, config: BenchConfig, device: torch.device
+) -> list[TimedCollective]:
     sent = []
-    for work in works:
-        with counting() as log:
-            work()
-        sent.append(sum(most_sent(dict(log)).values()))
-    rounds = every_seconds(works, config.times, device)
+    for run in runs:
+        with count_bytes_sent() as counted:
+            run()
+        sent.append(sum(most_sent(dict(counted)).values()))
+    rounds = round_seconds(runs, config.times, device)
     spreads = [Spread.of(of_size) for of_size in rounds]
     formulas = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
     line = fit(formulas, [spread.median for spread in spreads])
     return [
-        Timed(axis, ranks, op, ELEMENT_BYTES * n, handed, formula, spread, line.seconds(formula), line)
-        for n, handed, formula, spread in zip(counts, sent, formulas, spreads, strict=True)
+        TimedCollective(axis, ranks, op, ELEMENT_BYTES * n, counted_bytes, formula, spread, line.seconds(formula), line)
+        for n, counted_bytes, formula, spread in zip(counts, sent, formulas, spreads, strict=True)
     ]
 
 
-def table_of(found: Collectives) -> Table:
-    """The figures as a table."""
+def make_table(found: Collectives) -> Table:
+    """Return one row for each collective and size."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`bench attention` and `bench step`: every method on the ranks of the job, beside formulas and predictions."""
+"""`bench attention` and `bench step`: every method on the ranks of the job, next to formulas and predictions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from longspan.bench.compute import measure_compute
 from longspan.bench.config import BenchConfig
-from longspan.bench.measure import Measured, measure
-from longspan.bench.methods import Row, builder, chosen
-from longspan.bench.predict import Prediction, hardware_of, messages, predict
+from longspan.bench.measure import Measurement, measure
+from longspan.bench.methods import Candidate, load_function, select
+from longspan.bench.predict import Prediction, measure_hardware, message_sizes, predict
 from longspan.bench.shapes import job_of, read_config, shape_of
-from longspan.bench.workloads import Case, Shardings, Work
+from longspan.bench.workloads import AttentionInputs, ShardingCache, Workload
 from longspan.core.errors import LongspanError
 from longspan.plan.limits import refusal
 
@@ -27,43 +27,43 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One method at one context.
+class Result:
+    """One candidate at one context.
 
     Attributes:
-        row: the method and its mesh.
+        candidate: the method and its mesh.
         context: tokens of a sequence.
-        sequences: of them that all ranks together handle.
-        measured: what was measured; None where it cannot be.
-        formula: bytes that the planner says the rank that sends most sends for the method, by collective; None where it
-            has no formula.
-        around: the same for weights, gradients and loss.
-        predicted: what the planner says of the time, of links measured on this mesh; None where it was not asked.
+        sequences: sequences that all ranks compute together.
+        measured: None if it cannot be measured.
+        formula: planned bytes that the method sends, by collective, on the rank that sends most; None if it has no
+            formula.
+        other_formula: planned bytes of weights, gradients and loss, by collective.
+        predicted: the planner's prediction from links measured on this mesh; None without `--predict`.
         reason: why it cannot be measured.
     """
 
-    row: Row
+    candidate: Candidate
     context: int
     sequences: int = 1
-    measured: Measured | None = None
+    measured: Measurement | None = None
     formula: dict[str, int] | None = None
-    around: dict[str, int] = dataclasses.field(default_factory=dict)
+    other_formula: dict[str, int] = dataclasses.field(default_factory=dict)
     predicted: Prediction | None = None
     reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was measured; the same on every rank.
+    """Everything measured; the same on every rank.
 
     Attributes:
         what: "attention" or "step".
-        measured: when, where and by what.
+        measured: date, machine and versions.
         ranks: of the job.
-        shape: what was measured, in words.
-        dtype: what was computed in.
-        entries: in the order of contexts and methods.
-        hardware: of each mesh that was measured for predictions, its hardware file.
+        shape: description of the model or attention.
+        dtype: compute dtype.
+        results: in the order of contexts and methods.
+        hardware: hardware file of each mesh measured for predictions.
     """
 
     what: str
@@ -71,7 +71,7 @@ class Comparison:
     ranks: int
     shape: str
     dtype: str
-    entries: tuple[Entry, ...]
+    results: tuple[Result, ...]
     hardware: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -79,115 +79,134 @@ def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str
     """Measure every method at every context. Collective over all ranks of the job.
 
     Raises:
-        LongspanError: on bad input, on every rank alike; for a method that was named and cannot be measured.
+        LongspanError: on every rank, for bad input or a named method that cannot be measured.
     """
-    rows = chosen(config.methods, config.what, ranks)
+    candidates = select(config.methods, config.what, ranks)
     model = read_config(config)
-    hardware: dict[str, tuple[str, Hardware]] = {}
-    if config.predict:
-        compute = measure_compute(config, device)
-        shape = shape_of(config.what, model)
-        for mesh in {str(row.mesh): row.mesh for row in rows if row.kind.planned}.values():
-            of_mesh = [row for row in rows if row.kind.planned and row.mesh == mesh]
-            jobs = [(job_of(config, row, context), mesh) for row in of_mesh for context in config.tokens]
-            possible = [(job, on) for job, on in jobs if refusal(shape, job, on) is None]
-            if possible:
-                sent = messages(config.what, shape, possible)
-                hardware[str(mesh)] = hardware_of(config, mesh, compute, device, sent)
-    entries: list[Entry] = []
-    shardings = Shardings(device, config.overlap_chunks)
-    for context in config.tokens:
-        entries += _at(config, model, rows, context, shardings, {mesh: read for mesh, (_, read) in hardware.items()})
-    if all(entry.measured is None for entry in entries):
-        raise LongspanError(f"no method can be measured: {'; '.join(f'{e.row.name}: {e.reason}' for e in entries)}")
+    hardware = _measure_hardware(config, model, candidates, device) if config.predict else {}
+    shardings = ShardingCache(device, config.overlap_chunks)
+    read = {mesh: hardware for mesh, (_, hardware) in hardware.items()}
+    results = [
+        result
+        for context in config.tokens
+        for result in _compare_at(config, model, candidates, context, shardings, read)
+    ]
+    if all(result.measured is None for result in results):
+        reasons = "; ".join(f"{result.candidate.name}: {result.reason}" for result in results)
+        raise LongspanError(f"no method can be measured: {reasons}")
     return Comparison(
         what=config.what,
         measured=measured,
         ranks=ranks,
-        shape=_spell(config, model),
+        shape=_describe(config, model),
         dtype=config.dtype,
-        entries=tuple(entries),
+        results=tuple(results),
         hardware={mesh: text for mesh, (text, _) in hardware.items()},
     )
 
 
-def _at(
+def _measure_hardware(
+    config: BenchConfig, model: dict[str, Any], candidates: tuple[Candidate, ...], device: torch.device
+) -> dict[str, tuple[str, Hardware]]:
+    """Return the hardware of every mesh that the planner has formulas for: its file, and the same parsed."""
+    compute, shape = measure_compute(config, device), shape_of(config.what, model)
+    hardware = {}
+    planned = [candidate for candidate in candidates if candidate.method.planned]
+    for mesh in {str(candidate.mesh): candidate.mesh for candidate in planned}.values():
+        jobs = [job_of(config, c, context) for c in planned if c.mesh == mesh for context in config.tokens]
+        possible = [(job, mesh) for job in jobs if refusal(shape, job, mesh) is None]
+        if possible:
+            sizes = message_sizes(config.what, shape, possible)
+            hardware[str(mesh)] = measure_hardware(config, mesh, compute, device, sizes)
+    return hardware
+
+
+def _compare_at(
     config: BenchConfig,
     model: dict[str, Any],
-    rows: tuple[Row, ...],
+    candidates: tuple[Candidate, ...],
     context: int,
-    shardings: Shardings,
+    shardings: ShardingCache,
     hardware: dict[str, Hardware],
-) -> list[Entry]:
-    works: dict[str, Work] = {}
+) -> list[Result]:
+    """Return the results of all candidates at one context."""
+    workloads: dict[str, Workload] = {}
     reasons: dict[str, str] = {}
     shape = shape_of(config.what, model)
-    for row in rows:
-        reason = refusal(shape, job_of(config, row, context), row.mesh)
+    for candidate in candidates:
+        reason = refusal(shape, job_of(config, candidate, context), candidate.mesh)
         if reason is None:
             try:
-                works[row.name] = _work(config, model, row, context, shardings)
-            except LongspanError as error:  # alike on every rank: of sizes alone
+                workloads[candidate.name] = _make_workload(config, model, candidate, context, shardings)
+            except LongspanError as error:  # the same on every rank, as it depends on sizes alone
                 reason = str(error)
         if reason is not None:
-            reasons[row.name] = reason
-            if row.name in config.methods or row.kind.name in config.methods:
-                raise LongspanError(f"--methods {row.name} at {context} tokens: {reason}")
-    found = measure(works, config.times, shardings.device) if works else {}
-    entries = []
-    for row in rows:
-        if row.name in reasons:
-            entries.append(Entry(row, context, reason=reasons[row.name]))
+            reasons[candidate.name] = reason
+            if candidate.name in config.methods or candidate.method.name in config.methods:
+                raise LongspanError(f"--methods {candidate.name} at {context} tokens: {reason}")
+    measured = measure(workloads, config.times, shardings.device) if workloads else {}
+    results = []
+    for candidate in candidates:
+        name = candidate.name
+        if name in reasons:
+            results.append(Result(candidate, context, reason=reasons[name]))
             continue
-        method: dict[str, int] | None
-        method, around = formula(config, model, row, context)
-        if not row.kind.planned:  # a peer's step has longspan's FSDP and a sum of the loss around its attention
-            method = None
-        known = hardware.get(str(row.mesh)) if row.kind.planned else None
-        predicted = None if known is None else predict(config.what, shape, job_of(config, row, context), row, known)
-        entries.append(Entry(row, context, works[row.name].sequences, found[row.name], method, around, predicted))
-    works.clear()
-    gc.collect()
-    return entries
+        method, other = formula(config, model, candidate, context)
+        known = hardware.get(str(candidate.mesh)) if candidate.method.planned else None
+        job = job_of(config, candidate, context)
+        results.append(
+            Result(
+                candidate,
+                context,
+                workloads[name].sequences,
+                measured[name],
+                # A peer's step uses longspan's FSDP and sum of the loss, but has no formula for its attention.
+                formula=method if candidate.method.planned else None,
+                other_formula=other,
+                predicted=None if known is None else predict(config.what, shape, job, candidate.mesh, known),
+            )
+        )
+    workloads.clear()
+    gc.collect()  # models have reference cycles
+    return results
 
 
-def _work(config: BenchConfig, model: dict[str, Any], row: Row, context: int, shardings: Shardings) -> Work:
+def _make_workload(
+    config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int, shardings: ShardingCache
+) -> Workload:
     dtype = _DTYPES[config.dtype]
+    workload: Workload
     if config.what == "step":
-        from longspan.bench.step import StepCase
+        from longspan.bench.step import StepInputs
 
-        made: Work = builder(row.kind.step)(row, StepCase(model, context, dtype, shardings))
-        return made
-    heads, kv_heads, head_dim = (model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    case = Case(context, heads, kv_heads, head_dim, dtype, shardings)
-    made = builder(row.kind.attention)(row, case)
-    return made
+        workload = load_function(candidate.method.step)(candidate, StepInputs(model, context, dtype, shardings))
+    else:
+        heads, kv_heads, head_dim = (model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        inputs = AttentionInputs(context, heads, kv_heads, head_dim, dtype, shardings)
+        workload = load_function(candidate.method.attention)(candidate, inputs)
+    return workload
 
 
 def formula(
-    config: BenchConfig, model: dict[str, Any], row: Row, context: int
+    config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that the planner says one rank sends, by collective: for the method, and around it."""
+    """Return the planned bytes that a rank sends, by collective: for the method, and for everything else."""
     from longspan.plan.cost.communication import communication, layer_method
     from longspan.plan.hardware import CATALOGUE
 
-    shape, job = shape_of(config.what, model), job_of(config, row, context)
+    shape, job = shape_of(config.what, model), job_of(config, candidate, context)
     method: Counter[str] = Counter()
-    around: Counter[str] = Counter()
+    other: Counter[str] = Counter()
     if config.what == "attention":
-        for sent in layer_method(shape, shape.layers[0], job, row.mesh):
+        for sent in layer_method(shape, shape.layers[0], job, candidate.mesh):
             method[sent.op] += sent.bytes * sent.calls
-        return dict(method), {}
-    for each in communication(shape, job, row.mesh, CATALOGUE["cpu"]):
-        (method if each.method else around)[each.op] += each.bytes_total
-    if row.mesh.tensor > 1:  # a plain step, which does around its layers as it likes
-        from longspan.bench.step import around_split
-
-        around = Counter(around_split(shape, context, row, job.bytes_per_element))
-    return dict(method), dict(around)
+    else:
+        for each in communication(shape, job, candidate.mesh, CATALOGUE["cpu"]):
+            (method if each.method else other)[each.op] += each.bytes_total
+    return dict(method), dict(other)
 
 
-def _spell(config: BenchConfig, model: dict[str, Any]) -> str:
+def _describe(config: BenchConfig, model: dict[str, Any]) -> str:
     heads = f"{model['num_attention_heads']}/{model['num_key_value_heads']} heads of {model['head_dim']}"
     name = f"{config.model}, " if config.model else ""
     if config.what == "attention":

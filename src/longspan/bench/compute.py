@@ -17,15 +17,15 @@ from longspan.bench.config import BenchConfig
 from longspan.bench.timing import median_seconds, smallest
 
 FORWARD_AND_BACKWARD = 3.5
-"""Attention's forward and backward in units of its forward: 2 matmuls there, 5 in a backward that recomputes the
-scores, as flash kernels do (Dao, "FlashAttention-2", 2023, section 4.1)."""
+"""FLOPs of attention's forward and backward over those of its forward: 2 matmuls, and 5 in a backward that recomputes
+the scores, as flash kernels do (Dao, "FlashAttention-2", 2023, section 4.1)."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class _Shapes:
-    """Large enough for full speed, small enough for seconds in all."""
+    """Shapes large enough for full speed and small enough to take seconds in all."""
 
     rows: int
     widths: tuple[int, ...]
@@ -43,18 +43,18 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Compute:
-    """What one rank does, and has; of the slowest, or smallest, rank.
+    """The speed and the memory of one rank: the slowest and the smallest.
 
     Attributes:
-        flops: FLOP/s of the matmul, at the shape that was fastest.
-        attention_flops: FLOP/s of causal attention, forward and backward, of a very long sequence with very wide heads.
-        attention_forward_flops: FLOP/s of its forward alone, likewise.
-        attention_block: tokens of a block that the kernel computes whole on the diagonal, where half of it is needed: a
-            sequence of S tokens takes (1 + attention_block / S) times as long as its FLOPs say.
-        attention_width: the softmax's work on a pair, which does not depend on the head_dim D, in units of it: heads
-            take (1 + attention_width / D) times as long as their FLOPs say.
+        flops: FLOP/s of the matmul at its fastest shape.
+        attention_flops: FLOP/s of causal attention, forward and backward, in the limit of long sequences, wide heads.
+        attention_forward_flops: the same of the forward alone.
+        attention_block: tokens of a block on the diagonal, which the kernel computes whole although half is needed: S
+            tokens take (1 + attention_block / S) times as long as their FLOPs say.
+        attention_width: cost of the softmax, which does not depend on the head_dim D, in units of D: heads take
+            (1 + attention_width / D) times as long as their FLOPs say.
         memory_bandwidth: bytes/s read and written by a copy.
-        memory_bytes: of the GPU, or of the host divided by the ranks on it.
+        memory_bytes: of the GPU, or of the host divided by its ranks.
     """
 
     flops: float
@@ -67,7 +67,7 @@ class Compute:
 
 
 def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
-    """Measure all of it; the same on every rank. Collective over all ranks."""
+    """Measure the ranks while all are busy; the result is the same on every rank. Collective over all ranks."""
     shapes, dtype = _SHAPES[device.type], _DTYPES[config.dtype]
     forward, forward_and_backward, block, width = _attention_flops(config.rounds, shapes, dtype, device)
     return Compute(
@@ -82,25 +82,25 @@ def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
 
 
 def _matmul_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> float:
-    works, flops = [], []
+    runs, flops = [], []
     for d in shapes.widths:
         x_Sd = torch.randn(shapes.rows, d, dtype=dtype, device=device)
         w_dF = torch.randn(d, 4 * d, dtype=dtype, device=device)
-        works.append(partial(torch.mm, x_Sd, w_dF))
+        runs.append(partial(torch.mm, x_Sd, w_dF))
         flops.append(2 * shapes.rows * d * 4 * d)
-    seconds = median_seconds(works, rounds, device)
+    seconds = median_seconds(runs, rounds, device)
     return max(f / s for f, s in zip(flops, seconds, strict=True))
 
 
 def causal_attention_flops(tokens: int, heads: int, head_dim: int) -> float:
-    """FLOPs of causal attention's forward: two matmuls of [S, S, D] a head, and half of the pairs."""
+    """Return the FLOPs of causal attention's forward: two matmuls of [S, S, D] per head, half of the pairs."""
     return 4 * tokens * tokens * head_dim * heads / 2
 
 
 def _attention_flops(
     rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float, float]:
-    """FLOP/s of the forward, and of forward and backward, without what depends on the shape; and block and width."""
+    """Return FLOP/s of the forward and of forward and backward in the limit of large shapes, then block and width."""
     S, D = shapes.tokens, shapes.head_dim
     usual = _attention_at(S, D, rounds, shapes, dtype, device)
     shorter = _attention_at(S // 4, D, rounds, shapes, dtype, device)
@@ -112,12 +112,12 @@ def _attention_flops(
 
 
 def overhead(small: int, small_flops: float, large: int, large_flops: float) -> float:
-    """x such that a FLOP takes (1 + x / size) times as long at a size as at a very large one, from two sizes.
+    """Return x such that a FLOP at `size` takes (1 + x / size) times as long as in the limit, from two sizes.
 
-    0 where the small one is not slower.
+    0 if the small size is not slower.
     """
     per_flop = max(0.0, (1 / small_flops - 1 / large_flops) / (1 / small - 1 / large))
-    # Never more than half of the large one's time: two times that lie within the noise say nothing about infinity.
+    # At most half of the time at the large size: two times within the noise do not determine the limit.
     return min(per_flop / max(1e-30, 1 / large_flops - per_flop / large), float(large)) if per_flop else 0.0
 
 
@@ -141,7 +141,7 @@ def _attention_at(
 
 
 def _copy_bandwidth(rounds: int, shapes: _Shapes, device: torch.device) -> float:
-    # Written, as pages never written cost a CPU nothing to read.
+    # Write it, as reading pages that were never written costs a CPU nothing.
     source = torch.empty(shapes.copy_bytes, dtype=torch.uint8, device=device).zero_()
     (seconds,) = median_seconds([partial(torch.empty_like(source).copy_, source)], rounds, device)
     return 2 * shapes.copy_bytes / seconds
@@ -154,5 +154,5 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def ranks_on_node() -> int:
-    """Ranks on this machine, from torchrun's environment; 1 for a single process."""
+    """Return the ranks on this machine, from torchrun's environment; 1 for a single process."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

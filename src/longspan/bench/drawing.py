@@ -1,4 +1,4 @@
-"""What `bench` has measured as a PNG. matplotlib is imported when it is drawn."""
+"""Draw the results of `bench` as a PNG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5C
 
 
 def draw(found: Comparison | Collectives, path: Path) -> None:
-    """Write a PNG: of methods the time per sequence and what of it is exposed; of collectives time against size.
+    """Write a PNG: for methods, total and exposed time per sequence; for collectives, time against size.
 
     Raises:
         LongspanError: if matplotlib is missing.
@@ -34,31 +34,31 @@ def draw(found: Comparison | Collectives, path: Path) -> None:
 def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
     from matplotlib.patches import Patch
 
-    contexts = list(dict.fromkeys(entry.context for entry in found.entries))
-    names = list(dict.fromkeys(entry.row.name for entry in found.entries))
+    contexts = list(dict.fromkeys(result.context for result in found.results))
+    names = list(dict.fromkeys(result.candidate.name for result in found.results))
     figure = figure_of(figsize=(5 + 4.5 * len(contexts), 2.2 + 0.5 * len(names)), dpi=100, facecolor="white",
                        layout="constrained")  # fmt: skip
     every: Any = figure.subplots(1, len(contexts), squeeze=False)[0]
     for axes, context in zip(every, contexts, strict=True):
-        for place, name in enumerate(names):
-            entry = next(e for e in found.entries if e.row.name == name and e.context == context)
-            m = entry.measured
+        for y, name in enumerate(names):
+            result = next(e for e in found.results if e.candidate.name == name and e.context == context)
+            m = result.measured
             if m is None:
-                axes.text(0, place, " not measured", va="center", color=_MUTED)
+                axes.text(0, y, " not measured", va="center", color=_MUTED)
                 continue
             share = min(1.0, m.exposed / max(f.step for f in m.figures))
-            total = m.total.median / entry.sequences * 1e3
-            axes.barh(place, total, color="#B9BEC6")
-            axes.barh(place, total * share, color="#A33B00")
-            ends = [[total - m.total.low / entry.sequences * 1e3], [m.total.high / entry.sequences * 1e3 - total]]
-            axes.errorbar(total, place, xerr=ends, color=_INK, capsize=3)
-            if entry.predicted is not None:
-                axes.plot(entry.predicted.total / entry.sequences * 1e3, place, "D", color=COLOURS["attention"])
+            total = m.total.median / result.sequences * 1e3
+            axes.barh(y, total, color="#B9BEC6")
+            axes.barh(y, total * share, color="#A33B00")
+            ends = [[total - m.total.low / result.sequences * 1e3], [m.total.high / result.sequences * 1e3 - total]]
+            axes.errorbar(total, y, xerr=ends, color=_INK, capsize=3)
+            if result.predicted is not None:
+                axes.plot(result.predicted.total / result.sequences * 1e3, y, "D", color=COLOURS["attention"])
         axes.set_yticks(range(len(names)), names if axes is every[0] else [""] * len(names))
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         axes.set_title(f"{context:,} tokens", color=_INK)
-        axes.set_xlabel("ms per sequence" + ("; blue: predicted" if any(e.predicted for e in found.entries) else ""))
+        axes.set_xlabel("ms per sequence" + ("; blue: predicted" if any(e.predicted for e in found.results) else ""))
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     kinds = {"computing and rest": "#B9BEC6", "exposed communication": "#A33B00"}

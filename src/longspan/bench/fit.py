@@ -1,4 +1,4 @@
-"""From times of messages to a latency and a bandwidth. Standard library only."""
+"""Fit a latency and a bandwidth to the times of messages. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _HEADROOM = 10.0
-"""How many times the best throughput seen the fitted bandwidth may be.
+"""The most that the fitted bandwidth may exceed the best measured throughput.
 
-Where time hardly grows over the sizes measured, the data know no bandwidth, and an infinite one would make every larger
-message free.
+If time hardly grows with the size, the data do not determine a bandwidth; an infinite one would make larger messages
+free.
 """
 
 
@@ -22,8 +22,8 @@ class Fit:
         latency: seconds, at least 0.
         bandwidth: bytes per second that each rank sends; positive and finite.
         residual: median over the sizes of |fitted - measured| / measured.
-        points: what was fitted, (sent, seconds) by ascending sizes.
-        hidden: the share of the seconds that runs beside computing; None where that was not measured.
+        points: the fitted data, (bytes sent, seconds), by ascending size.
+        hidden: share of the seconds that overlaps with computing; None if not measured.
     """
 
     latency: float
@@ -33,16 +33,16 @@ class Fit:
     hidden: float | None = None
 
     def seconds(self, sent: float) -> float:
-        """What the fit says of a message of which every rank sends `sent` bytes."""
+        """Return the fitted time of a collective in which every rank sends `sent` bytes."""
         return self.latency + sent / self.bandwidth
 
 
 def bytes_sent(op: str, size: float, ranks: int) -> float:
-    """Bytes that each of `ranks` ranks sends for a collective whose whole tensor has `size` bytes.
+    """Return the bytes that each rank sends in a collective whose whole tensor has `size` bytes.
 
-    An all_gather ends with the whole, each rank's shard of it going to all others; a reduce_scatter begins with it; an
-    all_reduce is the one and then the other; p2p is a shift to the next rank. These are the bytes of an algorithm that
-    sends the least: what a library sends beyond them shows as a lower bandwidth.
+    The whole tensor is the result of an all_gather and the input of a reduce_scatter; an all_reduce is both in turn;
+    p2p shifts it to the next rank. Counted is the least that an algorithm must send: what a library sends in addition
+    lowers the bandwidth.
     """
     if op == "p2p":
         return size
@@ -50,20 +50,20 @@ def bytes_sent(op: str, size: float, ranks: int) -> float:
 
 
 def size_that_sends(op: str, sent: float, ranks: int) -> float:
-    """The inverse of `bytes_sent`: bytes of the whole tensor of which each rank sends `sent`."""
+    """Return the size of the whole tensor of which each rank sends `sent` bytes: the inverse of `bytes_sent`."""
     return sent / bytes_sent(op, 1.0, ranks)
 
 
 def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fit latency and bandwidth by non-negative least squares of the relative errors.
 
-    Relative, because otherwise the largest message alone would decide and the latency be what its noise leaves.
+    Absolute errors would let the largest message decide, and its noise would determine the latency.
 
     Args:
-        sent: bytes that every rank sends, positive, at least two different ones.
-        seconds: how long it took, positive.
+        sent: bytes that every rank sends, positive, at least two distinct values.
+        seconds: measured times, positive.
     """
-    # Seconds per byte that the link surely needs. Only what is beyond them is fitted, so that it may come out as 0.
+    # Seconds per byte that the link needs at least. Fit the rest, which may be 0.
     least = min(t / x for x, t in zip(sent, seconds, strict=True)) / _HEADROOM
     beyond = [t - least * x for x, t in zip(sent, seconds, strict=True)]
     latency, per_byte = _nonnegative_line(sent, beyond, [t**-2 for t in seconds])
@@ -74,9 +74,9 @@ def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
 
 
 def _nonnegative_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """The a, b >= 0 with the least `sum(w * (a + b * x - y)**2)`.
+    """Return a, b >= 0 that minimize `sum(w * (a + b * x - y)**2)`.
 
-    Unless the free minimum is allowed, the minimum lies on the border, a = 0 or b = 0, as the sum is convex.
+    The sum is convex: if its free minimum is not allowed, the constrained one has a = 0 or b = 0.
     """
     terms = list(zip(xs, ys, weights, strict=True))
     s = sum(weights)

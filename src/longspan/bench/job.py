@@ -1,4 +1,4 @@
-"""The job as a whole: check the input once, start the ranks, measure, write and print."""
+"""The job of `longspan bench`: check the config, start the ranks, measure, print and write."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from longspan.tracing.drawing import check_matplotlib
 if TYPE_CHECKING:
     import torch
 
-    from longspan.bench.report import Measurement
+    from longspan.bench.hardware_file import MeasuredHardware
     from longspan.ranks.heartbeat import Heartbeat
 
 
 def run(config: BenchConfig) -> int:
-    """Measure on ranks that are started here or by torchrun; the first one writes what is asked for and prints it.
+    """Measure on ranks started here or by torchrun; the first rank prints and writes the results.
 
     Returns:
         The exit code 0.
@@ -32,42 +32,36 @@ def run(config: BenchConfig) -> int:
         longspan.ranks.launch.RankFailed: if a rank dies.
     """
     config.check()
-    if config.what != "link":
-        return _run_shown(config)
-    from longspan.bench.report import as_toml, print_table
-
-    launch.check_nproc(config.ranks, config.nproc, config.mesh)
-    if not launch.under_torchrun():
-        check_processes(config.ranks, config.mesh)
-    if not launch.under_torchrun():  # there `worker` asks the first rank
-        config.check_out()
-    measurement: Measurement = launch.launch(_bench_rank, config, nproc=config.ranks)
-    if launch.is_first_rank():
-        print_table(measurement)  # first, so that a disk that is full by now does not take the figures with it
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        config.out.write_text(as_toml(measurement))
-        print(f"\nwritten to {config.out}")
-    return 0
-
-
-def _run_shown(config: BenchConfig) -> int:
-    """`collectives`, `attention` and `step`: measure, print, draw."""
-    from longspan.bench.output import show
-
-    ranks = _ranks(config)
+    ranks = _count_ranks(config)
     if not launch.under_torchrun():
         check_processes(ranks, f"--nproc {ranks}" if config.compares else config.mesh)
-    check_compared(config, ranks)
-    # stdout is for what was asked for; libraries greet there.
+        if config.what == "link":
+            config.check_out()  # under torchrun, `worker` does this on the first rank
+    check_ranks(config, ranks)
+    # With --json, stdout has the results alone: libraries print there too.
     with launch.stdout_to_stderr() if config.json else contextlib.nullcontext():
-        found = launch.launch(_shown_rank, config, ranks, nproc=ranks)
+        found = launch.launch(_bench_rank, config, ranks, nproc=ranks)
     if launch.is_first_rank():
-        show(config, found)
+        if config.what == "link":
+            _write_hardware(config, found)
+        else:
+            from longspan.bench.output import write_output
+
+            write_output(config, found)
     return 0
 
 
-def _ranks(config: BenchConfig) -> int:
-    """Ranks of the job."""
+def _write_hardware(config: BenchConfig, hardware: MeasuredHardware) -> None:
+    from longspan.bench.hardware_file import as_toml, print_table
+
+    print_table(hardware)  # before writing, so that a full disk does not lose the results
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    config.out.write_text(as_toml(hardware))
+    print(f"\nwritten to {config.out}")
+
+
+def _count_ranks(config: BenchConfig) -> int:
+    """Return the ranks of the job: of the mesh, or for a comparison of torchrun's job or `--nproc`."""
     if not config.compares:
         launch.check_nproc(config.ranks, config.nproc, config.mesh)
         return config.ranks
@@ -78,36 +72,41 @@ def _ranks(config: BenchConfig) -> int:
     return config.nproc or 2
 
 
-def check_compared(config: BenchConfig, ranks: int) -> None:
-    """Refuse what `collectives`, `attention` and `step` cannot measure on so many ranks, before any of them starts.
+def check_ranks(config: BenchConfig, ranks: int) -> None:
+    """Raise if the config cannot be measured on this number of ranks.
 
     Raises:
-        LongspanError: with the numbers and the way out.
+        LongspanError: with the numbers and a fix.
     """
+    if config.what == "link":
+        return
     if ranks < 2:
         raise LongspanError(f"bench {config.what} compares what {ranks} rank sends with nothing; give 2 ranks or more")
     if config.compares:
-        from longspan.bench.methods import chosen
+        from longspan.bench.methods import select
         from longspan.bench.shapes import read_config
 
         config.check_ranks(ranks)
-        chosen(config.methods, config.what, ranks)
+        select(config.methods, config.what, ranks)
         read_config(config)
     if config.png is not None:
         check_matplotlib("--png")
 
 
-def _shown_rank(config: BenchConfig, ranks: int) -> Any:
-    with launch.joined(config.timeout, config.start_timeout) as heart:
-        found = shown_worker(config, ranks, heart)
-    return found if launch.is_first_rank() else None  # the others' is the same, and traces are large
+def _bench_rank(config: BenchConfig, ranks: int) -> Any:
+    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
+        found = worker(config, ranks, heartbeat)
+    return found if launch.is_first_rank() else None  # all ranks have the same, and traces are large
 
 
-def shown_worker(config: BenchConfig, ranks: int, heart: Heartbeat | None = None) -> Any:
-    """Measure `collectives`, `attention` or `step` on this rank; every rank of the job calls it.
+def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) -> Any:
+    """Measure on this rank; every rank of the job calls it.
+
+    Returns:
+        The same on every rank: `MeasuredHardware` for `link`, `Collectives` for `collectives`, else a `Comparison`.
 
     Raises:
-        LongspanError: on bad input, on every rank alike.
+        LongspanError: on every rank, for bad input.
     """
     import torch
 
@@ -115,60 +114,41 @@ def shown_worker(config: BenchConfig, ranks: int, heart: Heartbeat | None = None
     from longspan.ranks.rendezvous import meet
 
     config.check()
-    check_compared(config, ranks)
-    peers = meet(config.timeout, config.start_timeout) if heart is None else heart.peers
-    settings = agreement.settings(config, leave_out=("json", "png", "trace"))  # only the first rank writes
-    agreement.agree(peers, {**settings, **agreement.versions()}, alive=heart is not None)
+    check_ranks(config, ranks)
+    peers = meet(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
+    settings = agreement.settings(config, leave_out=("out", "name", "json", "png", "trace"))  # used by the first rank
+    agreement.agree(peers, {**settings, **agreement.versions()}, alive=heartbeat is not None)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    said = _when_and_where(config, device, ranks)
-    if config.compares:
-        from longspan.bench.compare import compare
+    measured = _describe_run(device, ranks)
+    if config.what == "link":
+        return _measure_hardware(config, device, measured)
+    if config.what == "collectives":
+        from longspan.bench.collectives import measure_collectives
 
-        return compare(config, ranks, device, said)
-    from longspan.bench.collectives import measure_collectives
+        return measure_collectives(config, device, measured)
+    from longspan.bench.compare import compare
 
-    return measure_collectives(config, device, said)
-
-
-def _bench_rank(config: BenchConfig) -> Measurement:
-    with launch.joined(config.timeout, config.start_timeout) as heart:
-        return worker(config, heart)
+    return compare(config, ranks, device, measured)
 
 
-def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
-    """Measure on this rank; every rank of the job calls it and returns the same.
-
-    Raises:
-        LongspanError: on bad input, on every rank alike.
-    """
-    import torch
-
+def _measure_hardware(config: BenchConfig, device: torch.device, measured: str) -> MeasuredHardware:
     from longspan.bench.compute import measure_compute, ranks_on_node
+    from longspan.bench.hardware_file import MeasuredHardware
     from longspan.bench.links import measure_links
-    from longspan.bench.report import Measurement
+    from longspan.checkpoint import Ranks
     from longspan.comm.mesh import init_mesh
-    from longspan.ranks import agreement
-    from longspan.ranks.rendezvous import meet
 
-    config.check()
-    peers = meet(config.timeout, config.start_timeout) if heart is None else heart.peers
-    settings = agreement.settings(config, leave_out=("out", "name"))  # only the first rank writes
-    agreement.agree(peers, {**settings, **agreement.versions()}, alive=heart is not None)
-    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
-    device = torch.device(mesh.device_type)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    _check_out_together(config)
+    Ranks().first(config.check_out)  # the first rank writes the file; raise on all
     links = measure_links(config, mesh, device)
     degrees = {**config.degrees, "fsdp": config.ranks // config.tensor}
-    return Measurement(
+    return MeasuredHardware(
         name=config.name,
         dtype=config.dtype,
-        measured=_when_and_where(config, device),
+        measured=measured,
         ranks_per_node=ranks_on_node(),
         compute=measure_compute(config, device),
         degrees={axis: degrees[axis] for axis in links},
@@ -177,19 +157,11 @@ def worker(config: BenchConfig, heart: Heartbeat | None = None) -> Measurement:
     )
 
 
-def _check_out_together(config: BenchConfig) -> None:
-    """The first rank writes the file, so it alone can tell whether that will do; all hear of it."""
-    from longspan.checkpoint import Ranks
-
-    Ranks().first(config.check_out)
-
-
-def _when_and_where(config: BenchConfig, device: torch.device, count: int | None = None) -> str:
+def _describe_run(device: torch.device, ranks: int) -> str:
     import torch
     import torch.distributed as dist
 
     backend = dist.get_backend() if dist.is_initialized() else "no collectives"
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    count = count or config.ranks
-    ranks = f"{count} rank{'s' if count > 1 else ''}"
-    return f"{datetime.date.today()} on {socket.gethostname()}, {kind}, torch {torch.__version__}, {backend}, {ranks}"
+    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return f"{datetime.date.today()} on {socket.gethostname()}, {kind}, torch {torch.__version__}, {backend}, {count}"

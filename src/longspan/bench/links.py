@@ -14,52 +14,51 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
 from longspan.bench.fit import Fit, bytes_sent, fit, size_that_sends
-from longspan.bench.timing import every_seconds, median_seconds
+from longspan.bench.timing import median_seconds, round_seconds
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
 
 FSDP_AXES = ("data", "ring", "ulysses")
-"""Weights are sharded, and gradients summed, over these together: the "axis" fsdp."""
+"""Weights are sharded, and gradients summed, over these axes together; measured as the axis "fsdp"."""
+
+Pending = list[dist.Work]
+"""Operations in flight; wait for each."""
 
 
-Works = list[dist.Work]
-"""What has been begun and must be waited for."""
-
-
-def _begun(work: dist.Work | None) -> Works:
+def _pending(work: dist.Work | None) -> Pending:
     return [] if work is None else [work]
 
 
-def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
-    return _begun(dist.all_to_all_single(y[:n], x[:n], group=group, async_op=beside))
+def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
+    return _pending(dist.all_to_all_single(y[:n], x[:n], group=group, async_op=overlapped))
 
 
-def _all_gather(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
-    return _begun(gather_into(y[:n], x[: n // group.size()], group=group, async_op=beside))
+def _all_gather(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
+    return _pending(gather_into(y[:n], x[: n // group.size()], group=group, async_op=overlapped))
 
 
-def _reduce_scatter(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
-    return _begun(scatter_into(y[: n // group.size()], x[:n], group=group, async_op=beside))
+def _reduce_scatter(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
+    return _pending(scatter_into(y[: n // group.size()], x[:n], group=group, async_op=overlapped))
 
 
-def _all_reduce(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
-    return _begun(dist.all_reduce(y[:n], group=group, async_op=beside))
+def _all_reduce(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
+    return _pending(dist.all_reduce(y[:n], group=group, async_op=overlapped))
 
 
-def _p2p(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, beside: bool = False) -> Works:
+def _p2p(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     send = dist.P2POp(dist.isend, x[:n], group=group, group_peer=after)
     receive = dist.P2POp(dist.irecv, y[:n], group=group, group_peer=before)
-    requests: Works = dist.batch_isend_irecv([send, receive])
-    if not beside:
+    requests: Pending = dist.batch_isend_irecv([send, receive])
+    if not overlapped:
         for request in requests:
             request.wait()
     return requests
 
 
-Collective = Callable[..., Works]
-"""Of the first n elements of the send buffer and of the receive buffer, as the whole tensor, in the group; with
-`beside=True` it is only begun."""
+Collective = Callable[..., Pending]
+"""(send buffer, receive buffer, n, group): the first n elements are the whole tensor; `overlapped=True` only starts it.
+"""
 
 COLLECTIVES: dict[str, Collective] = {
     "all_to_all": _all_to_all,
@@ -71,33 +70,33 @@ COLLECTIVES: dict[str, Collective] = {
 
 
 def collectives_of(axis: str) -> tuple[str, ...]:
-    """Which collectives are measured on `axis`: only the ring shifts to the next rank (p2p)."""
+    """Return the collectives measured on `axis`: only the ring uses p2p."""
     return tuple(name for name in COLLECTIVES if name != "p2p" or axis == "ring")
 
 
-Messages = Mapping[tuple[str, str], Sequence[float]]
+MessageSizes = Mapping[tuple[str, str], Sequence[float]]
 """(axis, collective) -> bytes that a rank sends in one call."""
 
 
 def measure_links(
-    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device, messages: Messages | None = None
+    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device, messages: MessageSizes | None = None
 ) -> dict[str, dict[str, Fit]]:
-    """Axis (of more than one rank) -> collective -> its fit; the same on every rank. Collective over all ranks.
+    """Return axis -> collective -> fit for every axis of more than one rank. Collective over all ranks.
 
-    All groups of an axis work at once, as they do in a training step, and so share what wires they share.
+    All groups of an axis run concurrently and share their wires, as in a training step.
 
     Args:
-        config: the mesh's degrees, rounds and sizes.
+        config: degrees of the mesh, rounds and sizes.
         mesh: of all ranks of the job.
-        device: this rank's.
-        messages: measured in place of `config.sizes`, and nothing else is.
+        device: this rank's device.
+        messages: the only collectives and sizes to measure, instead of `config.sizes`.
     """
     if isinstance(mesh, OneDeviceMesh):
         return {}
     split = [axis for axis, size in config.degrees.items() if size > 1]
     sharding = [axis for axis in split if axis in FSDP_AXES]
     sized = {axis: _sizes(config, axis, config.degrees[axis], messages) for axis in split}
-    if len(sharding) == 1:  # the very same ranks
+    if len(sharding) == 1:  # the axis and "fsdp" have the same ranks
         for name, of_op in _sizes(config, "fsdp", config.degrees[sharding[0]], messages).items():
             sized[sharding[0]][name] = sorted({*sized[sharding[0]].get(name, ()), *of_op})
     links = {}
@@ -113,8 +112,8 @@ def measure_links(
     return {axis: fits for axis, fits in links.items() if fits}
 
 
-def _sizes(config: BenchConfig, axis: str, ranks: int, messages: Messages | None) -> dict[str, list[int]]:
-    """Collective -> the sizes in which it is measured on an axis."""
+def _sizes(config: BenchConfig, axis: str, ranks: int, messages: MessageSizes | None) -> dict[str, list[int]]:
+    """Return collective -> bytes of the whole tensor to measure on an axis."""
     if messages is None:
         return {name: sorted(set(config.sizes)) for name in collectives_of(axis)}
     found = {}
@@ -132,54 +131,53 @@ def _measure_axis(
     device: torch.device,
     axes: tuple[str, ...],
 ) -> dict[str, Fit]:
-    """Collective -> its fit, on a group that is these `axes`."""
+    """Return collective -> fit on a group that stands for these `axes`."""
     if not sizes:
         return {}
     ranks = group.size()
     counts = {name: _counts(of_op, ranks) for name, of_op in sizes.items()}
-    # Zeros stay zeros however often they are summed. They are written, as pages never written cost a CPU nothing.
+    # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
     largest = max(n for of_op in counts.values() for n in of_op)
     x, y = (torch.empty(largest, dtype=torch.float32, device=device).zero_() for _ in range(2))
     fits = {}
     for name, of_op in counts.items():
-        works = [partial(COLLECTIVES[name], x, y, n, group) for n in of_op]
-        seconds = median_seconds(works, config.rounds, device)
+        runs = [partial(COLLECTIVES[name], x, y, n, group) for n in of_op]
+        seconds = median_seconds(runs, config.rounds, device)
         found = fit([bytes_sent(name, ELEMENT_BYTES * n, ranks) for n in of_op], seconds)
-        if any(name in _begun_early(axis, device) for axis in axes):
+        if any(name in _overlapped_on(axis, device) for axis in axes):
             timed = list(zip(of_op, seconds, strict=True))
-            n, alone = ([each for each in timed if each[1] < LONGEST] or timed[:1])[-1]
-            begin = partial(COLLECTIVES[name], x, y, n, group, beside=True)
-            found = replace(found, hidden=hidden_share(begin, alone, device))
+            n, alone = ([each for each in timed if each[1] < MAX_OVERLAPPED_S] or timed[:1])[-1]
+            start = partial(COLLECTIVES[name], x, y, n, group, overlapped=True)
+            found = replace(found, hidden=hidden_share(start, alone, device))
         fits[name] = found
     return fits
 
 
-LONGEST = 0.3
-"""Seconds of the message that is measured beside computing: the largest that takes no longer."""
+MAX_OVERLAPPED_S = 0.3
+"""The overlap is measured with the largest message that takes no more seconds than this."""
 
 
-def _begun_early(axis: str, device: torch.device) -> tuple[str, ...]:
-    """What longspan has under way while it computes: chunks of heads, a ring's blocks, and on GPUs, where FSDP does not
-    wait for them at once, weights and gradients.
-    """
+def _overlapped_on(axis: str, device: torch.device) -> tuple[str, ...]:
+    """Return the collectives that longspan overlaps with computing: chunks of heads, ring blocks, and FSDP's on GPUs."""
     weights = ("all_gather", "reduce_scatter") if device.type == "cuda" else ()
     return {"ulysses": ("all_to_all",), "ring": ("p2p",), "fsdp": weights}.get(axis, ())
 
 
-_FEWEST, _MOST = 5, 25
-"""Rounds of a long collective, and of one so short that its time is mostly noise."""
+_MIN_ROUNDS, _MAX_ROUNDS = 5, 25
+"""Rounds for a long collective, and for one so short that its time is mostly noise."""
 
 _WIDTHS = {"cpu": 128, "cuda": 1024}
 
 
-def hidden_share(begin: Callable[[], Works], alone: float, device: torch.device) -> float:
-    """The share of a collective's seconds, 0 to 1, that matrix products as long run beside; the same on every rank.
-    Collective over all ranks of the job.
+def hidden_share(start: Callable[[], Pending], alone: float, device: torch.device) -> float:
+    """Return the share of a collective's time, 0 to 1, that overlaps with matrix products of the same length.
+
+    The same on every rank. Collective over all ranks of the job.
 
     Args:
-        begin: begins the collective.
-        alone: about how many seconds it takes.
-        device: this rank's.
+        start: starts the collective.
+        alone: its approximate seconds.
+        device: this rank's device.
     """
     d = _WIDTHS[device.type]
     a_dd, b_dd, c_dd = (torch.ones(d, d, device=device) for _ in range(3))
@@ -189,22 +187,22 @@ def hidden_share(begin: Callable[[], Works], alone: float, device: torch.device)
             torch.mm(a_dd, b_dd, out=c_dd)
 
     def both(times: int) -> None:
-        works = begin()
+        pending = start()
         compute(times)
-        for work in works:
+        for work in pending:
             work.wait()
 
     (each,) = median_seconds([partial(compute, 16)], 3, device)
     times = max(1, round(16 * alone / each))
     in_turn = [partial(both, 0), partial(compute, times), partial(both, times)]
-    count = min(_MOST, max(_FEWEST, round(LONGEST / alone)))
-    rounds = zip(*every_seconds(in_turn, count, device), strict=True)
+    count = min(_MAX_ROUNDS, max(_MIN_ROUNDS, round(MAX_OVERLAPPED_S / alone)))
+    rounds = zip(*round_seconds(in_turn, count, device), strict=True)
     shares = [(sent + computed - took) / min(sent, computed) for sent, computed, took in rounds]
     share: float = min(1.0, max(0.0, statistics.median(shares)))
     return share
 
 
 def _counts(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Elements that the ranks divide, of each size; at least two, as a line has two ends."""
+    """Return the elements of each size, rounded up to a multiple of the ranks; at least two, to fit a line."""
     counts = sorted({-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in sizes})
     return counts if len(counts) > 1 else [counts[0], 4 * counts[0]]

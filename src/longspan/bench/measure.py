@@ -1,4 +1,4 @@
-"""Measuring works side by side: rounds in which each runs once; what each sends, where its time goes, its memory."""
+"""Measure workloads in turns: their times, the bytes they send, one run under the profiler, and their peak memory."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longspan.bench.bytes_sent import counting
-from longspan.bench.timing import synchronize, wait_for_all
-from longspan.bench.workloads import Work
+from longspan.bench.bytes_sent import count_bytes_sent
+from longspan.bench.timing import reduce_times, rotate, synchronize, wait_for_all
+from longspan.bench.workloads import Workload
 from longspan.comm.objects import gather_objects
 from longspan.tracing.merge import gather_trace
-from longspan.tracing.record import Recorder
+from longspan.tracing.record import Recorder, memory_rise
 from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace, transfer
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds over the rounds, the slowest rank's of each: the median, and the quartiles around it."""
+    """Median and quartiles over rounds, in seconds; each round is the slowest rank's."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Those of some rounds."""
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Summarize the seconds of some rounds."""
+        if len(seconds) < 2:
+            return cls(seconds[0], seconds[0], seconds[0])
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured of one work; the same on every rank.
+class Measurement:
+    """Everything measured of one workload, the same on every rank.
 
     Attributes:
         forward: seconds.
-        backward: seconds, in a step the optimizer's included.
+        backward: seconds, in a training step including the optimizer.
         total: seconds of both.
-        rounds: seconds of both, round by round.
-        sent: bytes of the rank that sends most, by collective.
-        figures: where one run went, by rank.
-        peak_bytes: held at once, on the rank that holds most: what lies there anyway (weights, optimizer) and the rise.
-        trace: the events of that run, of all ranks.
+        rounds: seconds of both, by round.
+        sent: bytes by collective, on the rank that sends most.
+        figures: where the time of one run went, by rank.
+        peak_bytes: weights, optimizer states and the rise of one run, on the rank with the highest peak.
+        trace: Chrome trace events of that run, of all ranks.
     """
 
     forward: Spread
@@ -63,7 +63,7 @@ class Measured:
 
     @property
     def traces(self) -> tuple[RankTrace, ...]:
-        """The same events, read."""
+        """The trace, parsed."""
         return read_trace(self.trace)
 
     @property
@@ -73,101 +73,97 @@ class Measured:
 
     @property
     def exposed(self) -> float:
-        """Of these, seconds in which the rank computed nothing, mean over ranks."""
+        """Seconds of communication in which the rank computed nothing, mean over ranks."""
         return statistics.fmean(f.exposed for f in self.figures)
 
     @property
     def transfer(self) -> float:
-        """Seconds of communication from the last rank's call of each collective to the last rank's end."""
+        """Seconds of communication, each collective from the last rank's call to the last rank's end."""
         return transfer(self.traces)
 
     @property
     def imbalance(self) -> float:
-        """How much more the rank that computes most computes than the mean."""
+        """Compute time of the slowest rank over the mean, minus 1."""
         return imbalance([f.computing for f in self.figures])
 
 
-def measure(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict[str, Measured]:
-    """Measure all of them on all ranks. Collective.
+def measure(workloads: Mapping[str, Workload], rounds: int, device: torch.device) -> dict[str, Measurement]:
+    """Measure all workloads. Collective over all ranks.
 
-    Each has run twice before the first round, and once counted. In every round each runs once, in an order that moves
-    on from round to round, behind a barrier of its own: a disturbance touches one round of each, not all of one.
+    Each runs twice as a warm-up, the second time with its bytes counted. Then each runs once per round, behind a
+    barrier and in rotating order, so that a disturbance touches one round of each.
     """
-    names = list(works)
     sent = {}
-    for name in names:
-        run(works[name])
-        with counting() as log:
-            run(works[name])
-        sent[name] = dict(log)
-    forward = torch.zeros(len(names), rounds, dtype=torch.float64)
-    backward = torch.zeros_like(forward)
-    for turn in range(rounds):
-        for at in (*range(turn % len(names), len(names)), *range(turn % len(names))):
-            wait_for_all(device)
-            forward[at, turn], backward[at, turn] = _timed(works[names[at]], device)
-    times = torch.stack([forward, backward, forward + backward])
-    if dist.is_initialized():
-        times = times.to(device)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-    seconds = times.tolist()
-    found = {}
-    for at, name in enumerate(names):
-        trace = _traced(works[name], device)
-        forward_s, backward_s, total_s = (Spread.of(of_kind[at]) for of_kind in seconds)
-        found[name] = Measured(
-            forward=forward_s,
-            backward=backward_s,
-            total=total_s,
-            rounds=tuple(seconds[2][at]),
-            sent=most_sent(sent[name]),
-            figures=tuple(figures(one) for one in read_trace(trace)),
-            peak_bytes=_peak(works[name], device),
+    for name, workload in workloads.items():
+        run(workload)
+        with count_bytes_sent() as counted:
+            run(workload)
+        sent[name] = most_sent(dict(counted))
+    forward: dict[str, list[float]] = {name: [] for name in workloads}
+    backward: dict[str, list[float]] = {name: [] for name in workloads}
+    for _, name in rotate(list(workloads), rounds):
+        wait_for_all(device)
+        forward_s, backward_s = _time(workloads[name], device)
+        forward[name].append(forward_s)
+        backward[name].append(backward_s)
+    total = {name: [f + b for f, b in zip(forward[name], backward[name], strict=True)] for name in workloads}
+    forward, backward, total = (reduce_times(times, dist.ReduceOp.MAX, device) for times in (forward, backward, total))
+    measurements = {}
+    for name, workload in workloads.items():
+        trace = _trace(workload, device)
+        measurements[name] = Measurement(
+            forward=Spread.of(forward[name]),
+            backward=Spread.of(backward[name]),
+            total=Spread.of(total[name]),
+            rounds=tuple(total[name]),
+            sent=sent[name],
+            figures=tuple(figures(of_rank) for of_rank in read_trace(trace)),
+            peak_bytes=_peak_bytes(workload, device),
             trace=trace,
         )
-    return found
+    return measurements
 
 
-def run(work: Work) -> None:
-    """Once."""
-    work.backward(work.forward())
+def run(workload: Workload) -> None:
+    """Run forward and backward once."""
+    workload.backward(workload.forward())
 
 
-def _timed(work: Work, device: torch.device) -> tuple[float, float]:
+def _time(workload: Workload, device: torch.device) -> tuple[float, float]:
     start = time.perf_counter()
-    out = work.forward()
+    out = workload.forward()
     synchronize(device)
-    between = time.perf_counter()
-    work.backward(out)
+    middle = time.perf_counter()
+    workload.backward(out)
     synchronize(device)
-    return between - start, time.perf_counter() - between
+    return middle - start, time.perf_counter() - middle
 
 
-def _traced(work: Work, device: torch.device) -> list[dict[str, Any]]:
+def _trace(workload: Workload, device: torch.device) -> list[dict[str, Any]]:
     recorder = Recorder(device)
     with recorder.step(lambda: wait_for_all(device)):
-        run(work)
+        run(workload)
     return gather_trace(recorder.events)
 
 
-def most_sent(mine: dict[str, int]) -> dict[str, int]:
-    """Of the rank that sends most."""
+def most_sent(sent: dict[str, int]) -> dict[str, int]:
+    """Return the bytes, by collective, of the rank that sends most. Collective."""
     if not dist.is_initialized():
-        return mine
-    return max(gather_objects(mine, dist.group.WORLD), key=lambda sent: sum(sent.values()))
+        return sent
+    return max(gather_objects(sent, dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
 
 
-def _peak(work: Work, device: torch.device) -> int:
-    """Bytes at the peak of a run, on the rank that holds most."""
+def _peak_bytes(workload: Workload, device: torch.device) -> int:
+    """Return the bytes held at the peak of a run, on the rank with the highest."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        run(work)
+        before = torch.cuda.memory_allocated(device)
+        run(workload)
         synchronize(device)
-        rise = torch.cuda.max_memory_allocated(device) - held
+        rise = torch.cuda.max_memory_allocated(device) - before
     else:
-        rise = Recorder(device).rise(lambda: run(work))
-    most = torch.tensor(work.at_rest() + rise, device=device)
+        rise = memory_rise(lambda: run(workload))
+    peak = torch.tensor(workload.state_bytes() + rise, device=device)
     if dist.is_initialized():
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return int(peak)

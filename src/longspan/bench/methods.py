@@ -1,13 +1,12 @@
-"""The methods that `bench attention` and `bench step` put side by side: a line each, and the meshes each has.
+"""The methods that `bench attention` and `bench step` compare: one entry each, and the meshes it can use.
 
-What a line names as "module:function" makes the work of one rank (`longspan.bench.workloads`); nothing is imported
-before it is asked for.
+`attention` and `step` name a function as "module:function" that returns one rank's workload
+(`longspan.bench.workloads`). It is imported when the method is measured, so that this module needs no torch.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -21,17 +20,17 @@ from longspan.plan.job import Mesh
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A method, on any number of ranks.
+class Method:
+    """A method to compare, on any number of ranks.
 
     Attributes:
-        name: what `--methods` calls it.
-        meshes: for a number of ranks the rows it has, by name.
-        attention: makes its attention, "" where it has none.
-        step: makes its training step, "" where it has none.
-        package: what must be installed for it, "" for longspan's own.
-        job: what the planner's job has of it.
-        options: for whoever makes its work.
+        name: its name in `--methods`.
+        meshes: returns its candidates for a number of ranks: their names and meshes.
+        attention: function that makes its attention; "" if it has none.
+        step: function that makes its training step; "" if it has none.
+        package: package that it needs; "" for longspan's own methods.
+        job: settings of the planner's job.
+        options: settings of its workload.
         planned: whether the planner has formulas for it.
     """
 
@@ -45,133 +44,92 @@ class Kind:
     planned: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A rank tells the launcher what it measured: by the name, as functions have none.
-        return _kind, (self.name,)
+        # Ranks send results to the launcher; a lambda cannot be pickled, so send the name.
+        return _method, (self.name,)
 
 
-def _kind(name: str) -> Kind:
-    return KINDS[name]
+def _method(name: str) -> Method:
+    return METHODS[name]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method on a mesh.
+class Candidate:
+    """A method on a mesh: one row of the table.
 
     Attributes:
-        name: of the row.
-        kind: the method.
-        mesh: the sizes of the axes.
+        name: of the row, such as "usp-2x4".
+        method: the method.
+        mesh: sizes of the axes.
     """
 
     name: str
-    kind: Kind
+    method: Method
     mesh: Mesh
 
 
-def _usp(ranks: int) -> dict[str, Mesh]:
-    """Every mesh with both axes, as ulysses x ring."""
-    sizes = [u for u in range(2, ranks) if ranks % u == 0]
-    return {f"usp-{u}x{ranks // u}": Mesh(ulysses=u, ring=ranks // u) for u in sizes}
+def _usp_meshes(ranks: int, name: str = "usp-{ulysses}x{ring}") -> dict[str, Mesh]:
+    """Return every mesh with both axes above 1."""
+    meshes = [Mesh(ulysses=size, ring=ranks // size) for size in range(2, ranks) if ranks % size == 0]
+    return {name.format(ulysses=mesh.ulysses, ring=mesh.ring): mesh for mesh in meshes}
 
 
-def _coded(code: str, ranks: int) -> dict[str, Mesh]:
-    return {f"ulysses-{code}": Mesh(ulysses=ranks)}
+def _one_axis(axis: str, name: str = "", **settings: Any) -> Method:
+    """Return a method whose mesh has all ranks on one axis."""
+    name = name or axis
+    return Method(name, lambda ranks: {name: Mesh(**{axis: ranks})}, **settings)
 
 
-def _swapped(ranks: int) -> dict[str, Mesh]:
-    return {f"{name}-swapped": mesh for name, mesh in _usp(ranks).items()}
-
-
-def _yunchang(ranks: int) -> dict[str, Mesh]:
-    both = {f"yunchang-{u}x{r.ring}": r for u, r in ((m.ulysses, m) for m in _usp(ranks).values())}
-    return {f"yunchang-{ranks}x1": Mesh(ulysses=ranks), **both}
-
-
+_STEP = "longspan.bench.step:longspan_step"
+_SEQUENCE: dict[str, Any] = {"attention": "longspan.bench.workloads:sequence_attention", "step": _STEP}
+_TENSOR: dict[str, Any] = {"attention": "longspan.bench.workloads:tensor_attention", "step": _STEP}
 _PEER: dict[str, Any] = {
     "attention": "longspan.bench.peers:peer_attention",
     "step": "longspan.bench.peers:peer_step",
     "planned": False,
 }
 
-_SEQUENCE: dict[str, Any] = {
-    "attention": "longspan.bench.workloads:sequence_attention",
-    "step": "longspan.bench.step:sequence_step",
-}
-_TENSOR: dict[str, Any] = {
-    "attention": "longspan.bench.workloads:tensor_attention",
-    "step": "longspan.bench.step:tensor_step",
-}
-
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("tp", lambda ranks: {"tp": Mesh(tensor=ranks)}, **_TENSOR),
-        Kind(
-            "megatron-sp",
-            lambda ranks: {"megatron-sp": Mesh(tensor=ranks)},
-            job={"tensor_style": "megatron-sp"},
-            **_TENSOR,
-        ),
-        Kind("fsdp", lambda ranks: {"fsdp": Mesh(data=ranks)}, **_SEQUENCE),
-        Kind("ulysses", lambda ranks: {"ulysses": Mesh(ulysses=ranks)}, **_SEQUENCE),
-        Kind(
-            "ulysses-overlap",
-            lambda ranks: {"ulysses-overlap": Mesh(ulysses=ranks)},
-            # Each chunk of heads under way while the attention of another computes; every other method sends all heads
-            # at once, whatever `SequenceSharding` would choose.
-            options={"overlap": True},
-            **_SEQUENCE,
-        ),
-        Kind(
-            "ulysses-default",
-            lambda ranks: {"ulysses-default": Mesh(ulysses=ranks)},
-            options={"overlap": "auto"},  # as `SequenceSharding` chooses by the link
-            **_SEQUENCE,
-        ),
+METHODS: dict[str, Method] = {
+    method.name: method
+    for method in (
+        _one_axis("tensor", "tp", **_TENSOR),
+        _one_axis("tensor", "megatron-sp", job={"tensor_style": "megatron-sp"}, **_TENSOR),
+        _one_axis("data", "fsdp", **_SEQUENCE),
+        # Without `overlap`, all heads are sent at once, whatever `SequenceSharding` would choose.
+        _one_axis("ulysses", **_SEQUENCE),
+        _one_axis("ulysses", "ulysses-overlap", options={"overlap": True}, **_SEQUENCE),
+        _one_axis("ulysses", "ulysses-default", options={"overlap": "auto"}, **_SEQUENCE),
+        # Approximations: one byte per element on the wire.
         *(
-            # An approximation: a byte for each element that travels.
-            Kind(
-                f"ulysses-{code}",
-                functools.partial(_coded, code),
-                job={"wire_dtype": code},
-                options={"wire_dtype": code},
+            _one_axis(
+                "ulysses",
+                f"ulysses-{dtype}",
+                job={"wire_dtype": dtype},
+                options={"wire_dtype": dtype},
                 **_SEQUENCE,
             )
-            for code in CACHE_DTYPES
-            if code != "exact"
+            for dtype in CACHE_DTYPES
+            if dtype != "exact"
         ),
-        Kind("ring", lambda ranks: {"ring": Mesh(ring=ranks)}, **_SEQUENCE),
-        Kind("usp", _usp, **_SEQUENCE),
-        # Weights gathered when they are needed, and no sooner.
-        Kind(
-            "fsdp-no-prefetch",
-            lambda ranks: {"fsdp-no-prefetch": Mesh(data=ranks)},
-            step=_SEQUENCE["step"],
-            options={"prefetch": False},
+        _one_axis("ring", **_SEQUENCE),
+        Method("usp", _usp_meshes, **_SEQUENCE),
+        _one_axis("data", "fsdp-no-prefetch", step=_STEP, options={"prefetch": False}),
+        _one_axis("ulysses", "ulysses-no-prefetch", step=_STEP, options={"prefetch": False}),
+        # The wrong placement across nodes: neighbouring ranks form rings, ranks far apart form Ulysses groups.
+        Method(
+            "usp-swapped",
+            lambda ranks: _usp_meshes(ranks, "usp-{ulysses}x{ring}-swapped"),
+            options={"swapped": True},
+            planned=False,
+            **_SEQUENCE,
         ),
-        Kind(
-            "ulysses-no-prefetch",
-            lambda ranks: {"ulysses-no-prefetch": Mesh(ulysses=ranks)},
-            step=_SEQUENCE["step"],
-            options={"prefetch": False},
-        ),
-        # Neighbours in rank order in the ring, the exchange between those far apart: what not to do across nodes.
-        Kind("usp-swapped", _swapped, options={"swapped": True}, planned=False, **_SEQUENCE),
-        Kind(
-            "deepspeed",
-            lambda ranks: {"deepspeed": Mesh(ulysses=ranks)},
-            package="deepspeed",
-            **_PEER,
-        ),
-        Kind(
-            "alst",
-            lambda ranks: {"alst": Mesh(ulysses=ranks)},
-            package="deepspeed",
-            **_PEER,
-        ),
-        Kind(
+        _one_axis("ulysses", "deepspeed", package="deepspeed", **_PEER),
+        _one_axis("ulysses", "alst", package="deepspeed", **_PEER),
+        Method(
             "yunchang",
-            _yunchang,
+            lambda ranks: {
+                f"yunchang-{ranks}x1": Mesh(ulysses=ranks),
+                **_usp_meshes(ranks, "yunchang-{ulysses}x{ring}"),
+            },
             package="yunchang",
             **_PEER,
         ),
@@ -179,50 +137,55 @@ KINDS: dict[str, Kind] = {
 }
 
 DEFAULT = ("tp", "megatron-sp", "fsdp", "ulysses", "ring", "usp")
-"""The methods that are measured where none is named; with them the peers that are installed."""
+"""The methods that are compared by default, together with the peers that are installed."""
 
 
-def chosen(names: Sequence[str], what: str, ranks: int) -> tuple[Row, ...]:
-    """The rows that are asked for, by the names of methods or of rows ("usp", "usp-2x4").
+def select(names: Sequence[str], what: str, ranks: int) -> tuple[Candidate, ...]:
+    """Return the candidates of methods or single candidates ("usp", "usp-2x4"); by default those of `DEFAULT`.
 
     Raises:
-        LongspanError: for an unknown method, one that has nothing to measure here, or a peer that is not installed.
+        LongspanError: for an unknown method, one that `what` or `ranks` rules out, or a peer that is not installed.
     """
-    every = {name: Row(name, kind, mesh) for kind in KINDS.values() for name, mesh in kind.meshes(ranks).items()}
-    rows: list[Row] = []
-    for name in names or DEFAULT:
-        found = [row for row in every.values() if name in (row.name, row.kind.name)]
-        if not found and name in KINDS:
-            if not names:
-                continue
+    every = {
+        name: Candidate(name, method, mesh)
+        for method in METHODS.values()
+        for name, mesh in method.meshes(ranks).items()
+    }
+    if not names:
+        peers = [m.name for m in METHODS.values() if m.package and getattr(m, what) and installed(m.package)]
+        return tuple(c for name in (*DEFAULT, *peers) for c in every.values() if c.method.name == name)
+    selected: list[Candidate] = []
+    for name in names:
+        found = [candidate for candidate in every.values() if name in (candidate.name, candidate.method.name)]
+        if not found and name in METHODS:
             raise LongspanError(f"--methods {name}: {ranks} ranks have no mesh for it; give a number with two factors")
         if not found:
-            close = difflib.get_close_matches(name, [*KINDS, *every], n=1, cutoff=0.5)
-            nearest = f"did you mean {close[0]}?" if close else f"there are {', '.join(KINDS)}"
-            raise LongspanError(f"--methods {spell(name)} is unknown; {nearest}")
-        kind = found[0].kind
-        if not getattr(kind, what):
-            has = [other.name for other in KINDS.values() if getattr(other, what)]
-            raise LongspanError(f"--methods {name} is not measured by `bench {what}`; it has {', '.join(has)}")
-        if kind.package and not installed(kind.package):
-            raise LongspanError(
-                f"--methods {name} needs {kind.package}, which is not installed (pip install --no-deps {kind.package}; "
-                "DS_BUILD_OPS=0 for deepspeed); install it, or leave the method out"
-            )
-        rows += [row for row in found if row not in rows]
-    if not names:
-        peers = [kind for kind in KINDS.values() if kind.package and getattr(kind, what) and installed(kind.package)]
-        rows += [every[name] for kind in peers for name in kind.meshes(ranks)]
-    return tuple(rows)
+            close = difflib.get_close_matches(name, [*METHODS, *every], n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
+            raise LongspanError(f"--methods {spell(name)} is unknown; {hint}")
+        _check_measurable(found[0].method, name, what)
+        selected += [candidate for candidate in found if candidate not in selected]
+    return tuple(selected)
+
+
+def _check_measurable(method: Method, name: str, what: str) -> None:
+    if not getattr(method, what):
+        measurable = [other.name for other in METHODS.values() if getattr(other, what)]
+        raise LongspanError(f"--methods {name} is not measured by `bench {what}`; it has {', '.join(measurable)}")
+    if method.package and not installed(method.package):
+        raise LongspanError(
+            f"--methods {name} needs {method.package}, which is not installed (pip install --no-deps {method.package}; "
+            "DS_BUILD_OPS=0 for deepspeed); install it, or leave the method out"
+        )
 
 
 def installed(package: str) -> bool:
-    """Whether a package is there to be imported."""
+    """Whether a package can be found, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
-def builder(path: str) -> Callable[..., Any]:
-    """The function that "module:function" names."""
+def load_function(path: str) -> Callable[..., Any]:
+    """Import the function that "module:function" names."""
     module, _, name = path.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

@@ -1,4 +1,4 @@
-"""What `bench collectives`, `attention` and `step` leave: tables, JSON, a picture, and traces with their timelines."""
+"""The output of `bench collectives`, `attention` and `step`: tables, JSON, a picture, and traces with timelines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from longspan.bench.collectives import Collectives
-    from longspan.bench.compare import Comparison, Entry
+    from longspan.bench.compare import Comparison, Result
     from longspan.bench.config import BenchConfig
 
 SCHEMA = "longspan.bench/1"
 WIDTH = 140
 
 
-def show(config: BenchConfig, found: Comparison | Collectives) -> None:
-    """Print what was measured, and write what was asked for. Called on the first rank alone.
+def write_output(config: BenchConfig, found: Comparison | Collectives) -> None:
+    """Print the results and write the files that `config` asks for. Call it on the first rank alone.
 
     Raises:
         LongspanError: if a file cannot be written.
@@ -44,41 +44,42 @@ def show(config: BenchConfig, found: Comparison | Collectives) -> None:
 
 
 def _write_traces(found: Comparison, folder: Path, out: IO[str]) -> None:
-    for entry in found.entries:
-        if entry.measured is not None:
-            title = f"{entry.row.name}: {found.shape}, {entry.context:,} tokens, {found.dtype}; {found.measured}"
-            write_timeline(entry.measured.trace, folder / f"{entry.row.name}-{entry.context}", title, out)
+    for result in found.results:
+        if result.measured is not None:
+            name = result.candidate.name
+            title = f"{name}: {found.shape}, {result.context:,} tokens, {found.dtype}; {found.measured}"
+            write_timeline(result.measured.trace, folder / f"{name}-{result.context}", title, out)
 
 
 # --- tables
 
 
 def print_tables(found: Comparison | Collectives, file: IO[str] | None = None) -> None:
-    """Print what was measured, to stdout if no `file` is given."""
+    """Print the results, by default to stdout."""
     from rich.console import Console
 
-    from longspan.bench.collectives import Collectives, table_of
+    from longspan.bench.collectives import Collectives, make_table
 
     console = Console(file=file, highlight=False, markup=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     if isinstance(found, Collectives):
         console.print(f"longspan bench collectives  {found.measured}\n")
-        console.print(table_of(found))
+        console.print(make_table(found))
         console.print(
             "\nsent: bytes that each rank sends; fit: latency + sent / bandwidth over all sizes of a row's collective"
         )
         return
     console.print(f"longspan bench {found.what}  {found.shape}, {found.dtype}: {found.measured}\n")
-    for context in dict.fromkeys(entry.context for entry in found.entries):
-        _print_context(console, [entry for entry in found.entries if entry.context == context], context)
+    for context in dict.fromkeys(result.context for result in found.results):
+        _print_context(console, [result for result in found.results if result.context == context], context)
     _legend(console, found)
 
 
-def _print_context(console: Console, entries: list[Entry], context: int) -> None:
+def _print_context(console: Console, results: list[Result], context: int) -> None:
     from rich import box
     from rich.table import Table
 
-    predicted = any(entry.predicted for entry in entries)
+    predicted = any(result.predicted for result in results)
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), title=f"{context:,} tokens", title_justify="left"
     )
@@ -88,58 +89,61 @@ def _print_context(console: Console, entries: list[Entry], context: int) -> None
     for name in names:
         left = name in ("method", "formula")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for entry in sorted(entries, key=_order):
-        table.add_row(*_cells(entry, predicted))
+    for result in sorted(results, key=_order):
+        table.add_row(*_cells(result, predicted))
     console.print(table)
-    for entry in entries:
-        if entry.reason is not None:
-            console.print(f"{entry.row.name} is not measured: {entry.reason}")
-        elif entry.sequences > 1:
-            console.print(f"{entry.row.name} shards no sequence: {entry.sequences} sequences at once, one a rank")
+    for result in results:
+        name = result.candidate.name
+        if result.reason is not None:
+            console.print(f"{name} is not measured: {result.reason}")
+        elif result.sequences > 1:
+            console.print(
+                f"{result.candidate.name} shards no sequence: {result.sequences} sequences at once, one a rank"
+            )
     console.print()
 
 
-def _order(entry: Entry) -> float:
-    return float("inf") if entry.measured is None else entry.measured.total.median / entry.sequences
+def _order(result: Result) -> float:
+    return float("inf") if result.measured is None else result.measured.total.median / result.sequences
 
 
-def _cells(entry: Entry, predicted: bool) -> list[str]:
-    m = entry.measured
+def _cells(result: Result, predicted: bool) -> list[str]:
+    m = result.measured
     if m is None:
-        return [entry.row.name, *["-"] * (13 if predicted else 10)]
-    said = [time_text(x) for x in (m.forward.median, m.backward.median, m.total.median)]
-    said += [f"{(m.total.high - m.total.low) / m.total.median:.0%}", time_text(m.communication), time_text(m.exposed)]
+        return [result.candidate.name, *["-"] * (13 if predicted else 10)]
+    cells = [time_text(x) for x in (m.forward.median, m.backward.median, m.total.median)]
+    cells += [f"{(m.total.high - m.total.low) / m.total.median:.0%}", time_text(m.communication), time_text(m.exposed)]
     if predicted:
-        p = entry.predicted
-        said += [time_text(m.transfer)]
-        said += ["-", "-"] if p is None else [time_text(p.communication), time_text(p.total)]
-    method, other = sent_of(entry)
-    return [entry.row.name, *said, size(method), agreement(entry), size(other), size(m.peak_bytes)]
+        p = result.predicted
+        cells += [time_text(m.transfer)]
+        cells += ["-", "-"] if p is None else [time_text(p.communication), time_text(p.total)]
+    method, other = sent_of(result)
+    return [result.candidate.name, *cells, size(method), formula_text(result), size(other), size(m.peak_bytes)]
 
 
-def sent_of(entry: Entry) -> tuple[int, int]:
-    """Bytes that the rank that sends most sent for the method, and beside it (weights, gradients, loss).
+def sent_of(result: Result) -> tuple[int, int]:
+    """Return the bytes sent for the method, and for everything else (weights, gradients, loss), on the rank with most.
 
-    By collective: what the formula of weights, gradients and loss has of one is taken off; where the method has no
-    formula, the rest of every collective is the method's.
+    The planned bytes of everything else are subtracted by collective. Without a formula of the method, what remains is
+    the method's.
     """
-    assert entry.measured is not None
-    total = sum(entry.measured.sent.values())
-    if entry.formula is None:
-        method = sum(max(0, count - entry.around.get(op, 0)) for op, count in entry.measured.sent.items())
+    assert result.measured is not None
+    total = sum(result.measured.sent.values())
+    if result.formula is None:
+        method = sum(max(0, count - result.other_formula.get(op, 0)) for op, count in result.measured.sent.items())
         return method, total - method
     method = 0
-    for op, count in entry.measured.sent.items():
-        if op in entry.formula:
-            method += count - entry.around.get(op, 0)
+    for op, count in result.measured.sent.items():
+        if op in result.formula:
+            method += count - result.other_formula.get(op, 0)
     return method, total - method
 
 
-def agreement(entry: Entry) -> str:
-    """What the formula says beside the bytes that were sent."""
-    if entry.formula is None:
+def formula_text(result: Result) -> str:
+    """Return the planned bytes of the method, or "= sent" if they equal the counted ones."""
+    if result.formula is None:
         return "none"
-    expected, (method, _) = sum(entry.formula.values()), sent_of(entry)
+    expected, (method, _) = sum(result.formula.values()), sent_of(result)
     if method == expected:
         return "= sent"
     return f"{size(expected)} ({method - expected:+,} B)"
@@ -147,20 +151,19 @@ def agreement(entry: Entry) -> str:
 
 def _legend(console: Console, found: Comparison) -> None:
     console.print(
-        "Times are medians over rounds of the slowest rank's, spread: the quartiles' distance; the fastest per\n"
-        "sequence stands first. in flight: a collective is under way, waiting for slower ranks included; exposed: and\n"
-        "nothing computes (mean over ranks, one run under the profiler). sent: for the method, by the rank that sends\n"
-        "most, beside the planner's formula; other: weights, gradients, loss. peak: bytes that the rank that holds\n"
-        "most holds at once."
+        "Times are medians over rounds, of the slowest rank; spread: distance of the quartiles. Fastest per sequence\n"
+        "first. in flight: a collective runs, including the wait for slower ranks; exposed: and nothing computes\n"
+        "(mean over ranks, one run under the profiler). sent: bytes of the method on the rank that sends most;\n"
+        "formula: the planner's; other: weights, gradients, loss. peak: bytes held on the rank with the highest peak."
         + (
-            " transfer: of each collective, from the last rank's\ncall to the last rank's end; planned: that, and "
-            "both, by the planner from links that were measured on this mesh."
-            if any(entry.predicted for entry in found.entries)
+            "\ntransfer: of each collective, from the last rank's call to the last rank's end; planned, planned both:\n"
+            "the planner's transfer and total, from links measured on this mesh."
+            if any(result.predicted for result in found.results)
             else ""
         )
     )
-    for context in dict.fromkeys(entry.context for entry in found.entries):
-        ratio = tp_over_ulysses([entry for entry in found.entries if entry.context == context])
+    for context in dict.fromkeys(result.context for result in found.results):
+        ratio = tp_over_ulysses([result for result in found.results if result.context == context])
         if ratio is not None:
             console.print(
                 f"{context:,} tokens: TP sends {ratio['bytes']:.2f} times Ulysses' bytes (formula "
@@ -168,9 +171,9 @@ def _legend(console: Console, found: Comparison) -> None:
             )
 
 
-def tp_over_ulysses(entries: list[Entry]) -> dict[str, float] | None:
-    """How many times tensor parallelism's communication is Ulysses', of one context; None where one is missing."""
-    by_name = {entry.row.name: entry for entry in entries if entry.measured is not None}
+def tp_over_ulysses(results: list[Result]) -> dict[str, float] | None:
+    """Return tensor parallelism's communication over Ulysses' at one context; None if one was not measured."""
+    by_name = {result.candidate.name: result for result in results if result.measured is not None}
     tp, ulysses = by_name.get("tp"), by_name.get("ulysses")
     if tp is None or ulysses is None or not sent_of(ulysses)[0]:
         return None
@@ -186,7 +189,7 @@ def tp_over_ulysses(entries: list[Entry]) -> dict[str, float] | None:
 
 
 def as_json(found: Comparison | Collectives) -> dict[str, Any]:
-    """The same for programs (schema `longspan.bench/1`, docs/bench.md)."""
+    """Return the results for JSON (schema `longspan.bench/1`, docs/bench.md)."""
     from longspan.bench.collectives import Collectives
 
     if isinstance(found, Collectives):
@@ -198,30 +201,30 @@ def as_json(found: Comparison | Collectives) -> dict[str, Any]:
         "ranks": found.ranks,
         "shape": found.shape,
         "dtype": found.dtype,
-        "rows": [_row(entry) for entry in found.entries],
+        "rows": [_row(result) for result in found.results],
         "hardware": found.hardware,
     }
 
 
-def _row(entry: Entry) -> dict[str, Any]:
-    mesh = entry.row.mesh
+def _row(result: Result) -> dict[str, Any]:
+    mesh = result.candidate.mesh
     head = {
-        "method": entry.row.name,
+        "method": result.candidate.name,
         "mesh": {axis: getattr(mesh, axis) for axis in ("data", "ring", "ulysses", "tensor")},
-        "context": entry.context,
+        "context": result.context,
     }
-    m = entry.measured
+    m = result.measured
     if m is None:
-        return {**head, "reason": entry.reason}
-    method, other = sent_of(entry)
+        return {**head, "reason": result.reason}
+    method, other = sent_of(result)
     spreads = {
         name: {"median": each.median, "low": each.low, "high": each.high}
         for name, each in (("forward", m.forward), ("backward", m.backward), ("total", m.total))
     }
-    predicted = entry.predicted
+    predicted = result.predicted
     return {
         **head,
-        "sequences": entry.sequences,
+        "sequences": result.sequences,
         "seconds": spreads,
         "rounds": list(m.rounds),
         "communication_seconds": m.communication,
@@ -232,8 +235,8 @@ def _row(entry: Entry) -> dict[str, Any]:
         "sent_bytes": m.sent,
         "method_bytes": method,
         "other_bytes": other,
-        "formula_bytes": entry.formula,
-        "around_bytes": entry.around,
+        "formula_bytes": result.formula,
+        "around_bytes": result.other_formula,
         "peak_bytes": m.peak_bytes,
         "predicted": None if predicted is None else vars(predicted),
     }

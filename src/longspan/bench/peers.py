@@ -1,9 +1,8 @@
-"""Other libraries' attention, each in the best way that it documents, with torch's SDPA as its kernel where it can be;
-and a training step of a Hugging Face model with that attention in every layer.
+"""Other libraries' attention in the best configuration that each documents, and a training step with it in every layer.
 
-Only this file knows their calling conventions. They are imported when they are asked for. DeepSpeed has two Ulysses:
-`DistributedAttention` and, for Hugging Face models, `UlyssesSPAttentionHF` (ALST). yunchang is the library of USP (Fang
-& Zhao 2024, arXiv:2405.07719).
+This file alone knows their calling conventions; each library is imported when it is measured. DeepSpeed has two
+implementations of Ulysses: `DistributedAttention` and, for Hugging Face models, `UlyssesSPAttentionHF` (ALST).
+yunchang is the library of USP (Fang & Zhao 2024, arXiv:2405.07719). The local kernel is torch's SDPA where possible.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,162 +21,202 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from longspan.bench.methods import Row
-from longspan.bench.step import StepCase, step_work
-from longspan.bench.workloads import Case, Work, attention_work, leaves_of
+from longspan.bench.methods import Candidate
+from longspan.bench.step import StepInputs, step_workload
+from longspan.bench.workloads import AttentionInputs, Workload, as_leaves, attention_workload
 from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
 from longspan.hf.weights.fsdp import apply_fsdp
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
-"""q [B, L, H, D], k and v [B, L, K, D] of a rank's tokens, a contiguous part of the sequence, to [B, L, H, D]."""
+"""(q [B, L, H, D], k and v [B, L, K, D]) -> [B, L, H, D], each rank with a contiguous part of the tokens."""
+
+
+def peer_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
+    """Return a peer's attention.
+
+    Raises:
+        LongspanError: if the library cannot divide the heads over these ranks.
+    """
+    attend = _ATTENTIONS[candidate.method.name](candidate, inputs)
+    q, k, v, grad = (x.chunk(candidate.mesh.gpus, 1)[dist.get_rank()] for x in inputs.tensors())
+    return attention_workload(as_leaves(q, k, v), grad, attend)
+
+
+def peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
+    """Return longspan's training step with a peer's attention in every layer.
+
+    Each rank computes the logits of its contiguous tokens, as in the libraries' tutorials. FSDP2 shards the weights
+    over all ranks as in longspan's step, so that the steps differ in the compared part alone (DeepSpeed's engine would
+    use ZeRO).
+
+    Raises:
+        LongspanError: as `peer_attention`, and for a model whose attention is not plain causal softmax attention.
+    """
+    model = inputs.model()
+    config = model.config
+    if config.model_type not in ("llama", "qwen2", "qwen3") or getattr(config, "use_sliding_window", False):
+        raise LongspanError(
+            f"a step with {candidate.name} is measured of Llama and Qwen alone, not of {config.model_type}"
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    sizes = AttentionInputs(inputs.context, heads, kv_heads, config.head_dim, inputs.dtype, inputs.shardings)
+    attend = _ATTENTIONS[candidate.method.name](candidate, sizes)
+
+    def hf_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return attend(*(x.transpose(1, 2) for x in (q, k, v))), None
+
+    name = f"bench-{candidate.name}-{inputs.context}"
+    register_attention(name, hf_attention, lambda *_, **__: None)
+    model.set_attn_implementation(name)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if inputs.bf16 else None
+    apply_fsdp(model.to(inputs.device), inputs.shardings.get(candidate), policy)
+
+    ids = inputs.tokens(0)
+    local = inputs.context // candidate.mesh.gpus
+    mine = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
+    labels = F.pad(ids, (0, 1), value=-100)[:, 1:][:, mine].flatten()
+    batch = {"input_ids": ids[:, mine], "position_ids": torch.arange(inputs.context, device=inputs.device)[None, mine]}
+
+    def compute_loss() -> Tensor:
+        logits = model(**batch, use_cache=False).logits.flatten(0, 1).float()
+        local_loss = F.cross_entropy(logits, labels, reduction="sum") / (inputs.context - 1)
+        total = local_loss.detach().clone()
+        dist.all_reduce(total)
+        loss: Tensor = local_loss + (total - local_loss.detach())  # the global value with the local gradient
+        return loss
+
+    return step_workload(model, compute_loss, inputs, autocast=False)
+
+
+# --- DeepSpeed
+
+
+def start_deepspeed(device_type: str = "cpu") -> None:
+    """Import DeepSpeed without its log messages and let it adopt the existing process group."""
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        comm = _import("deepspeed.comm")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    comm.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
 
 
 def sdpa(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor) -> Tensor:
-    """torch's causal attention of tokens-first tensors."""
+    """Return torch's causal attention of tokens-first tensors, as a user of DeepSpeed would call it."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BSKD, v_BSKD))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 
 
-def peer_attention(row: Row, case: Case) -> Work:
-    """The attention of a rank that holds a contiguous part of the tokens.
+def deepspeed_attention(group: dist.ProcessGroup, kv_heads: int, local: Attend = sdpa) -> Attend:
+    """Return `deepspeed.sequence.layer.DistributedAttention` with the kernel `local`.
 
-    Raises:
-        LongspanError: for heads that the library cannot share out over these ranks.
+    Batch first (`batch_dim_idx=0`), as models hold their tensors: at batch 1 the sequence-first layout makes the same
+    copies, and at larger batches one more transpose. DeepSpeed refuses fewer KV heads than ranks, so each KV head is
+    repeated until every rank has one.
     """
-    attend = _ATTENDS[row.kind.name](row, case)
-    q, k, v, grad = (x.chunk(row.mesh.gpus, 1)[dist.get_rank()] for x in case.tensors())
-    return attention_work(leaves_of(q, k, v), grad, attend)
-
-
-def peer_step(row: Row, case: StepCase) -> Work:
-    """A peer's attention in every layer of the model that longspan's step has; the rest is that step's own.
-
-    Each rank has a contiguous part of the tokens and whole logits of them, as the libraries' tutorials have it. Weights
-    are sharded by FSDP2 over all ranks, in the same groups and with the same prefetch, so that the steps differ in what
-    is compared; DeepSpeed's engine (ZeRO) would bring a sharding of its own.
-
-    Raises:
-        LongspanError: as `peer_attention`; for a model whose attention is more than causal softmax attention.
-    """
-    model = case.model()
-    config = model.config
-    if config.model_type not in ("llama", "qwen2", "qwen3") or getattr(config, "use_sliding_window", False):
-        raise LongspanError(f"a step with {row.name} is measured of Llama and Qwen alone, not of {config.model_type}")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    attend = _ATTENDS[row.kind.name](
-        row, Case(case.context, heads, kv_heads, config.head_dim, case.dtype, case.shardings)
-    )
-
-    def of_transformers(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return attend(*(x.transpose(1, 2) for x in (q, k, v))), None
-
-    name = f"bench-{row.name}-{case.context}"
-    register_attention(name, of_transformers, lambda *_, **__: None)
-    model.set_attn_implementation(name)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.bf16 else None
-    apply_fsdp(model.to(case.device), case.shardings.of(row), policy)
-
-    ids = case.tokens(0)
-    local = case.context // row.mesh.gpus
-    mine = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
-    labels = F.pad(ids, (0, 1), value=-100)[:, 1:][:, mine].flatten()
-    inputs = {"input_ids": ids[:, mine], "position_ids": torch.arange(case.context, device=case.device)[None, mine]}
-
-    def loss_of() -> Tensor:
-        logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
-        part = F.cross_entropy(logits, labels, reduction="sum") / (case.context - 1)
-        whole = part.detach().clone()
-        dist.all_reduce(whole)
-        loss: Tensor = part + (whole - part.detach())  # the value of all tokens, the gradient of mine
-        return loss
-
-    return step_work(model, loss_of, case, autocast=False)
-
-
-def _deepspeed(row: Row, case: Case) -> Attend:
-    """`deepspeed.sequence.layer.DistributedAttention`, batch first; KV heads fewer than ranks are repeated for it."""
-    ranks, group = _ready(row, case)
     from deepspeed.sequence.layer import DistributedAttention
 
-    repeats = -(-ranks // case.kv_heads)
-    module = DistributedAttention(sdpa, group, scatter_idx=2, gather_idx=1, num_kv_heads=case.kv_heads * repeats)
+    repeats = -(-group.size() // kv_heads)
+    module = DistributedAttention(local, group, scatter_idx=2, gather_idx=1, num_kv_heads=kv_heads * repeats)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if repeats > 1:  # it refuses fewer
+        if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         return module(q, k, v, 0)
 
     return attend
 
 
-def _alst(row: Row, case: Case) -> Attend:
-    """ALST's `UlyssesSPAttentionHF`, called as a Hugging Face layer calls it."""
-    ranks, group = _ready(row, case)
-    from types import SimpleNamespace
-
+def alst_attention(
+    group: dist.ProcessGroup, heads: int, kv_heads: int, head_dim: int, context: int, batch: int = 1
+) -> Attend:
+    """Return ALST's `UlyssesSPAttentionHF`, called as a Hugging Face layer calls it."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    local = case.context // ranks
+    local = context // group.size()
     module = UlyssesSPAttentionHF(
-        attn=sdpa_attention_forward, batch_size=1, attn_head_count=case.heads, attn_head_size=case.head_dim,
-        kv_head_count=case.kv_heads, num_hidden_layers=1, process_group=group, local_seq_length=local,
-        global_seq_length=case.context,
+        attn=sdpa_attention_forward, batch_size=batch, attn_head_count=heads, attn_head_size=head_dim,
+        kv_head_count=kv_heads, num_hidden_layers=1, process_group=group, local_seq_length=local,
+        global_seq_length=context,
     )  # fmt: skip
-    layer = SimpleNamespace(training=True, num_key_value_groups=case.heads // case.kv_heads, is_causal=True)
-    first = dist.get_rank() * local
-    position_ids = torch.arange(first, first + local, device=case.device)[None]
+    layer = SimpleNamespace(training=True, num_key_value_groups=heads // kv_heads, is_causal=True)
+    first = group.rank() * local
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        out, _ = module(layer, *heads_first, None, position_ids=position_ids)
-        return out.unflatten(-1, (case.heads, case.head_dim))
+        position_ids = torch.arange(first, first + local, device=q.device).repeat(batch, 1)
+        out, _ = module(layer, *(x.transpose(1, 2) for x in (q, k, v)), None, position_ids=position_ids)
+        return out.unflatten(-1, (heads, head_dim))
 
     return attend
 
 
-def _yunchang(row: Row, case: Case) -> Attend:
-    """yunchang's `LongContextAttention`: its exchange, its ring. On a CPU torch's kernels in the place of its own."""
-    mesh = row.mesh
-    for what, heads in (("heads", case.heads), ("KV heads", case.kv_heads)):
-        if heads % mesh.ulysses:
-            raise LongspanError(f"yunchang needs {what} that {mesh.ulysses} ranks divide, and there are {heads}")
-    yunchang = _imported("yunchang")
+def _deepspeed(candidate: Candidate, inputs: AttentionInputs) -> Attend:
+    return deepspeed_attention(_deepspeed_group(candidate, inputs), inputs.kv_heads)
+
+
+def _alst(candidate: Candidate, inputs: AttentionInputs) -> Attend:
+    group = _deepspeed_group(candidate, inputs)
+    return alst_attention(group, inputs.heads, inputs.kv_heads, inputs.head_dim, inputs.context)
+
+
+def _deepspeed_group(candidate: Candidate, inputs: AttentionInputs) -> dist.ProcessGroup:
+    ranks = candidate.mesh.gpus
+    _check_heads(candidate.name, inputs.heads, max(inputs.kv_heads, ranks), ranks)
+    start_deepspeed(inputs.device.type)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+# --- yunchang
+
+
+def _yunchang(candidate: Candidate, inputs: AttentionInputs) -> Attend:
+    """Return yunchang's `LongContextAttention` with its all-to-all and ring; on a CPU with torch's kernels."""
+    mesh = candidate.mesh
+    _check_heads("yunchang", inputs.heads, inputs.kv_heads, mesh.ulysses)
+    yunchang = _import("yunchang")
     yunchang.set_seq_parallel_pg(mesh.ulysses, mesh.ring, dist.get_rank(), mesh.gpus)
-    if case.device.type == "cuda":
-        kind = yunchang.kernels.AttnType.FA
-        module = yunchang.LongContextAttention(ring_impl_type="basic", attn_type=kind)
+    kinds = yunchang.kernels.AttnType
+    if inputs.device.type == "cuda":
+        module = yunchang.LongContextAttention(ring_impl_type="basic", attn_type=kinds.FA)
     else:
         ring = importlib.import_module("yunchang.ring.ring_pytorch_attn")
         ring.pytorch_attn_forward, ring.pytorch_attn_backward = _cpu_forward, _cpu_backward  # type: ignore[attr-defined]
         ring.RingAttentionFunc = _with_every_gradient(ring.RingAttentionFunc)  # type: ignore[attr-defined]
-        kind = yunchang.kernels.AttnType.TORCH_FLASH
-        module = yunchang.LongContextAttention(ring_impl_type="basic_pytorch", attn_type=kind)
-        if mesh.ring == 1:  # a ring of one is one kernel's call
+        module = yunchang.LongContextAttention(ring_impl_type="basic_pytorch", attn_type=kinds.TORCH_FLASH)
+        if mesh.ring == 1:  # no ring: one call of the kernel
             module.ring_attn_fn = lambda q, k, v, **_: sdpa(q, k, v)
     return lambda q, k, v: module(q, k, v, causal=True)
 
 
-_ATTENDS: dict[str, Callable[[Row, Case], Attend]] = {"deepspeed": _deepspeed, "alst": _alst, "yunchang": _yunchang}
+_ATTENTIONS: dict[str, Callable[[Candidate, AttentionInputs], Attend]] = {
+    "deepspeed": _deepspeed,
+    "alst": _alst,
+    "yunchang": _yunchang,
+}
 
 
 def _with_every_gradient(function: Any) -> Any:
-    """yunchang 0.6.4 computes the right gradients, but one too few, the first to its group."""
+    """Fix yunchang 0.6.4, whose backward returns the gradients of q, k and v without the one of the group."""
+    if function.__name__ != "RingAttentionFunc":  # fixed already
+        return function
 
-    class Mended(function):  # type: ignore[misc]
+    class Fixed(function):  # type: ignore[misc]
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             found = function.backward(ctx, *grads)
             return found if len(found) == 6 else (None, *found, *[None] * (5 - len(found)))
 
-    return Mended if function.__name__ == "RingAttentionFunc" else function
+    return Fixed
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, D] and log-sum-exp [B, H, S] of a block."""
+    """Return output [B, S, H, D] and log-sum-exp [B, H, S] of a block."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
@@ -196,31 +236,21 @@ def _cpu_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, kv_heads = q.shape[2] // k.shape[2], k.shape[2]
-    wide = [x.repeat_interleave(groups, dim=2) for x in (k, v)]
-    heads_first = [x.transpose(1, 2) for x in (dout, q, *wide, out)]
+    repeated = [x.repeat_interleave(groups, dim=2) for x in (k, v)]
+    heads_first = [x.transpose(1, 2) for x in (dout, q, *repeated, out)]
     lse = softmax_lse.transpose(1, 2).contiguous().float()
     dq, dk, dv = flash_cpu_backward(*heads_first, lse, 0.0, causal, scale=softmax_scale)
-    of_kv = [x.unflatten(1, (kv_heads, groups)).sum(2).transpose(1, 2).contiguous() for x in (dk, dv)]
-    return dq.transpose(1, 2).contiguous(), of_kv[0], of_kv[1]
+    dk, dv = (x.unflatten(1, (kv_heads, groups)).sum(2).transpose(1, 2).contiguous() for x in (dk, dv))
+    return dq.transpose(1, 2).contiguous(), dk, dv
 
 
-def _ready(row: Row, case: Case) -> tuple[int, Any]:
-    """Ranks and their group, DeepSpeed imported quietly and having adopted the process group that is there."""
-    ranks = row.mesh.gpus
-    for what, heads in (("heads", case.heads), ("KV heads", max(case.kv_heads, ranks))):
-        if heads % ranks:
-            raise LongspanError(f"{row.name} needs {what} that {ranks} ranks divide, and there are {heads}")
-    if case.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        comm = _imported("deepspeed.comm")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    comm.init_distributed(dist_backend=dist.get_backend(), verbose=False, dist_init_required=False)
-    return ranks, dist.group.WORLD
+def _check_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    for what, count in (("heads", heads), ("KV heads", kv_heads)):
+        if count % ranks:
+            raise LongspanError(f"{name} needs {what} that {ranks} ranks divide, and there are {count}")
 
 
-def _imported(name: str) -> Any:
+def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the planner says of a method on this mesh, of links and speeds that were measured on it as `bench link` does."""
+"""The planner's prediction for a method, from the links and the speed that `bench link` measures on its mesh."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from longspan.bench.compute import Compute, ranks_on_node
 from longspan.bench.config import BenchConfig
-from longspan.bench.links import Messages, measure_links
-from longspan.bench.report import Measurement, as_toml
+from longspan.bench.hardware_file import MeasuredHardware, as_toml
+from longspan.bench.links import MessageSizes, measure_links
 from longspan.comm.mesh import init_mesh
 from longspan.plan.cost.collective import Sent
 from longspan.plan.cost.communication import communication, layer_method
@@ -24,18 +23,15 @@ from longspan.plan.job import Job, Mesh
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
 
-if TYPE_CHECKING:
-    from longspan.bench.methods import Row
-
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one run.
+    """What the planner expects of one run.
 
     Attributes:
-        communication: in which a collective is in flight.
-        total: of the whole.
-        peak_bytes: held at once on the rank that holds most; None for an attention.
+        communication: seconds in which a collective is in flight.
+        total: seconds of the run.
+        peak_bytes: on the rank with the highest peak; None for an attention.
     """
 
     communication: float
@@ -43,18 +39,18 @@ class Prediction:
     peak_bytes: int | None = None
 
 
-MOST_SIZES = 6
-"""Sizes in which a collective is measured on an axis, at most."""
+MAX_SIZES = 6
+"""The most sizes at which a collective is measured on an axis."""
 
 
-def messages(what: str, shape: ModelShape, asked: Sequence[tuple[Job, Mesh]]) -> dict[tuple[str, str], list[float]]:
-    """(axis, collective) -> bytes that a rank sends in a call: those of all these jobs, thinned where they are many."""
+def message_sizes(what: str, shape: ModelShape, runs: Sequence[tuple[Job, Mesh]]) -> dict[tuple[str, str], list[float]]:
+    """Return (axis, collective) -> bytes that a rank sends in one call of these runs, at most `MAX_SIZES` of them."""
     found: dict[tuple[str, str], set[float]] = {}
-    for job, mesh in asked:
+    for job, mesh in runs:
         for sent in _sent(what, shape, job, mesh):
             if mesh.size(sent.axis) > 1 and sent.bytes:
                 found.setdefault((sent.axis, sent.op), set()).add(float(sent.bytes))
-    return {where: _thinned(sorted(sizes)) for where, sizes in found.items()}
+    return {key: _thin_out(sorted(sizes)) for key, sizes in found.items()}
 
 
 def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
@@ -64,41 +60,42 @@ def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
 
 
-def _thinned(sizes: list[float]) -> list[float]:
-    """Without those within a tenth of the one before; of what remains the ends and what lies evenly between."""
+def _thin_out(sizes: list[float]) -> list[float]:
+    """Drop sizes within 10 % of the one before, then all but `MAX_SIZES` evenly spread ones; keep both ends."""
     kept = sizes[:1]
     for size in sizes[1:]:
         if size > 1.1 * kept[-1]:
             kept.append(size)
     kept[-1] = sizes[-1]
-    if len(kept) <= MOST_SIZES:
+    if len(kept) <= MAX_SIZES:
         return kept
-    return [kept[round(i * (len(kept) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)]
+    return [kept[round(i * (len(kept) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
 
 
-def hardware_of(
-    config: BenchConfig, mesh: Mesh, compute: Compute, device: torch.device, sent: Messages
+def measure_hardware(
+    config: BenchConfig, mesh: Mesh, compute: Compute, device: torch.device, sizes: MessageSizes
 ) -> tuple[str, Hardware]:
-    """The hardware file of a mesh of these ranks, and what the planner reads in it. Collective.
+    """Measure the links of a mesh with messages of these sizes, as their rate depends on it. Collective.
 
-    Its links are measured with messages of the sizes `sent`, as a link's rate depends on them.
+    Returns:
+        The hardware file, and the same as the planner reads it.
     """
-    asked = replace(
+    link_config = replace(
         BenchConfig("link", rounds=max(2, config.times // 2), dtype=config.dtype),
         data_degree=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor,
     )  # fmt: skip
     links = measure_links(
-        asked, init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device.type), device, sent
+        link_config, init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device.type), device, sizes
     )
-    sizes = {**asked.degrees, "fsdp": mesh.weights}
+    degrees = {**link_config.degrees, "fsdp": mesh.weights}
     text = as_toml(
-        Measurement(
+        MeasuredHardware(
             name=str(mesh),
             dtype=config.dtype,
             measured=f"{mesh}, in the same job",
             ranks_per_node=ranks_on_node(),
             compute=compute,
-            degrees={axis: sizes[axis] for axis in links},
+            degrees={axis: degrees[axis] for axis in links},
             links=links,
             on_gpu=device.type == "cuda",
         )
@@ -109,9 +106,8 @@ def hardware_of(
         return text, read_hardware(path)
 
 
-def predict(what: str, shape: ModelShape, job: Job, row: Row, hardware: Hardware) -> Prediction:
-    """Of one attention, forward and backward, or one training step."""
-    mesh = row.mesh
+def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Prediction:
+    """Return the prediction for one attention, forward and backward, or one training step."""
     if what == "step":
         plan = cost(shape, job, mesh, hardware)
         return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)

@@ -1,4 +1,4 @@
-"""What is measured, as a model's config, as the planner's shape and as its job. Imports no torch."""
+"""The measured model as a config, as the planner's shape and as its job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.config import MOST_CONTEXT, BenchConfig
-from longspan.bench.methods import Row
+from longspan.bench.methods import Candidate
 from longspan.core.validation import existing_path
 from longspan.plan.job import Job
 from longspan.plan.models import CONFIGS, read_model, shape_from_config
@@ -15,10 +15,10 @@ from longspan.plan.models.shape import ModelShape
 
 
 def read_config(config: BenchConfig) -> dict[str, Any]:
-    """The keys of a `config.json` of what is measured, those of its heads always among them.
+    """Return the config.json of the measured model, with the sizes of its heads filled in.
 
     Raises:
-        LongspanError: for a model that the planner does not know.
+        LongspanError: for a model that the planner cannot read.
     """
     if config.model is None:
         return {
@@ -53,7 +53,7 @@ def read_config(config: BenchConfig) -> dict[str, Any]:
 
 
 def shape_of(what: str, model: dict[str, Any]) -> ModelShape:
-    """The planner's shape. Of an attention: one layer whose hidden states are as wide as its query heads together."""
+    """Return the planner's shape; for an attention, one layer with a hidden size of heads x head_dim."""
     if what == "step":
         return shape_from_config(model, "the measured model")
     width = model["num_attention_heads"] * model["head_dim"]
@@ -63,7 +63,8 @@ def shape_of(what: str, model: dict[str, Any]) -> ModelShape:
     return shape_from_config({"model_type": "llama", "hidden_size": width, **sizes, **more, **limits}, "an attention")
 
 
-def job_of(config: BenchConfig, row: Row, context: int) -> Job:
-    """The planner's job of a row: a sequence for each replica."""
-    chunks = config.overlap_chunks if row.kind.options.get("overlap") is True else 1
-    return Job(context=context, batch=row.mesh.data, dtype=config.dtype, overlap_chunks=chunks, **row.kind.job)
+def job_of(config: BenchConfig, candidate: Candidate, context: int) -> Job:
+    """Return the planner's job of a candidate: one sequence per replica."""
+    method = candidate.method
+    chunks = config.overlap_chunks if method.options.get("overlap") is True else 1
+    return Job(context=context, batch=candidate.mesh.data, dtype=config.dtype, overlap_chunks=chunks, **method.job)

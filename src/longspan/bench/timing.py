@@ -1,46 +1,91 @@
-"""Times of what all ranks do at once: the slowest rank's, because the others wait for it in a real step too."""
+"""Timers for work that all ranks run together. A time is that of the slowest rank, as the others wait for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+CPU = torch.device("cpu")
+Times = dict[str, list[float]]
+"""Seconds of each candidate, by round."""
 
-def median_seconds(works: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[float]:
-    """For each of `works`, the median over the rounds of the slowest rank's seconds; the same on every rank.
 
-    Collective over all ranks of the job. Every round goes through all of `works`, so that a disturbance of a few
-    seconds touches one round of each rather than all rounds of one. All have run once before the first round: what is
-    set up at the first use (connections, kernels' choices, pages) does not count.
+def alternate(
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device = CPU,
+    *,
+    warmup: int = 1,
+    busiest: bool = False,
+) -> tuple[Times, Times]:
+    """Time candidates in turns, so that a disturbance of seconds touches one round of each, not all rounds of one.
+
+    Collective over all ranks of the job; without a process group, it times this process. Every run starts behind a
+    barrier.
+
+    Args:
+        candidates: name -> what to run.
+        rounds: how often each is timed.
+        device: this rank's device.
+        warmup: untimed runs of each, for connections, kernel selection and pages.
+        busiest: return the CPU time of the rank with most, instead of the sum over ranks.
+
+    Returns:
+        Wall seconds of the slowest rank and CPU seconds, by candidate and round. CPU time includes gloo's threads and
+        hardly depends on other load of the machine.
     """
-    rounds_of = torch.tensor(every_seconds(works, rounds, device), dtype=torch.float64)
-    medians: list[float] = rounds_of.quantile(0.5, dim=1).tolist()
+    for _ in range(warmup):
+        for run in candidates.values():
+            run()
+    wall: Times = {name: [] for name in candidates}
+    cpu: Times = {name: [] for name in candidates}
+    for _, name in rotate(list(candidates), rounds):
+        wait_for_all(device)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        candidates[name]()
+        synchronize(device)
+        wall[name].append(time.perf_counter() - start)
+        cpu[name].append(time.process_time() - start_cpu)
+    cpu_op = dist.ReduceOp.MAX if busiest else dist.ReduceOp.SUM
+    return reduce_times(wall, dist.ReduceOp.MAX, device), reduce_times(cpu, cpu_op, device)
+
+
+def rotate(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield (round, name): every name once per round, starting with another one each time."""
+    for turn in range(rounds):
+        for i in range(len(names)):
+            yield turn, names[(turn + i) % len(names)]
+
+
+def reduce_times(
+    times: dict[str, list[float]], op: dist.ReduceOp.RedOpType, device: torch.device
+) -> dict[str, list[float]]:
+    """Reduce times over all ranks of the job."""
+    if not dist.is_initialized():
+        return times
+    x = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(x, op)
+    return dict(zip(times, x.tolist(), strict=True))
+
+
+def round_seconds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
+    """Return the slowest rank's seconds of every round, for each of `runs`. Collective over all ranks."""
+    wall, _ = alternate({str(i): run for i, run in enumerate(runs)}, rounds, device)
+    return list(wall.values())
+
+
+def median_seconds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[float]:
+    """Return the medians of `round_seconds`. Collective over all ranks."""
+    times = torch.tensor(round_seconds(runs, rounds, device), dtype=torch.float64)
+    medians: list[float] = times.quantile(0.5, dim=1).tolist()
     return medians
 
 
-def every_seconds(works: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
-    """What `median_seconds` takes the medians of: for each of `works`, the slowest rank's seconds of every round."""
-    for work in works:
-        work()
-    times = torch.zeros(rounds, len(works), dtype=torch.float64, device=device)
-    for row in range(rounds):
-        for column, work in enumerate(works):
-            wait_for_all(device)
-            start = time.perf_counter()
-            work()
-            synchronize(device)
-            times[row, column] = time.perf_counter() - start
-    if dist.is_initialized():
-        dist.all_reduce(times, dist.ReduceOp.MAX)
-    found: list[list[float]] = times.T.tolist()
-    return found
-
-
 def smallest(value: int, device: torch.device) -> int:
-    """The smallest `value` of all ranks. Collective."""
+    """Return the smallest `value` of all ranks. Collective."""
     x = torch.tensor(value, device=device)
     if dist.is_initialized():
         dist.all_reduce(x, dist.ReduceOp.MIN)
@@ -48,8 +93,8 @@ def smallest(value: int, device: torch.device) -> int:
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Until every rank has come here and its device is idle."""
-    # A sum over all ranks rather than `dist.barrier`, which asks NCCL's users for device ids.
+    """Wait until every rank is here and its device is idle."""
+    # Not `dist.barrier`, which needs device ids with NCCL.
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1, device=device))
     synchronize(device)

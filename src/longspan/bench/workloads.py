@@ -1,11 +1,11 @@
-"""What every method does with one attention, and with one training step: the same numbers in, on the same terms.
+"""What `bench attention` measures: one attention by every method, from the same numbers and on the same terms.
 
-Attention: queries, keys and values of a layer are there, as the method holds them before; its output is there
-afterwards, as the method needs it. Tensor parallelism holds all tokens of its heads and exchanges nothing; what it
-sends for a layer is two sums of hidden states, so its row is attention on its heads and these sums, made of the heads'
-outputs, as wide as all query heads together. FSDP alone shards no sequence: every rank has one of its own.
+Each workload starts from q, K and V laid out as its method holds them before attention, and ends with the output laid
+out as the method needs it afterwards. Tensor parallelism holds all tokens of its heads and sends nothing for attention
+itself; a layer costs it two sums of hidden states. Its workload is therefore attention on its heads plus these two
+sums, with a hidden size of heads x head_dim. FSDP alone shards no sequence: every rank computes its own.
 
-Shapes: q [B, L, H, D], k and v [B, L, K, D]; L my tokens, N all.
+Shapes: q `[B, L, H, D]`, k and v `[B, L, K, D]`; L local tokens, N all tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attn.api import attention
-from longspan.bench.methods import Row
-from longspan.bench.tensor import Tensors
+from longspan.bench.methods import Candidate
 from longspan.comm.mesh import AXES, OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
+from longspan.comm.tensor import TensorGroup
 from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
@@ -31,35 +31,35 @@ from longspan.plan.job import Mesh
 
 
 @dataclass(frozen=True)
-class Work:
-    """A piece of work on this rank, done again and again.
+class Workload:
+    """Work of this rank that can be repeated.
 
     Attributes:
-        forward: does the forward; what it returns goes to `backward`.
-        backward: does the backward, and in a step the optimizer's.
-        results: of the last run, tensors by name, as far as they lie on this rank (for comparison).
-        sequences: of the context's length that all ranks together handle.
-        at_rest: bytes of weights and optimizer state on this rank.
+        forward: runs the forward; its result is passed to `backward`.
+        backward: runs the backward, and in a training step the optimizer.
+        results: returns this rank's part of the last run's tensors, by name.
+        sequences: sequences of the given context that all ranks compute together.
+        state_bytes: returns the bytes of weights and optimizer states on this rank.
     """
 
     forward: Callable[[], Any]
     backward: Callable[[Any], None]
     results: Callable[[], dict[str, Tensor]]
     sequences: int = 1
-    at_rest: Callable[[], int] = lambda: 0
+    state_bytes: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True)
-class Case:
-    """An attention: the same on every rank.
+class AttentionInputs:
+    """Sizes and numbers of one attention, the same on every rank.
 
     Attributes:
         context: tokens of the sequence.
         heads: query heads.
         kv_heads: KV heads.
-        head_dim: of all.
-        dtype: of all.
-        shardings: this rank's.
+        head_dim: elements of a head.
+        dtype: of every tensor.
+        shardings: the sharding of each candidate.
         seed: of the numbers.
     """
 
@@ -68,63 +68,62 @@ class Case:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    shardings: Shardings
+    shardings: ShardingCache
     seed: int = 0
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """This rank's device."""
         return self.shardings.device
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whole q, k, v and the output's gradient, the same on every rank."""
-        numbers = torch.Generator().manual_seed(self.seed)
+        """Return q, K, V and the gradient of the output, of all tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
 
-        def made(heads: int) -> Tensor:
-            x = torch.randn(1, self.context, heads, self.head_dim, generator=numbers)
+        def draw(heads: int) -> Tensor:
+            x = torch.randn(1, self.context, heads, self.head_dim, generator=generator)
             return x.to(self.device, self.dtype)
 
-        return made(self.heads), made(self.kv_heads), made(self.kv_heads), made(self.heads)
+        return draw(self.heads), draw(self.kv_heads), draw(self.kv_heads), draw(self.heads)
 
 
-class Shardings:
-    """The ranks of the rows: groups are made once for each mesh.
+class ShardingCache:
+    """One `SequenceSharding` per mesh and exchange, as process groups are expensive to make.
 
     Args:
-        device: this rank's.
-        chunks: in which a method that overlaps sends its heads.
+        device: this rank's device.
+        chunks: chunks of heads of a method that overlaps its all-to-all with attention.
     """
 
     def __init__(self, device: torch.device, chunks: int = 4) -> None:
         self.device, self.chunks = device, chunks
-        self._made: dict[tuple[Mesh, bool, int | Literal["auto"], CacheDtype], SequenceSharding] = {}
+        self._shardings: dict[tuple[Mesh, bool, int | Literal["auto"], CacheDtype], SequenceSharding] = {}
 
-    def of(self, row: Row) -> SequenceSharding:
-        """A row's; `swapped`: the ring inside, the exchange between ranks that are far apart. Collective."""
-        options = row.kind.options
-        dtype: CacheDtype = options.get("wire_dtype", "exact")
-        chunks: int | Literal["auto"] = 1
-        if overlap := options.get("overlap"):
-            chunks = "auto" if overlap == "auto" else self.chunks
-        key = row.mesh, bool(options.get("swapped")), chunks, dtype
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
-
-    def _make(self, mesh: Mesh, swapped: bool, chunks: int | Literal["auto"], dtype: CacheDtype) -> SequenceSharding:
-        kind = self.device.type
-        made: DeviceMesh | OneDeviceMesh
-        if swapped:
-            ranks = torch.arange(mesh.gpus).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
-            made = DeviceMesh(kind, ranks, mesh_dim_names=AXES)
-        else:
-            made = init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=kind)
-        return SequenceSharding(made, overlap_chunks=chunks, wire_dtype=dtype)
+    def get(self, candidate: Candidate) -> SequenceSharding:
+        """Return the sharding of a candidate. Collective."""
+        options = candidate.method.options
+        overlap = options.get("overlap", False)
+        chunks: int | Literal["auto"] = "auto" if overlap == "auto" else self.chunks if overlap else 1
+        key = candidate.mesh, bool(options.get("swapped")), chunks, options.get("wire_dtype", "exact")
+        if key not in self._shardings:
+            mesh = _device_mesh(candidate.mesh, self.device.type, swapped=key[1])
+            self._shardings[key] = SequenceSharding(mesh, overlap_chunks=chunks, wire_dtype=key[3])
+        return self._shardings[key]
 
 
-def attention_work(leaves: list[Tensor], grad: Tensor, attend: Callable[..., Tensor], sequences: int = 1) -> Work:
-    """Forward and backward of an attention whose inputs are leaves; gradients land in `.grad`."""
-    kept: dict[str, Tensor] = {}
+def _device_mesh(mesh: Mesh, device_type: str, *, swapped: bool) -> DeviceMesh | OneDeviceMesh:
+    """Return the mesh; `swapped` puts neighbouring ranks into a ring, and ranks far apart into a Ulysses group."""
+    if swapped:
+        ranks = torch.arange(mesh.gpus).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
+        return DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
+    return init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device_type)
+
+
+def attention_workload(
+    leaves: list[Tensor], grad: Tensor, attend: Callable[..., Tensor], sequences: int = 1
+) -> Workload:
+    """Return forward and backward of an attention; gradients accumulate in `.grad` of the leaves q, K and V."""
+    last: dict[str, Tensor] = {}
 
     def forward() -> Tensor:
         for x in leaves:
@@ -133,58 +132,58 @@ def attention_work(leaves: list[Tensor], grad: Tensor, attend: Callable[..., Ten
 
     def backward(out: Tensor) -> None:
         out.backward(grad)
-        kept["out"] = out.detach()
+        last["out"] = out.detach()
 
     def results() -> dict[str, Tensor]:
         grads = {name: x.grad for name, x in zip(("dq", "dk", "dv"), leaves, strict=True) if x.grad is not None}
-        return {**kept, **grads}
+        return {**last, **grads}
 
-    return Work(forward, backward, results, sequences)
+    return Workload(forward, backward, results, sequences)
 
 
-def leaves_of(*xs: Tensor) -> list[Tensor]:
-    """Copies that gradients land in."""
+def as_leaves(*xs: Tensor) -> list[Tensor]:
+    """Return copies that require gradients."""
     return [x.detach().clone().requires_grad_() for x in xs]
 
 
-def sequence_attention(row: Row, case: Case) -> Work:
-    """longspan's own, over the row's mesh. FSDP alone: a whole sequence a rank, and nothing sent."""
-    sp = case.shardings.of(row)
-    q, k, v, grad = case.tensors()
-    mine = [shard(x, sp) for x in (q, k, v)]
-    return attention_work(
-        leaves_of(*mine),
-        shard(grad, sp),
-        lambda q, k, v: attention(q, k, v, sp, causal=True, length=case.context),
-        sequences=row.mesh.data,
+def sequence_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
+    """Return `longspan.attention` on the candidate's mesh; with FSDP alone, a whole sequence per rank."""
+    sp = inputs.shardings.get(candidate)
+    q, k, v, grad = (shard(x, sp) for x in inputs.tensors())
+    return attention_workload(
+        as_leaves(q, k, v),
+        grad,
+        lambda q, k, v: attention(q, k, v, sp, causal=True, length=inputs.context),
+        sequences=candidate.mesh.data,
     )
 
 
-def tensor_attention(row: Row, case: Case) -> Work:
-    """Attention on my heads of all tokens, and the two sums of hidden states of a layer."""
-    group = case.shardings.of(row).mesh.get_group("tensor")  # type: ignore[union-attr]
-    if case.heads % group.size() or case.kv_heads % group.size():
+def tensor_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
+    """Return attention on this rank's heads of all tokens, and the two sums of hidden states of a layer."""
+    group = TensorGroup.of(inputs.shardings.get(candidate).mesh.get_group("tensor"))  # type: ignore[union-attr]
+    if inputs.heads % group.size or inputs.kv_heads % group.size:
         raise LongspanError(
-            f"tensor={group.size()} does not divide {case.heads} query heads and {case.kv_heads} KV heads; use a "
+            f"tensor={group.size} does not divide {inputs.heads} query heads and {inputs.kv_heads} KV heads; use a "
             "divisor of both"
         )
-    tensors = Tensors(group, by_tokens=row.kind.job.get("tensor_style") == "megatron-sp")
-    one = SequenceSharding(OneDeviceMesh(case.device.type))
-    q, k, v, grad = case.tensors()
-    share = split_heads(case.heads, case.kv_heads, group.size())[group.rank()]
-    mine = slice(share.q_start, share.q_stop)
-    of_kv = slice(share.kv_start, share.kv_stop)
-    width, before = case.head_dim, share.q_start * case.head_dim
-    after = (case.heads - share.q_stop) * case.head_dim
+    megatron_sp = candidate.method.job.get("tensor_style") == "megatron-sp"
+    enter, leave = (group.gather_tokens, group.scatter_tokens) if megatron_sp else (group.copy_in, group.sum_out)
+    one_device = SequenceSharding(OneDeviceMesh(inputs.device.type))
+    mine = split_heads(inputs.heads, inputs.kv_heads, group.size)[group.rank]
+    q_heads, kv_heads = slice(mine.q_start, mine.q_stop), slice(mine.kv_start, mine.kv_stop)
+    # The heads of the other ranks, which the row-parallel product would fill.
+    padding = (mine.q_start * inputs.head_dim, (inputs.heads - mine.q_stop) * inputs.head_dim)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        x = tensors.enter(q.flatten(2)).unflatten(2, (-1, width))
-        out = attention(x[:, :, mine], k, v, one, causal=True).flatten(2)
-        hidden = tensors.leave(F.pad(out, (before, after)))
-        # The MLP's place: what its row-split product would give, each rank a P-th of it.
-        hidden = tensors.leave(tensors.enter(hidden) / group.size())
-        out_BLHD: Tensor = hidden.unflatten(2, (-1, width))
-        return out_BLHD
+        q_BNHD = enter(q.flatten(2)).unflatten(2, (-1, inputs.head_dim))
+        out = attention(q_BNHD[:, :, q_heads], k, v, one_device, causal=True)
+        hidden = leave(F.pad(out.flatten(2), padding))
+        # Stands for the MLP: each rank contributes an equal part of the sum.
+        hidden = leave(enter(hidden) / group.size)
+        out_BNHD: Tensor = hidden.unflatten(2, (-1, inputs.head_dim))
+        return out_BNHD
 
-    inputs = [tensors.mine(q), k[:, :, of_kv], v[:, :, of_kv]]
-    return attention_work(leaves_of(*inputs), tensors.mine(grad), attend)
+    q, k, v, grad = inputs.tensors()
+    if megatron_sp:
+        q, grad = (x.chunk(group.size, 1)[group.rank].contiguous() for x in (q, grad))
+    return attention_workload(as_leaves(q, k[:, :, kv_heads], v[:, :, kv_heads]), grad, attend)

@@ -46,12 +46,13 @@ class Recorder:
         found = _exported(profiler)
         self.events = [e for e in found if e.get("ph") == "X" and e.get("cat") in _KEPT and e["name"] not in _SMALL]
 
-    def rise(self, run: Callable[[], object]) -> int:
-        """The most bytes that `run` holds at once beyond what was held before, on a CPU."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            run()
-        return _peak(_exported(profiler))
+
+def memory_rise(run: Callable[[], object]) -> int:
+    """Return the peak bytes that `run` allocates on the CPU beyond those allocated before."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    return _peak(_exported(profiler))
 
 
 def _exported(profiler: Any) -> list[dict[str, Any]]:

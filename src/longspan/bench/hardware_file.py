@@ -1,4 +1,4 @@
-"""What `longspan bench link` leaves: a hardware file for the planner, and the same as a table for people."""
+"""The output of `longspan bench link`: a hardware file for the planner, and a table of it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ WIDTH = 100
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What was measured; the same on every rank.
+class MeasuredHardware:
+    """The links and the speed of the ranks, the same on every rank.
 
     Attributes:
-        name: the hardware's name.
+        name: of the hardware.
         dtype: of matmul and attention.
-        measured: when, where and by what.
+        measured: date, machine and versions.
         ranks_per_node: ranks on one machine.
         compute: the speed of one rank.
-        degrees: mesh axis, or "fsdp" -> its number of ranks; those that have links.
-        links: the same -> collective -> its fit.
+        degrees: mesh axis or "fsdp" -> its ranks, for the axes with links.
+        links: mesh axis or "fsdp" -> collective -> its fit.
         on_gpu: whether ranks are GPUs.
     """
 
@@ -42,29 +42,28 @@ class Measurement:
     on_gpu: bool = False
 
 
-def as_toml(measurement: Measurement) -> str:
-    """The hardware file (schema: docs/bench.md)."""
-    compute = measurement.compute
+def as_toml(hardware: MeasuredHardware) -> str:
+    """Return the hardware file (schema: docs/bench.md)."""
+    compute = hardware.compute
     lines = [
-        f"name = {_text(measurement.name)}",
+        f"name = {_text(hardware.name)}",
         f"memory_bytes = {compute.memory_bytes}",
         f"flops = {_float(compute.flops)}",
         f"memory_bandwidth = {_float(compute.memory_bandwidth)}",
-        f"gpus_per_node = {measurement.ranks_per_node}",
-        "matmul_efficiency = 1.0  # flops is what was measured, not a data sheet's",
+        f"gpus_per_node = {hardware.ranks_per_node}",
+        "matmul_efficiency = 1.0  # flops is measured, not from a data sheet",
         f"attention_flops = {_float(compute.attention_flops)}",
         f"attention_forward_flops = {_float(compute.attention_forward_flops)}",
         f"attention_block = {_float(compute.attention_block)}",
         f"attention_width = {_float(compute.attention_width)}",
-        # Where no `hidden` says it: a GPU sends while it computes, a CPU's ranks need the cores for both. A GPU's
-        # libraries keep some memory.
-        f"overlaps = {'true' if measurement.on_gpu else 'false'}",
-        f"on_cpu = {'false' if measurement.on_gpu else 'true'}",
-        f"reserve_bytes = {_float(2e9 if measurement.on_gpu else 0.0)}",
-        f"dtype = {_text(measurement.dtype)}",
-        f"measured = {_text(measurement.measured)}",
+        # Default for links without `hidden`: a GPU sends while it computes; CPU ranks need their cores for both.
+        f"overlaps = {'true' if hardware.on_gpu else 'false'}",
+        f"on_cpu = {'false' if hardware.on_gpu else 'true'}",
+        f"reserve_bytes = {_float(2e9 if hardware.on_gpu else 0.0)}",
+        f"dtype = {_text(hardware.dtype)}",
+        f"measured = {_text(hardware.measured)}",
     ]
-    for axis, fits in measurement.links.items():
+    for axis, fits in hardware.links.items():
         for op, fit in fits.items():
             lines += [
                 "",
@@ -81,22 +80,22 @@ def as_toml(measurement: Measurement) -> str:
 
 
 def _text(text: str) -> str:
-    # JSON's strings are TOML's, but for the one control character that JSON lets stand.
+    # A JSON string is a TOML string, except for DEL, which JSON does not escape.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _float(value: float) -> str:
-    return f"{value:.4e}"  # with an exponent, because without one or a point TOML would read an integer
+    return f"{value:.4e}"  # TOML would read a number without exponent and point as an integer
 
 
-def print_table(measurement: Measurement, file: IO[str] | None = None) -> None:
-    """Print the measurement in at most 100 columns, to stdout if no `file` is given."""
+def print_table(hardware: MeasuredHardware, file: IO[str] | None = None) -> None:
+    """Print the hardware in at most 100 columns, by default to stdout."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False, markup=False)
     console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    compute, dtype = measurement.compute, measurement.dtype
-    console.print(f"longspan bench link  {measurement.name}: {measurement.measured}")
+    compute, dtype = hardware.compute, hardware.dtype
+    console.print(f"longspan bench link  {hardware.name}: {hardware.measured}")
     console.print()
     for label, value in {
         f"matmul, {dtype}": f"{compute.flops / 1e12:.4g} TFLOP/s",
@@ -107,28 +106,28 @@ def print_table(measurement: Measurement, file: IO[str] | None = None) -> None:
     }.items():
         console.print(f"{label:44} {value:>18}  per rank")
     console.print()
-    if measurement.links:
-        console.print(_link_table(measurement))
+    if hardware.links:
+        console.print(_link_table(hardware))
         console.print()
         console.print("time = latency + bytes sent per rank / bandwidth; residual = the fit's median relative error;")
-        console.print("hidden = the share of the time that computing of the same length runs beside")
+        console.print("hidden = the share of the time that overlaps with computing of the same length")
     else:
-        console.print("No axis of the mesh is above 1, so there is no link to measure: compute and memory alone.")
+        console.print("No axis of the mesh is above 1, so there is no link to measure, only compute and memory.")
 
 
-def _link_table(measurement: Measurement) -> Table:
+def _link_table(hardware: MeasuredHardware) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
     for name in ("axis", "ranks", "collective", "latency", "bandwidth", "residual", "hidden"):
         table.add_column(name, justify="left" if name in ("axis", "collective") else "right")
-    for axis, fits in measurement.links.items():
+    for axis, fits in hardware.links.items():
         for number, (op, fit) in enumerate(fits.items()):
             first = number == 0
             table.add_row(
                 axis if first else "",
-                str(measurement.degrees[axis]) if first else "",
+                str(hardware.degrees[axis]) if first else "",
                 op,
                 f"{fit.latency * 1e6:.1f} us",
                 f"{fit.bandwidth / 1e9:.4g} GB/s",
