@@ -97,9 +97,7 @@ def _print_context(console: Console, results: list[Result], context: int) -> Non
         if result.reason is not None:
             console.print(f"{name} is not measured: {result.reason}")
         elif result.sequences > 1:
-            console.print(
-                f"{result.candidate.name} shards no sequence: {result.sequences} sequences at once, one a rank"
-            )
+            console.print(f"{name} shards no sequence: {result.sequences} sequences at once, one a rank")
     console.print()
 
 
