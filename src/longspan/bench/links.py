@@ -158,7 +158,7 @@ MAX_OVERLAPPED_S = 0.3
 
 
 def _overlapped_on(axis: str, device: torch.device) -> tuple[str, ...]:
-    """Return what longspan overlaps with computing: chunks of heads, blocks of a ring, and FSDP's collectives on GPUs."""
+    """Return what longspan overlaps with computing: chunks of heads, ring blocks, FSDP's collectives on GPUs."""
     weights = ("all_gather", "reduce_scatter") if device.type == "cuda" else ()
     return {"ulysses": ("all_to_all",), "ring": ("p2p",), "fsdp": weights}.get(axis, ())
 
