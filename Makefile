@@ -18,6 +18,7 @@ GPU_ARGS ?=
 SEED ?=
 MINUTES ?= 10
 FUZZ_ARGS ?=
+FAULTS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -73,7 +74,7 @@ CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast ranks alone older lint bench gpu newest oldest cpus fuzz chaos clean
+.PHONY: help demo test check fast ranks alone older lint bench gpu newest oldest cpus fuzz chaos faults clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -152,14 +153,18 @@ cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 
 	    ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest --quiet $(PYTEST_ARGS); \
 	done; done
 
-fuzz: $(STAMP)  ## tests with random inputs, then random whole models against plain transformers; prints its seed (SEED=7 repeats)
+fuzz: $(STAMP)  ## tests with random inputs and those that confirm others, then random whole models; prints its seed (SEED=7 repeats)
 	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); echo "make fuzz SEED=$$seed"; \
-	    $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) && \
+	    $(BIN)/python -m pytest -m "hypothesis or confirms" --hypothesis-profile=fuzz --hypothesis-seed=$$seed $(PYTEST_ARGS) && \
 	    $(BIN)/python -m tests.fuzz --seed $$seed --minutes $(MINUTES) $(FUZZ_ARGS) || \
 	    { echo "the same again: make fuzz SEED=$$seed"; exit 1; }
 
 chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, by a seed, and what became of them (about 20 minutes)
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+# Tests may become fewer as long as each of these faults is still seen.
+faults: $(STAMP)  ## plant known faults, one at a time, and see that the tests fail (about 30 minutes; FAULTS_ARGS="--only NAME")
+	@$(BIN)/python -m tests.faults $(FAULTS_ARGS)
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) $(OLDER) $(NEWEST) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

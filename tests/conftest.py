@@ -27,6 +27,15 @@ settings.register_profile("fuzz", _ANYWHERE, print_blob=True)
 settings.load_profile("ci")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `confirms`, unless `-m` names that mark."""
+    if "confirms" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("confirms")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("confirms")]
+
+
 @pytest.fixture(scope="session")
 def get_pool() -> Iterator[Callable[[int], RankPool]]:
     """`get_pool(n)`: the session's pool of `n` ranks. Its processes start with its first task."""

@@ -1,54 +1,250 @@
-"""Faults of arithmetic that tests plant in a model."""
+"""Plant one fault at a time in a copy of the sources, and see whether the tests that should fail do.
+
+    python -m tests.faults                     # all of them: `make faults`
+    python -m tests.faults --only loss_count   # some of them, by name
+
+A test suite may shrink as long as every fault here is still seen. Each fault names its file by a short exact text that
+occurs there once; a text that is not found is an error, so whoever moves or rewrites that line adapts the fault here.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-NAN = float("nan")
+ROOT = Path(__file__).parents[1]
+COPIED = ("src", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "Makefile", "README.md")
+LIMIT_S = 900
 
 
-def poison(x: Tensor) -> Tensor:
-    """`x` with one NaN; its gradient is as it was."""
-    at = torch.zeros_like(x)
-    at.view(-1)[3] = NAN
-    return x + at
+@dataclass(frozen=True)
+class Fault:
+    """A change of one line that makes longspan wrong.
+
+    Attributes:
+        name: what is wrong.
+        file: below `src/longspan`.
+        old: the text that is replaced; it occurs once in the file.
+        new: what replaces it.
+        tests: arguments of pytest; at least one of the tests that they select must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
 
 
-class NaNFault:
-    """Planted on one rank: hooks that make one value NaN."""
+FAULTS = (
+    # core: arithmetic of heads, layouts, masks
+    Fault("last_kv_head_of_a_rank", "core/heads.py", "start // group, -(-stop // group)",
+          "start // group, max(start // group + 1, stop // group)", "tests/test_layout.py -k heads"),
+    Fault("zigzag_takes_the_second_half_in_order", "core/layouts/zigzag.py",
+          "((last - i) * half, (last - i + 1) * half)", "((i + ring) * half, (i + ring + 1) * half)",
+          "tests/test_ring.py -k balances"),
+    Fault("window_region_one_key_short", "core/regions.py", "max(k0, q0 - hi)", "max(k0, q0 - hi + 1)",
+          "tests/test_regions.py"),
+    Fault("pairs_of_a_band", "core/regions.py", "self._pairs_from(self.hi + 1)", "self._pairs_from(self.hi)",
+          "tests/test_regions.py"),
+    Fault("chunks_ignore_restarting_positions", "core/segments.py", "- at % chunk", "",
+          "tests/test_models.py -k chunks_end_where"),
+    Fault("message_sent_a_hop_too_few", "core/routes.py", "self.right[(rank - hop + 1) % len(self.right)] >= hop",
+          "self.right[(rank - hop + 1) % len(self.right)] > hop", "tests/test_p2p_schedule.py -k meets_its_own"),
+    # attn: masks, softmax, ring
+    Fault("window_one_token_too_wide", "attn/mask.py", "None if self.window is None else self.window - 1",
+          "None if self.window is None else self.window", "tests/test_local.py -k agree"),
+    Fault("softmax_merge_not_normalized", "attn/kernels/base.py", "(before / total)[..., None]",
+          "before[..., None]", "tests/test_ring.py -k test_one_device"),
+    Fault("empty_rows_are_nan", "attn/kernels/base.py", "torch.where(torch.isneginf(highest), 0.0, highest)", "highest",
+          "tests/test_ring.py -k every_mesh"),
+    Fault("sink_gradient_sign", "attn/methods/ring.py", "dsinks = -(", "dsinks = (",
+          "tests/test_ring.py -k test_one_device"),
+    Fault("ring_drops_gradients_on_the_way", "attn/methods/ring.py", "part.message.add_(self.arrived.pop(direction))",
+          "self.arrived.pop(direction)", "tests/test_ring.py -k every_mesh"),
+    Fault("ring_drops_returned_gradients", "attn/methods/ring.py", "self.home.message.add_(part)", "pass",
+          "tests/test_ring.py -k every_mesh"),
+    Fault("uneven_kv_group_overwrites", "attn/methods/ring.py", "into.k.index_add_(1, index, dk)",
+          "into.k.index_copy_(1, index, dk)", "tests/test_ring.py -k 'uneven or 8_ranks'"),
+    Fault("padding_ends_a_token_early", "attn/segments.py", "torch.stack([count, first, last + 1], -1)",
+          "torch.stack([count, first, last], -1)", "tests/test_batch.py"),
+    Fault("documents_begin_a_token_early", "attn/segments.py", "at[b].append(i + 1)", "at[b].append(i)",
+          "tests/test_batch.py"),
+    # comm: collectives and their adjoints
+    Fault("scatter_adjoint_drops_copies_of_a_kv_head", "comm/all_to_all.py",
+          "block[:, 0] if r == 1 else block.sum(1)", "block[:, 0]", "tests/test_ulysses.py -k test_exact"),
+    Fault("uneven_heads_not_summed", "comm/all_to_all.py", "out[:, :, start:stop] += part.transpose(0, 1)",
+          "out[:, :, start:stop] = part.transpose(0, 1)", "tests/test_ulysses.py -k test_exact"),
+    Fault("late_gradients_not_added", "comm/all_to_all.py", 'if add and kind == "kv" else',
+          'if add and kind == "" else', "tests/test_lean.py -k test_exact"),
+    Fault("gradient_of_a_sum_twice", "comm/reduce.py", "lambda ctx, grad: (grad, None)",
+          "lambda ctx, grad: (2 * grad, None)", "tests/test_loss.py"),
+    Fault("gather_adjoint_is_a_mean", "comm/gather.py", "torch.ops.longspan.reduce_scatter(grad, ctx.size, ctx.group)",
+          "torch.ops.longspan.reduce_scatter(grad, ctx.size, ctx.group) / ctx.size",
+          "tests/test_shard.py -k inverse"),
+    Fault("padding_value_ignored", "comm/shard.py", "x.new_full(shape, pad_value)", "x.new_zeros(shape)",
+          "tests/test_shard.py"),
+    Fault("wire_scale_off", "comm/quantize.py", "codes, scale = SCALED[code].encode(plain)",
+          "codes, scale = SCALED[code].encode(plain); scale = scale * 1.02", "tests/test_compressed.py -k half_a_step"),
+    Fault("digest_misses_high_bits", "comm/digests.py", "return x | 1", "return x & ~1", "tests/test_digests.py"),
+    Fault("tensor_copy_gradient_not_summed", "comm/tensor.py",
+          "lambda ctx, g: (torch.ops.longspan.tensor_sum(g, *ctx.rest), None)", "lambda ctx, g: (g, None)",
+          "tests/test_tensor.py -k those_of_one_process"),
+    # losses
+    Fault("loss_counts_masked_labels", "hf/forward/loss.py", "(labels != IGNORE).sum().double()",
+          "(labels == labels).sum().double()", "tests/test_loss.py"),
+    Fault("label_smoothing_gradient", "losses/cross_entropy.py", "-(1 - terms.label_smoothing) * scale_T",
+          "-1 * scale_T", "tests/test_loss.py"),
+    Fault("z_loss_gradient", "losses/cross_entropy.py", "(1 + 2 * terms.z_loss * lse_T)",
+          "(1 + terms.z_loss * lse_T)", "tests/test_loss.py"),
+    Fault("logprob_of_the_wrong_label", "losses/logprobs.py", "torch.where(counts, labels_T, 0)[:, None]",
+          "torch.where(counts, 0, labels_T)[:, None].clamp_min(0)", "tests/test_length.py -k token_logprobs"),
+    # hf: cut, gradients, weights, generation
+    Fault("labels_not_shifted", "hf/batch.py", "out[:, :-1] = labels[:, 1:]", "out[:, :] = labels",
+          "tests/test_shard.py -k shifted"),
+    Fault("gradients_not_summed_without_fsdp", "hf/weights/gradients.py",
+          "dist.all_reduce(flat, group=self.group)", "pass",
+          "tests/test_parallelize.py -k 'accumulation or some_ranks'"),
+    Fault("no_sync_keeps_the_last_only", "hf/weights/gradients.py",
+          "self.waiting[p].add_(grad) if p in self.waiting else grad", "grad",
+          "tests/test_parallelize.py -k accumulation"),
+    Fault("fsdp_averages", "hf/weights/fsdp.py", "            sum_gradients(module)", "            pass",
+          "tests/test_parallelize.py -k accumulation"),
+    Fault("kept_logits_off_by_one", "hf/forward/outputs.py", "held[rank].append(before + token - start)",
+          "held[rank].append(max(0, before + token - start - 1))", "tests/test_parallelize.py -k logits_to_keep"),
+    Fault("ranks_draw_other_tokens", "hf/generate.py", "module.set_rng_state(shared.cpu())", "pass",
+          "tests/test_generate.py -k 'greedy or ways'"),
+    # cache
+    Fault("cache_forgets_a_token_of_the_window", "cache/attend.py", "max(0, length - window + 1)",
+          "max(0, length - window + 2)", "tests/test_generate.py -k greedy"),
+    Fault("cache_merge_unweighted", "cache/attend.py", "weight = (lse - highest).exp()",
+          "weight = torch.ones_like(lse)", "tests/test_cache.py -k softmax"),
+    Fault("crop_keeps_rejected_tokens", "core/kv_placement.py", "(a, min(b, length)) for a, b in runs",
+          "(a, b) for a, b in runs", "tests/test_generate.py -k drafted"),
+    # memory
+    Fault("write_during_offload_unnoticed", "memory/offload/store.py", "version_of(self.flat) != self._version",
+          "version_of(self.flat) < 0", "tests/test_offload.py"),
+    Fault("change_in_place_unnoticed", "memory/activations.py", "if version_of(self.x) != self.version:",
+          "if version_of(self.x) < 0:", "tests/test_activations.py"),
+    # checkpoint
+    Fault("checksum_not_compared", "checkpoint/folder.py", "if found != self.files[name]:",
+          "if found.size != self.files[name].size:", "tests/test_checkpoint.py -k 'damage or overwritten'"),
+    Fault("prune_removes_one_too_many", "checkpoint/folder.py", "until[:-keep]", "until[: 1 - keep or None]",
+          "tests/test_checkpoint.py -k newest"),
+    Fault("old_checkpoint_removed_first", "checkpoint/folder.py", "        path.rename(before)", "        remove(path)",
+          "tests/test_checkpoint_disk.py -k old_one"),
+    # data
+    Fault("resume_repeats_tokens", "data/stream.py", '"token": offset,', '"token": 0,',
+          "tests/test_data.py -k any_state"),
+    Fault("epochs_in_the_same_order", "data/source.py", '{self.seed} {place.epoch} {place.window}"',
+          '{self.seed} {place.window}"', "tests/test_data.py -k epoch"),
+    Fault("document_predicts_the_next", "data/stream.py", "labels[row, begin] = _IGNORED", "pass",
+          "tests/test_data.py -k predict_nothing"),
+    Fault("shared_tokenizing_shifts_ids", "data/rounds.py", "whole[int(ends[number]) - len(ids) : int(ends[number])]",
+          "whole[: len(ids)]", "tests/test_data.py -k tokenise_a_share"),
+    # ranks
+    Fault("silent_rank_not_noticed", "ranks/heartbeat.py", "now - self._heard[rank] > self._timeout_s]",
+          "now - self._heard[rank] > 100 * self._timeout_s]", "tests/test_heartbeat.py -k not_heard"),
+    Fault("ranks_with_other_flags_accepted", "ranks/agreement.py", "differences(every, range(len(every)))", "{}",
+          "tests/test_agreement.py -k named_by_rank"),
+    Fault("rank_beyond_the_world_accepted", "ranks/rendezvous.py", '_integer("RANK", 0, world_size - 1)',
+          '_integer("RANK", 0, None)', "tests/test_agreement.py -k variables"),
+    # plan
+    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", "gathered = shard * (f - 1)", "gathered = shard * f",
+          "tests/test_plan_counts.py -k training_step"),
+    Fault("ulysses_bytes_of_all_ranks", "plan/layers/exchange.py", "rows * (all_packed - packed), forwards",
+          "rows * all_packed, forwards", "tests/test_plan_counts.py -k ulysses_attention"),
+    Fault("window_costs_its_context", "plan/layers/attended_keys.py", "w * (w + 1) / 2 + (float(n) - w) * w",
+          "float(n) * w", "tests/test_plan.py -k count_their_pairs"),
+    Fault("saved_norm_forgotten", "plan/cost/saved.py", "normed + q_k_v * s.b * s.d, normed + of_mlp",
+          "normed + q_k_v * s.b * s.d, of_mlp", "tests/test_plan_memory.py -k exact"),
+    # verify, train, tracing, scoring
+    Fault("verify_accepts_ten_times_the_limit", "verify/compare.py", "self.sharded[rank] <= self.limit[rank]",
+          "self.sharded[rank] <= 10 * self.limit[rank]", "tests/test_verify_compare.py"),
+    Fault("verify_ignores_the_noise_of_the_whole", "verify/compare.py",
+          "max(mine, part.elements / whole.elements * all_)", "mine * part.elements", "tests/test_verify_compare.py"),
+    Fault("clip_never_scales", "train/optimizer.py", "    if limit:", "    if limit < 0:",
+          "tests/test_train.py -k plain_loop"),
+    Fault("trace_hosts_not_aligned", "tracing/merge.py", 'float(event["ts"]) + moved', 'float(event["ts"])',
+          "tests/test_tracing.py"),
+)  # fmt: skip
 
-    def __init__(self, kind: str, model: Any, rank: int) -> None:
-        layer = model.model.layers[1]
-        self.handles: list[Any] = []
-        if dist.get_rank() != rank:
-            return
-        if kind == "activation":
-            self.handles = [layer.mlp.up_proj.register_forward_hook(lambda m, a, out: poison(out))]
-        elif kind == "attention":  # between two modules, in what the exchange or the ring has brought
-            self.handles = [layer.self_attn.o_proj.register_forward_pre_hook(lambda m, args: (poison(args[0]),))]
-        elif kind == "logits":
-            self.handles = [model.lm_head.register_forward_hook(lambda m, a, out: out * float("inf"))]
-        elif kind == "gradient":
-            self.handles = [layer.mlp.register_forward_hook(self._in_the_backward)]
-        elif kind == "parameter":
-            self.handles = [layer.mlp.down_proj.register_forward_pre_hook(self._of_the_weight)]
-        elif kind == "weight":
-            p = layer.self_attn.k_proj.weight
-            local = p.to_local() if hasattr(p, "to_local") else p
-            local.detach().view(-1)[5] = float("inf")
 
-    def _in_the_backward(self, module: Any, args: Any, out: Tensor) -> Tensor:
-        out = out.clone()
-        out.register_hook(poison)
-        return out
+def plant(fault: Fault, tree: Path) -> str:
+    """Change the file of a copy of the tree; returns what it was.
 
-    def _of_the_weight(self, module: Any, args: Any) -> None:
-        self.handles.append(module.weight.register_hook(poison))
+    Raises:
+        SystemExit: if the text to replace does not occur once.
+    """
+    path = tree / "src" / "longspan" / fault.file
+    if not path.is_file():
+        raise SystemExit(f"{fault.name}: there is no src/longspan/{fault.file}; name the file where the line is now")
+    before = path.read_text()
+    if (count := before.count(fault.old)) != 1:
+        raise SystemExit(
+            f"{fault.name}: src/longspan/{fault.file} has the text {fault.old!r} {count} times, it must be there once; "
+            "adapt the fault in tests/faults.py to the line as it is now"
+        )
+    path.write_text(before.replace(fault.old, fault.new))
+    return before
 
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+
+def run(tests: str, tree: Path) -> tuple[int, str]:
+    """Run some tests in a tree; the exit code and the last lines of the output."""
+    # Without byte code: a file that is changed and restored within a second keeps its size and time.
+    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
+    try:
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return 1, f"no end within {LIMIT_S} s"
+    return done.returncode, "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+
+
+def main() -> int:
+    """Run the command; 1 if a fault is unseen."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="NAME", help="plant this one; may be given several times")
+    parser.add_argument("--list", action="store_true", help="check that every text is found, and run nothing")
+    args = parser.parse_args()
+    by_name = {fault.name: fault for fault in FAULTS}
+    if unknown := set(args.only or ()) - by_name.keys():
+        parser.error(f"no fault is named {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
+    unseen = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, tree / name)
+        wrong = []
+        for fault in FAULTS:  # all of them first: a text that has moved is told at once
+            try:
+                (tree / "src" / "longspan" / fault.file).write_text(plant(fault, tree))
+            except SystemExit as error:
+                wrong.append(str(error))
+        if wrong or args.list:
+            print("\n".join(wrong) or f"{len(FAULTS)} faults, each text found once")
+            return bool(wrong)
+        for fault in [by_name[name] for name in args.only or by_name]:
+            before, start = plant(fault, tree), time.monotonic()
+            code, tail = run(fault.tests, tree)
+            (tree / "src" / "longspan" / fault.file).write_text(before)
+            verdict = {0: "UNSEEN", 1: "seen"}.get(code, f"ERROR (pytest's exit code {code})")
+            print(f"{fault.name}: {verdict} ({time.monotonic() - start:.0f} s, {fault.tests})", flush=True)
+            if code != 1:
+                unseen.append(fault.name)
+                print("    " + tail.replace("\n", "\n    "), flush=True)
+    print(f"unseen: {', '.join(unseen)}" if unseen else "every fault was seen")
+    return bool(unseen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -136,6 +136,35 @@ class _Worker:
         return text or "(no stack: the process did not react to the signal)"
 
 
+def run_forked(fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+    """Run `fn(*args)` in a process of its own, without a process group, forked from the server of the pools.
+
+    Raises:
+        RankError: it raised, or the process died.
+        RankHang: it did not end in time.
+    """
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    context = multiprocessing.get_context("forkserver")
+    conn, child_conn = context.Pipe()
+    process = context.Process(target=_answer, args=(child_conn, 0, fn, *args))
+    process.start()
+    child_conn.close()
+    try:
+        if not conn.poll(timeout):
+            raise RankHang(1, timeout, {0: "(not asked for)"})
+        answer = pickle.loads(conn.recv_bytes())
+    except EOFError:
+        process.join(timeout=GRACE_S)
+        answer = Failure(0, "exit", f"the process ended with exit code {process.exitcode}", "")
+    finally:
+        process.kill()
+        process.join()
+        conn.close()
+    if isinstance(answer, Failure):
+        raise RankError(1, {0: answer}, {})
+    return answer[0]
+
+
 class RankPool:
     """`world_size` processes that stay alive from task to task; they start with the first task.
 

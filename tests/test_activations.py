@@ -15,6 +15,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.memory import Memory
 from longspan.memory import activations
 from longspan.memory.activations import RecomputedActivations
+from tests.choose import each_value
 from tests.models import batch, build, gradients
 
 ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
@@ -109,8 +110,10 @@ def test_a_tensor_that_was_changed_in_place_is_found() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "Phi3", "Qwen3Moe", "Mixtral", "GptOss", "GPT2", "Olmo2"])
+@pytest.mark.parametrize(
+    ("checkpointed", "family"),
+    each_value([False, True], ["Llama", "Gemma3Text", "Phi3", "Qwen3Moe", "Mixtral", "GptOss", "GPT2", "Olmo2"]),
+)
 def test_every_family_bit_for_bit(family: str, checkpointed: bool) -> None:
     """Under transformers' own checkpointing too, whose hooks come first."""
 

@@ -28,11 +28,11 @@ def _wrong(result: Result) -> bool:
 
 
 def test_bad_command_lines_files_and_data_are_refused_clearly() -> None:
-    _check(campaign(SEED, 300), set(MAKERS))
+    _check(campaign(SEED, 150), set(MAKERS))
 
 
 def test_bad_calls_are_refused_clearly() -> None:
-    _check(api_campaign(SEED, 900), {"api"})
+    _check(api_campaign(SEED, 400), {"api"})
 
 
 def test_what_the_calls_begin_with_is_accepted() -> None:

@@ -21,6 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.train.config import TrainConfig
 from longspan.train.identity import changed_settings
 from tests.attention import CASES, drawn_cases, one_device, run
+from tests.choose import each_value, grouped
 from tests.counting import count_sent
 from tests.models import Truth, batch, build, gradients, rows_of, truth_of
 from tests.oracle import Case, make, oracle, sizes
@@ -101,8 +102,7 @@ def _compared(ring: int, code: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("code", ["int8", "fp8"])
-@pytest.mark.parametrize(("world", "ring"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("code", "world", "ring"), each_value(["int8", "fp8"], grouped([(2, 1), (4, 1), (4, 2)])))
 def test_off_by_half_a_step(get_pool: Any, world: int, ring: int, code: str) -> None:
     for found in get_pool(world).run(_compared, ring, code):
         for name, of_case in found.items():

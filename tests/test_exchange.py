@@ -12,6 +12,7 @@ from longspan import exchange
 from longspan.comm import all_to_all
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
+from tests.choose import each_value
 from tests.counting import count_sent
 from tests.pool import RankPool
 
@@ -44,8 +45,7 @@ def _round_trip(order: str, local: int, heads: int) -> None:
     assert torch.equal(through_both, w)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("order", "world"), each_value(ORDERS, [2, 4]))
 def test_round_trip(get_pool, world: int, order: str) -> None:  # type: ignore[no-untyped-def]
     for local, heads in [(3, 4), (1, 5), (2, 1)]:  # even, uneven, fewer heads than ranks
         get_pool(world).run(_round_trip, order, local, heads)

@@ -16,7 +16,7 @@ from longspan.checkpoint import complete_steps
 from longspan.core.errors import LongspanError
 from longspan.train import TrainConfig
 from longspan.train.health import Health
-from tests.faults import NaNFault, poison
+from tests.nan_fault import NaNFault, poison
 from tests.pool import RankError, RankPool
 from tests.training import write_config
 

@@ -29,6 +29,7 @@ from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads, split_overlap_chunks
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, run, sharding
+from tests.choose import each_value, grouped
 from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.memory import peak_of
@@ -146,8 +147,9 @@ def _compared(names: Sequence[str], ring: int, chunks: int, kept: bool = False) 
     return {name: errors(cases[name], lean_run(cases[name], sp, chunks, kept)) for name in names}
 
 
-@pytest.mark.parametrize(("world", "ring"), [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("chunks", [1, 2, 3, 0])
+@pytest.mark.parametrize(
+    ("world", "ring", "chunks"), each_value(grouped([(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]), [1, 2, 3, 0])
+)
 def test_exact(get_pool: Any, world: int, ring: int, chunks: int) -> None:
     for found in get_pool(world).run(_compared, list(MANY), ring, chunks):
         check_all(found)
@@ -224,8 +226,10 @@ def _overlapped(names: Sequence[str], ring: int, pieces: int, recompute: bool) -
     return found
 
 
-@pytest.mark.parametrize(("world", "ring", "pieces"), [(2, 1, 2), (4, 1, 3), (2, 1, 9), (4, 2, 2)])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("world", "ring", "pieces", "recompute"),
+    each_value(grouped([(2, 1, 2), (4, 1, 3), (2, 1, 9), (4, 2, 2)]), [False, True]),
+)
 def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, pieces: int, recompute: bool) -> None:
     for found in get_pool(world).run(_overlapped, list(MANY), ring, pieces, recompute):
         check_all(found)
@@ -305,8 +309,9 @@ def _sent(case: Case, chunks: int) -> list[tuple[str, int]]:
     return [(entry.op, entry.bytes) for entry in log]
 
 
-@pytest.mark.parametrize(("world", "chunks"), [(2, 1), (2, 2), (2, 4), (4, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world", "chunks", "dtype"), each_value(grouped([(2, 1), (2, 2), (2, 4), (4, 2)]), [torch.float32, torch.bfloat16])
+)
 def test_two_exchanges_a_chunk_of_exactly_the_formulas_bytes(
     get_pool: Any, world: int, chunks: int, dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
 from longspan.losses import cross_entropy as loss_module
+from tests.choose import pairwise
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, units
 
@@ -59,9 +60,7 @@ def _sharded(data: int, dtype: torch.dtype, items: int | None) -> None:
     assert units(grad, truth_leaf.grad, of_grad, dtype) <= MARGIN
 
 
-@pytest.mark.parametrize("data", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("items", [None, 100])
+@pytest.mark.parametrize(("data", "dtype", "items"), pairwise([1, 2, 4], [torch.float32, torch.bfloat16], [None, 100]))
 def test_mean_of_the_global_batch(pool4: RankPool, data: int, dtype: torch.dtype, items: int | None) -> None:
     pool4.run(_sharded, data, dtype, items)
 

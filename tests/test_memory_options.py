@@ -23,6 +23,7 @@ from longspan.hf.shapes import shape_from_modules
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.tiles import NormedLinear, Tiled
 from longspan.plan import Hardware, Job, Mesh, cost
+from tests.choose import each_value, grouped, pairwise
 from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
@@ -69,14 +70,20 @@ def _on_a_mesh(truth: Truth, family: str, memory: Memory, data: int, ring: int, 
     compare(truth, model, _inputs(family), sp)
 
 
-@pytest.mark.parametrize("memory_option", MEMORY_OPTIONS)
-@pytest.mark.parametrize("family", ["Llama", "Gemma3Text", "GptOss", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("memory_option", "family"), each_value(MEMORY_OPTIONS, ["Llama", "Gemma3Text", "GptOss", "Qwen3Moe"])
+)
 def test_each_memory_option_on_two_ranks(pool2: RankPool, family: str, memory_option: str) -> None:
     pool2.run(_on_a_mesh, _truth(family), family, MEMORY_OPTIONS[memory_option], 1, 1, True)
 
 
-@pytest.mark.parametrize(("data", "ring", "fsdp"), [(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)])
-@pytest.mark.parametrize("memory_option", ["save_attention", "selective", "longest", "all"])
+@pytest.mark.parametrize(
+    ("data", "ring", "fsdp", "memory_option"),
+    each_value(
+        grouped([(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)]),
+        ["save_attention", "selective", "longest", "all"],
+    ),
+)
 def test_memory_options_on_four_ranks(pool4: RankPool, memory_option: str, data: int, ring: int, fsdp: bool) -> None:
     pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", MEMORY_OPTIONS[memory_option], data, ring, fsdp)
 
@@ -319,9 +326,7 @@ def gradients_behind(branches: int, *, tiled: bool, frozen: bool = False, waits:
     return [p.grad for p in found if p.grad is not None]
 
 
-@pytest.mark.parametrize("branches", [1, 2])
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("branches", "waits", "frozen"), pairwise([1, 2], [False, True], [False, True]))
 def test_a_tiled_mlps_backward_goes_on_through_its_norm(branches: int, waits: bool, frozen: bool) -> None:
     plain, tiles = (gradients_behind(branches, tiled=t, frozen=frozen, waits=waits) for t in (False, True))
     assert len(plain) == len(tiles)

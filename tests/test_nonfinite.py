@@ -8,8 +8,8 @@ import torch
 import longspan
 from longspan.core.errors import LongspanError
 from longspan.hf.checks.nonfinite import first_not_finite
-from tests.faults import NAN, NaNFault
 from tests.models import batch, build, gradients, rows_of, sharding
+from tests.nan_fault import NAN, NaNFault
 from tests.pool import RankPool
 
 FAULTS = {

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.core.errors import LongspanError
+from tests.choose import each_value, grouped
 from tests.counting import count_sent
 from tests.models import (
     Truth,
@@ -158,8 +159,10 @@ def _checkpointed(family: str, reentrant: bool, fsdp: bool) -> None:
     check_gradients(gradients(model), truth)
 
 
-@pytest.mark.parametrize(("reentrant", "fsdp"), [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize("family", ["Qwen3", "Llama4Text", "Bert"])
+@pytest.mark.parametrize(
+    ("reentrant", "fsdp", "family"),
+    each_value(grouped([(False, True), (False, False), (True, False)]), ["Qwen3", "Llama4Text", "Bert"]),
+)
 def test_gradient_checkpointing(pool2: RankPool, family: str, reentrant: bool, fsdp: bool) -> None:
     pool2.run(_checkpointed, family, reentrant, fsdp)
 

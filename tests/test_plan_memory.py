@@ -16,6 +16,7 @@ from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import Scale, saved_per_token
 from longspan.plan.models import shape_from_config
+from tests.choose import confirming, pairwise
 from tests.memory import peak_of
 from tests.pool import RankPool
 
@@ -70,7 +71,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "context", "mesh", "options"), CASES)
+CONFIRMING = (0, 3, 6, 7, 9, 11, 20, 23, 25, 26, 29, 31, 33)  # each of their options is in another case
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "mesh", "options"),
+    [*(case for at, case in enumerate(CASES) if at not in CONFIRMING), *confirming(CASES[at] for at in CONFIRMING)],
+)
 def test_memory_is_within_a_tenth(
     config: dict[str, Any],
     context: int,
@@ -160,7 +167,10 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("config", "chunk", "mesh", "style"), PROMPTS)
+@pytest.mark.parametrize(
+    ("config", "chunk", "mesh", "style"),
+    [*(PROMPTS[at] for at in (1, 2, 5, 6, 8, 9, 12)), *confirming(PROMPTS[at] for at in (0, 3, 4, 7, 10, 11))],
+)
 def test_memory_of_a_prompt_is_within_a_tenth(
     config: dict[str, Any], chunk: int, mesh: Mesh, style: Any, get_pool: Callable[[int], RankPool], tmp_path: Path
 ) -> None:
@@ -197,9 +207,15 @@ def local(x: Any) -> Any:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("extra", [{}, {"model_type": "qwen3", "head_dim": 16}], ids=["llama", "qwen3"])
-@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2), Mesh(ring=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "extra", "mesh"),
+    pairwise(
+        ["fp32", "bf16"],
+        [{}, {"model_type": "qwen3", "head_dim": 16}],
+        [Mesh(ulysses=2), Mesh(ring=2), Mesh(ring=2, ulysses=2)],
+    ),
+    ids=str,
+)
 def test_saved_activations_are_exact(
     get_pool: Callable[[int], RankPool], mesh: Mesh, extra: dict[str, Any], dtype: str
 ) -> None:

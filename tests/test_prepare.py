@@ -22,6 +22,7 @@ from longspan.core.regions import Region
 from longspan.hf.forward import registry
 from tests.attention import CASES, one_device, run
 from tests.attention import sharding as sharding_of
+from tests.choose import each_value
 from tests.fakes import fake_world
 from tests.models import batch, build, sharding
 from tests.oracle import errors, make, options, truth_of
@@ -220,8 +221,7 @@ def _own_mask(ring: int, documents: bool) -> list[float]:
     return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("ring", [1, 2, 4])
+@pytest.mark.parametrize(("documents", "ring"), each_value([False, True], [1, 2, 4]))
 def test_a_mask_of_ones_own(pool4: RankPool, ring: int, documents: bool) -> None:
     for found in pool4.run(_own_mask, ring, documents and ring < 3):
         assert max(found) < 1e-5, found

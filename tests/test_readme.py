@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from markdown_it import MarkdownIt
 
-from tests.pool import THREADS
+from tests.pool import run_forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(p for p in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")] if p.is_file())
 
 NO_RUN = "<!-- no-run -->"
 """Before a Python block: it is compiled, not run, because it needs several ranks, a GPU, or the network."""
-
-RUN_BLOCKS = """
-import json, sys
-namespace = {"__name__": "__main__"}
-for where, source, runs in json.load(sys.stdin):
-    code = compile(source, where, "exec")
-    if runs:
-        exec(code, namespace)
-"""
 
 
 @dataclass(frozen=True)
@@ -143,25 +133,26 @@ def test_every_make_target_is_told_of() -> None:
     assert [name for name in targets if not re.search(rf"make (.* )?{name}\b", told)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def _run_blocks(sources: list[tuple[str, str, bool]], folder: Path) -> None:
+    """Run the blocks of one page in order in one namespace."""
+    os.chdir(folder)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for where, source, runs in sources:
+        code = compile(source, where, "exec")
+        if runs:
+            exec(code, namespace)
+
+
+WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
-    """The blocks of one page run in order in one namespace, in a process of their own."""
+    """Each page has its own process."""
     blocks = [block for block in blocks_of(page) if block.language == "python"]
-    if not blocks:
-        return
     # Blank lines before the code give a traceback the page's own line numbers.
     sources = [(str(page), "\n" * (block.line - 1) + block.source, block.runs) for block in blocks]
-    environment = os.environ | {"OMP_NUM_THREADS": THREADS}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS],
-        input=json.dumps(sources),
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_forked(_run_blocks, sources, tmp_path)
 
 
 @pytest.mark.parametrize("target", [["no-such-target"], ["demo", "tset"]])

@@ -18,6 +18,7 @@ from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.layout import Layout
 from longspan.core.routes import Routes, ring_routes
 from tests.attention import CASES, HARD, check_all, compare, drawn_cases, one_device, run, sharding
+from tests.choose import each_value, grouped
 from tests.counting import count_sent
 from tests.oracle import Case, make, options, truth_of
 from tests.pool import RankPool
@@ -57,8 +58,7 @@ def _everywhere(ring: int, layout: str, names: list[str], impl: str = "p2p") -> 
 MESHES = [(2, 2), (4, 4), (4, 2), (4, 1)]
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize(("world", "ring"), MESHES)
+@pytest.mark.parametrize(("layout", "world", "ring"), each_value(["zigzag", "contiguous"], grouped(MESHES)))
 def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str) -> None:
     for found in get_pool(world).run(_everywhere, ring, layout, list(CASES)):
         check_all(found)

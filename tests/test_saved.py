@@ -10,6 +10,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.methods import ring
+from tests.choose import grouped, pairwise
 from tests.fakes import fake_world
 
 B, S, H, K, D = 2, 48, 8, 4, 16
@@ -42,9 +43,12 @@ def once(rings: int, ulysses: int, dtype: torch.dtype) -> int:
     return B * S // rings * (dtype.itemsize * D * (2 * H + 2 * K) + 4 * H) // ulysses
 
 
-@pytest.mark.parametrize("laid", ["heads first", "one tensor", "v of one tensor"])
-@pytest.mark.parametrize("kernel", ["auto", "tiled"])
-@pytest.mark.parametrize(("rings", "ulysses"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("laid", "kernel", "rings", "ulysses"),
+    pairwise(
+        ["heads first", "one tensor", "v of one tensor"], ["auto", "tiled"], grouped([(1, 1), (1, 2), (2, 1), (2, 2)])
+    ),
+)
 def test_each_byte_is_saved_once(rings: int, ulysses: int, kernel: str, laid: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with fake_world(0, rings * ulysses):

@@ -29,6 +29,7 @@ from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from longspan.train.memory_choice import settled
+from tests.choose import confirming
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
 from tests.tolerance import excess, excess_of_losses, roughly
@@ -42,6 +43,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(llama: Path, tmp_path: Path) -> TrainConfig:
+    return _settings(llama, tmp_path / "run")
+
+
+def _settings(llama: Path, out: Path) -> TrainConfig:
     """6 steps of 4 sequences of 60 tokens (which 4 ranks do not divide evenly into pairs of heads or blocks of 16)."""
     return TrainConfig(
         data="pydoc",
@@ -56,7 +61,7 @@ def config(llama: Path, tmp_path: Path) -> TrainConfig:
         log_every=1,
         save_every=2,
         keep=0,
-        out=tmp_path / "run",
+        out=out,
     )
 
 
@@ -105,8 +110,20 @@ def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> di
 # --- the same numbers
 
 
-@pytest.mark.parametrize("pack", ["stream", "documents"])
-def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, pack: Any) -> None:
+PLAIN_LOOP = [
+    ("stream", ("alone", "ulysses", "data x ring, all-gathered, contiguous", "data x ulysses, accumulating")),
+    ("documents", ("ring x ulysses",)),
+    *confirming([
+        ("stream", ("ring", "ring x ulysses", "data, unsharded weights", "more sequences at once")),
+        ("documents", ("ulysses", "data x ulysses, accumulating")),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pack", "names"), PLAIN_LOOP)
+def test_losses_are_those_of_a_plain_loop(
+    config: TrainConfig, pool4: RankPool, pack: Any, names: tuple[str, ...]
+) -> None:
     config = dataclasses.replace(config, pack=pack, steps=4)
     plain, exact = _plain_losses(config), _plain_losses(config, torch.float64)
     assert plain[4] < plain[1] - 0.4
@@ -122,10 +139,8 @@ def test_losses_are_those_of_a_plain_loop(config: TrainConfig, pool4: RankPool, 
         "data, unsharded weights": {"data_degree": 4, "fsdp": False},
         "more sequences at once": {"ulysses": 4, "fsdp": False, "micro_batch": 2},
     }  # fmt: skip
-    if pack == "documents":  # what differs is the data and the mask
-        meshes = {name: meshes[name] for name in ("ulysses", "ring x ulysses", "data x ulysses, accumulating")}
-    for name, changes in meshes.items():
-        other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **changes)
+    for name in names:
+        other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **meshes[name])
         train(other) if other.ranks == 1 else _on(pool4, other)
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
 
@@ -219,11 +234,18 @@ def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: Trai
 # --- going on
 
 
+@pytest.fixture(scope="module")
+def finished(llama: Path, pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    _on(pool2, dataclasses.replace(_settings(llama, out), ulysses=2))
+    return out
+
+
 @pytest.fixture
-def uninterrupted(config: TrainConfig, pool2: RankPool) -> TrainConfig:
-    whole = dataclasses.replace(config, ulysses=2)
-    _on(pool2, whole)
-    return whole
+def uninterrupted(config: TrainConfig, finished: Path) -> TrainConfig:
+    """A copy of a finished run on two ranks."""
+    shutil.copytree(finished, config.out)
+    return dataclasses.replace(config, ulysses=2)
 
 
 def _cut_after(config: TrainConfig, step: int, out: Path) -> TrainConfig:

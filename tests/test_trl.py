@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import longspan
+from tests.choose import confirming
 from tests.fitting import as_launched, quiet
 from tests.models import BASE, build
 from tests.pool import RankError, RankPool
@@ -139,7 +140,10 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+CONFIRMING = ("text", "dpo lora", "reward")  # packed and accumulated take texts; DPO and LoRA are shown apart
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind not in CONFIRMING), *confirming(CONFIRMING)])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
     mesh = {"ulysses": 2} if kind in ("packed", "accumulated", "dpo lora", "reward lora") else {"data": 2, "ring": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
