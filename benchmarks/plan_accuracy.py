@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.core.memory import FASTEST, Memory
+from longspan.core.sections import make
 from longspan.tracing.record import memory_rise
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -190,7 +191,7 @@ def time_cases(repeats: int) -> tuple[list[dict[str, Any]], str]:
     with tempfile.TemporaryDirectory() as folder:
         links = {axis: Path(folder) / f"{axis}.toml" for axis in ("ulysses", "ring")}
         for axis, link in links.items():
-            if run(BenchConfig(what="link", dtype="fp32", out=link, **{axis: 2})):
+            if run(make(BenchConfig, what="link", dtype="fp32", out=link, **{axis: 2})):
                 raise SystemExit("longspan bench link failed")
         # Twice round: a slow minute of the machine, which takes it up to 40 % longer, then hits a case once at most.
         rounds = [[common.run_ranks(measure_time, 2, *case, repeats) for case in TIME_CASES] for _ in range(2)]

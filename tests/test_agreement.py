@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.ranks import agreement, rendezvous
 from longspan.ranks.agreement import compare
 from longspan.ranks.rendezvous import VARIABLES, Peers, meet, read_job
@@ -118,7 +118,7 @@ def _try_changed(config: Any, changes: list[dict[str, Any]]) -> list[str]:
 
     said = []
     for change in changes:
-        mine = dataclasses.replace(config, **change) if dist.get_rank() == 1 else config
+        mine = replace(config, **change) if dist.get_rank() == 1 else config
         try:
             Trainer(mine)
             said.append("accepted")
@@ -136,7 +136,7 @@ def test_every_setting_of_a_run_must_be_alike(pool2: RankPool, tmp_path: Path) -
     thin.write_text(json.dumps(llama | {"num_hidden_layers": 1}))
     coarse.write_text(json.dumps(llama | {"rms_norm_eps": 0.1}))
     out = tmp_path / "out"
-    config = TrainConfig(data="pydoc", config=path, context=64, ulysses=2, steps=6, out=out, dtype="fp32")
+    config = make(TrainConfig, data="pydoc", config=path, context=64, ulysses=2, steps=6, out=out, dtype="fp32")
     changes: dict[str, dict[str, Any]] = {
         "lr is 0.1 on rank 1": {"lr": 0.1},
         "clip is 2.0 on rank 1": {"clip": 2.0},

@@ -25,6 +25,7 @@ from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attenti
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.hardware_file import MeasuredHardware, as_toml, print_table
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import layer_method
 from longspan.ranks import launch
@@ -37,7 +38,7 @@ FOUR = {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
 
 
 def _config(**changes: Any) -> BenchConfig:
-    return dataclasses.replace(BenchConfig("link", sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
+    return replace(make(BenchConfig, what="link", sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
 
 
 def _made_up(links: dict[str, dict[str, Fit]], **changes: Any) -> MeasuredHardware:
@@ -165,7 +166,7 @@ def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, Fit
     from longspan.bench.links import measure_links
     from longspan.comm.mesh import init_mesh
 
-    mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type="cpu")
+    mesh = init_mesh(*config.parallel.degrees.values(), device_type="cpu")
     return measure_links(config, mesh, torch.device("cpu"), messages)
 
 
@@ -408,8 +409,10 @@ def test_flags() -> None:
     config = _parse(
         "link", "--data-degree", "2", "--ring", "2", "--tensor", "3", "--sizes", "64k", "1M", "--dtype=fp32"
     )
-    assert config == BenchConfig("link", data_degree=2, ring=2, tensor=3, sizes=(1 << 16, 1 << 20), dtype="fp32")
-    assert config.ranks == 12
+    assert config == make(
+        BenchConfig, what="link", data_degree=2, ring=2, tensor=3, sizes=(1 << 16, 1 << 20), dtype="fp32"
+    )
+    assert config.parallel.ranks == 12
     assert _parse("link").sizes[0] == 64 << 10 and _parse("link").sizes[-1] == 64 << 20
     _parse("link").check()
 
@@ -456,7 +459,7 @@ def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_a_wrong_number_of_processes_is_refused() -> None:
-    message = r"--nproc 3 does not match the mesh: --data-degree 1 --ring 2 --ulysses 2 --tensor 1 needs 4 processes"
+    message = r"--nproc 3 does not match the mesh: --ring 2 --ulysses 2 needs 4 processes"
     with pytest.raises(LongspanError, match=message):
         run(_config(ring=2, ulysses=2, nproc=3))
 
@@ -514,7 +517,7 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     from longspan.plan.cost.times import layer_exposed
     from longspan.plan.hardware import CATALOGUE, MeasuredLink
 
-    config = dataclasses.replace(BenchConfig("attention"), heads=16, kv_heads=4, dtype="fp32")
+    config = replace(make(BenchConfig, what="attention"), heads=16, kv_heads=4, dtype="fp32")
     (candidate,) = select([method], "attention", 4)
     shape, job = shape_of("attention", read_config(config)), job_of(config, candidate, 4096)
     totals = []
@@ -537,7 +540,7 @@ def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> No
     path = tmp_path / "bench.toml"
     path.write_text("ulysses = 2\nsizes = [1024, 2048, 4096]\n")
     config = parse(BenchConfig, ["link", "--from", str(path), "--rounds", "3"], prog="longspan bench", summary="x y")
-    assert (config.what, config.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)
+    assert (config.what, config.parallel.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)
 
 
 @pytest.mark.parametrize(("speed", "more"), [(7e10, 512.0), (3e14, 0.0), (1e10, 4.0)])

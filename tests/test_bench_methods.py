@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -20,6 +19,7 @@ from longspan import cli
 from longspan.bench import BenchConfig
 from longspan.bench.methods import METHODS, select
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.plan.job import Mesh
 from tests.pool import RankPool
 
@@ -36,7 +36,9 @@ def _compare(what: str, **changes: Any) -> tuple[Any, str, dict[str, Any]]:
     from longspan.bench.compare import compare
     from longspan.bench.output import as_json, print_tables
 
-    found = compare(BenchConfig(what, **{**SMALL, **changes}), dist.get_world_size(), torch.device("cpu"), "here")
+    found = compare(
+        make(BenchConfig, what=what, **{**SMALL, **changes}), dist.get_world_size(), torch.device("cpu"), "here"
+    )
     out = io.StringIO()
     print_tables(found, out)
     return None, out.getvalue(), json.loads(json.dumps(as_json(found)))
@@ -130,7 +132,7 @@ def _losses() -> dict[str, list[float]]:
     from longspan.bench.step import StepInputs
     from longspan.bench.workloads import ShardingCache
 
-    config = BenchConfig("step", **{**SMALL, **SHAPE})
+    config = make(BenchConfig, what="step", **{**SMALL, **SHAPE})
     model = read_config(config)
     case = StepInputs(model, 32, torch.float32, ShardingCache(torch.device("cpu")))
     found = {}
@@ -170,7 +172,7 @@ def _collectives() -> tuple[dict[str, Any], str]:
     from longspan.bench.collectives import measure_collectives
     from longspan.bench.output import as_json, print_tables
 
-    config = BenchConfig("collectives", ulysses=2, sizes=(64, 1024, 4096, 1 << 40), quick=True)
+    config = make(BenchConfig, what="collectives", ulysses=2, sizes=(64, 1024, 4096, 1 << 40), quick=True)
     found = measure_collectives(config, torch.device("cpu"), "here")
     out = io.StringIO()
     print_tables(found, out)
@@ -241,7 +243,7 @@ def test_bad_input_is_refused_before_a_rank_starts(
 
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     with pytest.raises(LongspanError, match=message):
-        run(BenchConfig("attention", nproc=ranks, **{"contexts": (1024 * 12,), **changes}))
+        run(make(BenchConfig, what="attention", nproc=ranks, **{"contexts": (1024 * 12,), **changes}))
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +287,8 @@ def test_flags() -> None:
         "runs/t",
     ]
     config = cli.parse(BenchConfig, args, prog="longspan bench", summary="measure")
-    assert config == dataclasses.replace(
-        BenchConfig("step", nproc=4, contexts=(2048, 8192), methods=("tp", "usp-2x2")),
+    assert config == replace(
+        make(BenchConfig, what="step", nproc=4, contexts=(2048, 8192), methods=("tp", "usp-2x2")),
         predict=True, json=True, trace=Path("runs/t"),
     )  # fmt: skip
     config.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import functools
 import re
@@ -17,6 +16,7 @@ from longspan import checkpoint
 from longspan.checkpoint import DiskFull, RunLock
 from longspan.checkpoint.identity import differences
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.train import TrainConfig, run
 from longspan.train.metrics import MetricsLog
 from tests.disk import largest_file
@@ -30,7 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     folder = tmp_path_factory.mktemp("finished")
     write_config(folder)
     (folder / "text.txt").write_text("A text of some length, one line after the other.\n" * 200)
-    config = TrainConfig(
+    config = make(TrainConfig,
         data=str(folder / "text.txt"), config=folder / "config.json", context=33, batch=2, steps=3, lr=1e-2,
         dtype="fp32", log_every=1, save_every=1, keep=0, out=folder / "run", shuffle=0,
     )  # fmt: skip
@@ -42,7 +42,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def config(finished: TrainConfig, tmp_path: Path) -> TrainConfig:
     """A copy of it."""
     shutil.copytree(finished.out, tmp_path / "run")
-    return dataclasses.replace(finished, out=tmp_path / "run")
+    return replace(finished, out=tmp_path / "run")
 
 
 def _damage(config: TrainConfig, step: int) -> Path:
@@ -57,7 +57,7 @@ def _damage(config: TrainConfig, step: int) -> Path:
 def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
     """By the launcher, before any rank starts."""
     with pytest.raises(LongspanError, match=match):
-        run(dataclasses.replace(base, **changes))
+        run(replace(base, **changes))
 
 
 # --- damage
@@ -105,7 +105,7 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
     _refused(config, r"differ: changed: text\.txt \(as long, with other text\); give the same", data=str(changed))
     # The same tokenizer but for one rule, with as many ids.
     tokenizers = [_tokenizer(tmp_path / name, lower) for name, lower in (("plain", False), ("lower", True))]
-    first = dataclasses.replace(config, out=tmp_path / "words", tokenizer=tokenizers[0], steps=1, export="never")
+    first = replace(config, out=tmp_path / "words", tokenizer=tokenizers[0], steps=1, export="never")
     train(first)
     _refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
 
@@ -115,7 +115,7 @@ def test_other_files_are_named_and_those_that_are_the_same_are_not(config: Train
     (folder / "deep").mkdir(parents=True)
     for i in range(40):
         (folder / "deep" / f"{i:02}.txt").write_text(f"The text of file {i:02}.\n" * 20)
-    first = dataclasses.replace(config, data=str(folder), out=tmp_path / "files", steps=1, export="never")
+    first = replace(config, data=str(folder), out=tmp_path / "files", steps=1, export="never")
     train(first)
     (folder / "README.md").write_text("not read, so no difference")
     run(first)
@@ -128,17 +128,17 @@ def test_other_files_are_named_and_those_that_are_the_same_are_not(config: Train
         r"\(420 bytes then, 700 now\), .*, deep/15\.txt \(420 bytes then, 700 now\) and 2 more; give the same"
     )
     with pytest.raises(LongspanError, match=said) as refused:
-        run(dataclasses.replace(first, steps=2))
+        run(replace(first, steps=2))
     assert "04.txt" not in str(refused.value) and len(str(refused.value)) < 900
 
 
 def test_settings_that_change_are_named_in_one_line(config: TrainConfig) -> None:
-    more = dataclasses.replace(config, steps=4, lr=1e-4, schedule="linear", export="never")
+    more = replace(config, steps=4, lr=1e-4, schedule="linear", export="never")
     line = "lr was 0.01, is 1e-4, schedule was cosine, is linear, steps was 3, is 4 from step 4 on"
     assert line in said_by(more).splitlines()
-    text = said_by(dataclasses.replace(more, steps=5, schedule="constant"))
+    text = said_by(replace(more, steps=5, schedule="constant"))
     assert "schedule was linear, is constant from step 5 on" in text.splitlines()
-    text = said_by(dataclasses.replace(more, steps=6, schedule="constant"))
+    text = said_by(replace(more, steps=6, schedule="constant"))
     assert "going on after step 5" in text and " was " not in text
 
 
@@ -163,10 +163,10 @@ def test_keys_of_another_library_are_no_difference() -> None:
 
 
 def test_the_batch_changes_only_when_told_to(config: TrainConfig) -> None:
-    more = dataclasses.replace(config, steps=4, export="never")
+    more = replace(config, steps=4, export="never")
     _refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
     _refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
-    train(dataclasses.replace(more, batch=4, change_batch=True))
+    train(replace(more, batch=4, change_batch=True))
     last = checkpoint.latest(config.checkpoints)
     assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
 
@@ -181,10 +181,10 @@ def test_weights_that_a_folder_lacks_are_refused(config: TrainConfig, tmp_path: 
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(LongspanError, match=rf"lacks 1 weights .* would be random: {re.escape(name)}; give a folder"):
-        train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
+        train(replace(config, **one))  # type: ignore[arg-type]
     save_file({**weights, "value_head.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.warns(UserWarning, match=r"holds 1 weights that its config has no place for.*: value_head\.weight"):
-        train(dataclasses.replace(config, **one))  # type: ignore[arg-type]
+        train(replace(config, **one))  # type: ignore[arg-type]
 
 
 # --- the folder
@@ -197,7 +197,7 @@ def test_a_folder_in_use_or_not_ours_is_refused_before_the_start(config: TrainCo
             train(config)
     (config.out / "hf" / "mine.bin").write_text("x")
     _refused(config, r"hf holds 1 files that longspan did not write \(mine\.bin, .*--export never")
-    train(dataclasses.replace(config, export="never"))
+    train(replace(config, export="never"))
     assert (config.out / "hf" / "mine.bin").exists()
 
 
@@ -209,12 +209,12 @@ def _train_apart(config: TrainConfig) -> None:
         here = config.out / str(torch.distributed.get_rank())
         here.mkdir(parents=True)
         patch.chdir(here)
-        train(dataclasses.replace(config, out=Path("run")))
+        train(replace(config, out=Path("run")))
 
 
 def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: TrainConfig, pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
-        pool2.run(_train_apart, dataclasses.replace(config, ulysses=2), timeout=240)
+        pool2.run(_train_apart, replace(config, ulysses=2), timeout=240)
     assert len(caught.value.failures) == 2
     for failure in caught.value.failures.values():
         assert re.search(r"ranks do not share a folder: rank 1 on .* does not see .* rank 0 on", failure.message)
@@ -226,7 +226,7 @@ def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: Trai
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported(config: TrainConfig) -> None:
     """The loss and the gradients of the step are finite; it is the step itself that spoils the weights."""
     before = sorted(path.name for path in config.checkpoints.iterdir())
-    again = dataclasses.replace(config, steps=4, lr=float("inf"), schedule="constant")
+    again = replace(config, steps=4, lr=float("inf"), schedule="constant")
     with pytest.raises(LongspanError, match=r"step-00000004 is not written: .* holds (nan|-?inf) .*smaller --lr"):
         train(again)
     assert sorted(path.name for path in config.checkpoints.iterdir()) == before
@@ -236,7 +236,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported(config: Trai
 def test_a_full_disk_ends_a_run_only_at_its_last_save(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    fresh = dataclasses.replace(config, out=config.out.with_name("fresh"), async_save=background)
+    fresh = replace(config, out=config.out.with_name("fresh"), async_save=background)
     create = checkpoint.tensors.SummedFiles.create_stream
 
     def full(self: Any, path: Path, mode: str) -> Any:
@@ -264,7 +264,7 @@ def test_a_metrics_line_without_room_is_left_out_whole(config: TrainConfig, caps
                 write(self, metrics)
 
         patch.setattr(MetricsLog, "write", full)
-        train(dataclasses.replace(config, steps=5, export="never"))
+        train(replace(config, steps=5, export="never"))
     assert sorted(losses_of(config.out)) == [1, 2, 3, 5]
     said = r"warning: .*metrics\.jsonl cannot be written: File too large \([\d,]+ bytes free\); the run goes on"
     assert re.search(said, capsys.readouterr().out)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import longspan
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make
 from longspan.verify.config import VerifyConfig
 from longspan.verify.inputs import model_origin
 from tests.models import BASE, FAMILIES, gradients, rows_of, sharding
@@ -106,7 +107,7 @@ def _loads(folder: Path, expected: tuple[Any, ...]) -> None:
 def test_a_folder_of_a_reward_model_is_loaded_sharded(pool2: RankPool, tmp_path: Path) -> None:
     build("Llama", "Sequence", 1).save_pretrained(tmp_path)
     pool2.run(_loads, tmp_path, _plain_rows("Llama", "reward", "left"))
-    config = VerifyConfig(model=str(tmp_path))
+    config = make(VerifyConfig, model=str(tmp_path))
     with pytest.raises(LongspanError, match="is a LlamaForSequenceClassification; longspan verify compares language"):
         model_origin(config, transformers.AutoConfig.from_pretrained(tmp_path))
 

@@ -14,6 +14,7 @@ import pytest
 from longspan import cli
 from longspan.cli_help import field_texts
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make
 from longspan.ranks.launch import RankFailed, Stopped
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig
@@ -58,7 +59,8 @@ def test_flags_are_the_fields() -> None:
         ),
         *("0.9", "--schedule", "linear", "--pack", "documents", "--nproc", "4", "--out", "here"),
     )
-    assert config == TrainConfig(
+    assert config == make(
+        TrainConfig,
         config=Path("a.json"),
         data="pydoc",
         context=131072,
@@ -122,13 +124,15 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
 def test_a_file_gives_values_and_flags_win(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        'data = "pydoc"\ncontext = "8k"\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\n'
-        "ulysses = 4\nfsdp = false\ngrad-checkpointing = true\nmicro_batch = 2\n"
-        "lr = 1e-3\nbetas = [0.8, 0.9]\nshuffle = 0\n",
+        'data = "pydoc"\ncontext = "8k"\n'
+        "fsdp = false\ngrad-checkpointing = true\nmicro_batch = 2\n"
+        "lr = 1e-3\nbetas = [0.8, 0.9]\nshuffle = 0\n"
+        '[parallel]\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\nulysses = 4\n',
     )
     config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--lr=0.5")
-    assert (config.data, config.context, config.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
-    assert (config.ring, config.layout, config.ring_impl, config.ranks) == (2, "contiguous", "p2p", 4)
+    assert (config.data, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
+    parallel = config.parallel
+    assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
     assert (config.lr, config.betas, config.micro_batch) == (0.5, (0.8, 0.9), 2)
     assert config.grad_checkpointing and config.shuffle == 0
     assert _parse(f"--from={path}").fsdp is False
@@ -143,14 +147,17 @@ def test_a_flag_with_underscores_wins_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ulyses = 4", r"unknown key 'ulyses'; did you mean 'ulysses'\?"),
+        ("ulysses = 4", r"line 1: ulysses belongs in the table \[parallel\]; move it there"),
+        ("[parallel]\nlr = 4", r"line 2: lr belongs above all tables"),
+        ("[parallel]\nulysses = 1.5", r"line 2: ulysses = 1.5 will not do: give a whole number"),
+        ("[parallel]\nulyses = 4", r"line 2: unknown key 'ulyses'; did you mean 'ulysses'\?"),
         ("zzz = 4", r"unknown key 'zzz'; longspan train --help lists all"),
         ("learning_rate = 1e-4", r"line 1: unknown key 'learning_rate'; did you mean 'lr'\?"),
         ("gradient_accumulation_steps = 4", r"did you mean 'batch'\?"),
         ("[train]\nulysses = 4", r"unknown key 'train'; "),
         ("lr = {a = 1}", r"line 1: lr = {'a': 1} will not do: give a number"),
         ("ulysses = ", r"run\.toml is not TOML: "),
-        ("lr = 1\nsave_every = 3\nsave-every = 4", r"line 3: save-every says again what stands in .*line 2 in another"),
+        ("lr = 1\nsave_every = 3\nsave-every = 4", r"line 3: save-every is also set in .*line 2, spelled differently"),
         ("lr = 1\nlr = 2", r"is not TOML: .*line 2"),
         ("# first\nlr = '0.1'", r"line 2: lr = '0.1' will not do: give a number"),
         ("steps = 1.5", r"line 1: steps = 1.5 will not do: give a whole number"),
@@ -304,7 +311,7 @@ def test_a_missing_file_is_refused() -> None:
 def test_the_demo_is_a_run_that_can_be_made() -> None:
     config = _parse("--from", str(ROOT / "examples" / "demo.toml"))
     config.check()
-    assert config.context >= 8192 and config.ulysses == config.ranks == 4
+    assert config.context >= 8192 and config.parallel.ulysses == config.parallel.ranks == 4
     assert config.config is not None and config.config.is_file() and config.out == ROOT / "runs" / "demo"
 
 
@@ -435,7 +442,7 @@ def test_torchrun_refuses_bad_input_once_although_its_first_rank_is_slow(tmp_pat
         env=environment,
     )
     assert done.returncode != 0
-    message = "longspan: error: torchrun started 2 processes, but --data-degree 1 --ulysses 4 needs 4"
+    message = "longspan: error: torchrun started 2 processes, but --ulysses 4 needs 4"
     assert done.stderr.count(message) == 1, done.stderr
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, LlamaC
 
 from longspan import cli
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import opened, spell_report
 from longspan.generate.rank import Generation
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(folder: Path, **more: Any) -> GenerateConfig:
-    return GenerateConfig(**{"model": str(folder), "prompt": PROMPT, "max_new_tokens": NEW, "json": True, **more})
+    return make(GenerateConfig, **{"model": str(folder), "prompt": PROMPT, "max_new_tokens": NEW, "json": True, **more})
 
 
 def _plain(folder: Path, **more: Any) -> list[int]:
@@ -83,7 +83,7 @@ def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, 
     book = ask["book"](0)
     (tmp_path / "book.txt").write_text(book)
     where: dict[str, Any] = {"model": str(tmp_path / "hf"), "file": tmp_path / "book.txt"}
-    config = GenerateConfig(**where, cache_dir=tmp_path / "kept", json=True, prefill_chunk=200)
+    config = make(GenerateConfig, **where, cache_dir=tmp_path / "kept", json=True, prefill_chunk=200)
     for town, mesh, reused in (("Oslo", {"ulysses": 2}, 0), ("Paris", {"ring": 2, "fsdp": False}, len(book))):
         asked = replace(config, question=f"Who lives in {town}?", **mesh)  # type: ignore[arg-type]
         report = pool2.run(_generate, asked)[0]
@@ -116,7 +116,7 @@ def test_an_adapter_is_generated_scored_and_verified_with_its_base(
     with torch.no_grad():
         loss = float(plain(input_ids=ids, labels=ids).loss)
     assert -found["mean_logprob"] == pytest.approx(loss, rel=1e-5)
-    report = pool2.run(verify_worker, VerifyConfig(model=str(tmp_path), context=64, ulysses=2, dtype="fp32"))[0]
+    report = pool2.run(verify_worker, make(VerifyConfig, model=str(tmp_path), context=64, ulysses=2, dtype="fp32"))[0]
     assert report.passed and any("lora" in check.name for check in report.checks)
     said = "--model .* is a PEFT adapter, .*merge it first"
     assert cli.main(["train", "--model", str(tmp_path), "--data", "pydoc", "--dry-run"]) == 2
@@ -223,7 +223,7 @@ def test_scores_are_those_of_one_process(folder: Path, pool2: RankPool, tmp_path
     expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     for mesh, name in (({"ring": 2}, "a.npz"), ({"ulysses": 2, "fsdp": False}, "a.jsonl"), ({"ring": 2}, "a.parquet")):
         out = tmp_path / name
-        report = pool2.run(_score, ScoreConfig(model=str(folder), text=PROMPT, out=out, **mesh))[1]
+        report = pool2.run(_score, make(ScoreConfig, model=str(folder), text=PROMPT, out=out, **mesh))[1]
         if out.suffix == ".npz":
             written = np.load(out)
             found_ids, found = written["ids"].tolist(), written["logprobs"].tolist()
@@ -272,9 +272,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) ->
     with pytest.raises(
         LongspanError, match=r"do not fit on one GPU of .*Item by item: .*logits.*tokens fit \(--max-tok"
     ):
-        open_text(ScoreConfig(model=str(folder), text=PROMPT, rank_memory=0.00022))
+        open_text(make(ScoreConfig, model=str(folder), text=PROMPT, rank_memory=0.00022))
     with pytest.raises(LongspanError, match=r"the text has 1 tokens; score needs 2"):
-        open_text(ScoreConfig(model=str(folder), text="a"))
+        open_text(make(ScoreConfig, model=str(folder), text="a"))
 
 
 def test_rope_scaling_reaches_further(folder: Path, pool2: RankPool) -> None:
@@ -298,7 +298,7 @@ def test_rope_scaling_reaches_further(folder: Path, pool2: RankPool) -> None:
         assert report["ids"] == greedy[ids.shape[1] :].tolist()
     with torch.no_grad():
         logprobs = scaled(ids).logits[0, :-1].double().log_softmax(-1).gather(-1, ids[0, 1:, None])
-    for report in pool2.run(_score, ScoreConfig(model=str(short), text=PROMPT, ulysses=2, **asked)):
+    for report in pool2.run(_score, make(ScoreConfig, model=str(short), text=PROMPT, ulysses=2, **asked)):
         assert report["mean_logprob"] == pytest.approx(float(logprobs.mean()), rel=1e-5)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from longspan.checkpoint import complete_steps
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.train import TrainConfig
 from longspan.train.health import Health
 from tests.nan_fault import NaNFault, poison
@@ -23,7 +23,7 @@ from tests.training import write_config
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return TrainConfig(
+    return make(TrainConfig,
         data="pydoc", config=write_config(tmp_path), context=61, batch=2, steps=4, lr=1e-3, dtype="fp32", log_every=1,
         save_every=1, keep=0, out=tmp_path / "run", export="never",
     )  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_step_that_is_not_finite_is_repeated_and_named(
 ) -> None:
     faults = ["activation", "gradient"] if "ulysses" in mesh else ["parameter"]
     for fault in faults:
-        run = dataclasses.replace(config, out=tmp_path / fault, **mesh)
+        run = replace(config, out=tmp_path / fault, **mesh)
         first, second = pool2.run(_train, run, fault, False, timeout=240)
         assert first == second
         assert "at step 3: the run has diverged; first not finite: the " in first
@@ -83,16 +83,16 @@ def test_a_step_that_is_not_finite_is_repeated_and_named(
 
 
 def test_a_fault_that_passes_is_told_from_one_that_stays(config: TrainConfig, pool2: RankPool) -> None:
-    for said in pool2.run(_train, dataclasses.replace(config, ulysses=2), "activation", True, timeout=240):
+    for said in pool2.run(_train, replace(config, ulysses=2), "activation", True, timeout=240):
         assert "finite when the step was repeated from the same state: a fault of a machine that passed" in said
         assert "--lr" not in said
     assert complete_steps(config.checkpoints) == [1, 2]
-    first, _ = pool2.run(_train, dataclasses.replace(config, ulysses=2), "none", False, timeout=240)
+    first, _ = pool2.run(_train, replace(config, ulysses=2), "none", False, timeout=240)
     assert "going on after step 2" in first and complete_steps(config.checkpoints) == [1, 2, 3, 4]
 
 
 def test_weights_that_are_not_finite_do_not_ask_for_another_rate(config: TrainConfig, pool2: RankPool) -> None:
-    run = dataclasses.replace(config, ulysses=2, save_every=0)
+    run = replace(config, ulysses=2, save_every=0)
     for said in pool2.run(_train, run, "weight", False, timeout=240):
         assert "at step 3: weight model.layers.1.self_attn.k_proj.weight on rank 1 (1 of " in said
         assert "since the update of step 2" in said and "smaller --lr" not in said
@@ -105,12 +105,12 @@ def test_what_diverges_on_one_device_is_named(config: TrainConfig) -> None:
     with pytest.raises(
         LongspanError, match=r"at step 2: the run has diverged; first not finite: .* on rank 0 \(.*--lr"
     ):
-        Trainer(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0)).run()
+        Trainer(replace(config, lr=1e30, warmup=0, save_every=0)).run()
 
 
 def test_a_rank_whose_memory_changes_is_named(config: TrainConfig, pool2: RankPool) -> None:
     with pytest.raises(RankError) as error:
-        pool2.run(_flip, dataclasses.replace(config, ulysses=2, check_at_rest=True), timeout=240)
+        pool2.run(_flip, replace(config, ulysses=2, check_at_rest=True), timeout=240)
     assert len(error.value.failures) == 2
     for failure in error.value.failures.values():
         assert "rank 1 refused its batch: the weights of model.norm.weight on this rank have changed" in failure.message
@@ -132,7 +132,7 @@ def _flip(config: TrainConfig) -> None:
 
 
 def test_spikes_and_gradients_of_zero() -> None:
-    config = TrainConfig(data="x", config=Path("x"), spike=2.0, zero_gradients=3)
+    config = make(TrainConfig, data="x", config=Path("x"), spike=2.0, zero_gradients=3)
     health = Health(config)
     for step in range(1, 31):
         assert health.look(step, 3.0 + step % 2, 1.0) is None
@@ -147,22 +147,22 @@ def test_spikes_and_gradients_of_zero() -> None:
     assert [health.look(step, 3.0, 0.0) for step in (37, 38)] == [None, None]
     with pytest.raises(LongspanError, match=r"exactly 0 in 3 steps in a row, up to step 39: .* --zero-gradients 0"):
         health.look(39, 3.0, 0.0)
-    stopping = Health(dataclasses.replace(config, on_spike="stop", zero_gradients=0))
+    stopping = Health(replace(config, on_spike="stop", zero_gradients=0))
     assert [stopping.look(step, 3.0, 0.0) for step in range(1, 9)] == [None] * 8
     with pytest.raises(
         LongspanError, match=r"step 9: loss 6.1000 is 2.0 times .*more than --spike 2; .*--on-spike warn"
     ):
         stopping.look(9, 6.1, 0.0)
-    off = Health(dataclasses.replace(config, spike=0.0, on_spike="stop"))
+    off = Health(replace(config, spike=0.0, on_spike="stop"))
     assert all(off.look(step, 1.0 + 50 * (step == 15), 1.0) is None for step in range(20))
-    early = Health(dataclasses.replace(config, on_spike="stop"))
+    early = Health(replace(config, on_spike="stop"))
     assert [early.look(step, 10.0**step, 1.0) for step in range(1, 5)] == [None] * 4  # nothing is usual yet
 
 
 def test_a_run_that_learns_nothing_stops(config: TrainConfig) -> None:
     from longspan.train.loop import Trainer
 
-    trainer = Trainer(dataclasses.replace(config, zero_gradients=2, save_every=0))
+    trainer = Trainer(replace(config, zero_gradients=2, save_every=0))
     plain = trainer._accumulate
 
     def nothing(batch: Any) -> Any:
@@ -179,5 +179,5 @@ def test_a_run_that_learns_nothing_stops(config: TrainConfig) -> None:
 def test_settings_are_checked(config: TrainConfig) -> None:
     for name in ("spike", "zero_gradients", "check_weights"):
         with pytest.raises(LongspanError, match=rf"--{name.replace('_', '-')} must be at least 0, got -1"):
-            dataclasses.replace(config, **{name: -1}).check()
+            replace(config, **{name: -1}).check()
     assert poison(torch.zeros(5)).isnan().sum() == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pickle
@@ -24,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import longspan
 from longspan.comm.mesh import mesh_of_one
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig, run
 from tests.counting import count_sent
@@ -37,7 +37,7 @@ from tests.training import LLAMA, losses_of, train, write_config
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """6 steps of one sequence of 60 tokens."""
-    return TrainConfig(
+    return make(TrainConfig,
         data="pydoc", config=write_config(tmp_path), context=61, batch=1, steps=6, lr=1e-2, warmup=1, clip=0,
         dtype="fp32", log_every=1, save_every=3, keep=0, out=tmp_path / "run",
     )  # fmt: skip
@@ -64,7 +64,7 @@ def _same_weights(one: TrainConfig, other: TrainConfig) -> bool:
 
 def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
     with pytest.raises(LongspanError, match=match):
-        run(dataclasses.replace(base, **changes))
+        run(replace(base, **changes))
 
 
 # --- the step in the backward
@@ -74,10 +74,10 @@ def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
 def test_the_step_in_the_backward_is_the_step_after_it(
     config: TrainConfig, pool2: RankPool, mesh: dict[str, Any]
 ) -> None:
-    plain = dataclasses.replace(config, **mesh)
-    inside = dataclasses.replace(plain, optimizer_in_backward=True, out=config.out / "inside")
+    plain = replace(config, **mesh)
+    inside = replace(plain, optimizer_in_backward=True, out=config.out / "inside")
     for one in (plain, inside):
-        train(one) if one.ranks == 1 else _on(pool2, one)
+        train(one) if one.parallel.ranks == 1 else _on(pool2, one)
     assert losses_of(inside.out) == losses_of(plain.out)
     assert _same_weights(plain, inside)
     for mine, theirs in zip(_log(inside.out), _log(plain.out), strict=True):
@@ -86,13 +86,13 @@ def test_the_step_in_the_backward_is_the_step_after_it(
 
 
 def test_a_run_goes_on_with_and_without_the_step_in_the_backward(config: TrainConfig, pool2: RankPool) -> None:
-    whole = dataclasses.replace(config, ulysses=2)
+    whole = replace(config, ulysses=2)
     _on(pool2, whole)
-    parted = dataclasses.replace(whole, out=config.out / "parted")
+    parted = replace(whole, out=config.out / "parted")
     for steps, inside in ((2, True), (4, False), (6, True)):
         # The schedule is that of the whole run.
-        _on(pool2, dataclasses.replace(parted, steps=steps, schedule="constant", optimizer_in_backward=inside))
-    constant = dataclasses.replace(whole, out=config.out / "constant", schedule="constant")
+        _on(pool2, replace(parted, steps=steps, schedule="constant", optimizer_in_backward=inside))
+    constant = replace(whole, out=config.out / "constant", schedule="constant")
     _on(pool2, constant)
     assert losses_of(parted.out) == losses_of(constant.out)
     assert _same_weights(constant, parted)
@@ -145,9 +145,7 @@ def _diverging(config: TrainConfig) -> str:
 
 
 def test_a_run_that_diverges_is_found_before_the_weights_are_touched(config: TrainConfig, pool2: RankPool) -> None:
-    wild = dataclasses.replace(
-        config, ulysses=2, lr=1e30, warmup=0, save_every=0, optimizer_in_backward=True, export="never"
-    )
+    wild = replace(config, ulysses=2, lr=1e30, warmup=0, save_every=0, optimizer_in_backward=True, export="never")
     for said in pool2.run(_diverging, wild, timeout=240):
         assert "at step 2: the run has diverged" in said
         assert ("first not finite: " in said) or ("weights were updated before" in said)
@@ -205,7 +203,7 @@ def test_it_can_be_removed(pool2: RankPool) -> None:
 
 
 def test_what_does_not_go_with_it_is_refused_with_the_way_out(config: TrainConfig) -> None:
-    inside = dataclasses.replace(config, ulysses=2, optimizer_in_backward=True)
+    inside = replace(config, ulysses=2, optimizer_in_backward=True)
     _refused(inside, r"--clip 1 needs it; say --clip 0", clip=1.0)
     _refused(inside, r"--batch 4 accumulates gradients over 4 of them; give --batch 1, or --micro-batch 4", batch=4)
     _refused(inside, r"leave --no-fsdp out", fsdp=False)
@@ -233,8 +231,8 @@ def test_gradients_summed_in_bf16_are_half_the_bytes(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_gradients_summed_in_bf16_are_near_and_not_the_same(config: TrainConfig, pool2: RankPool, dtype: Any) -> None:
-    plain = dataclasses.replace(config, ulysses=2, dtype=dtype, steps=3, export="never", save_every=0)
-    rounded = dataclasses.replace(plain, grad_dtype="bf16", out=config.out / "rounded")
+    plain = replace(config, ulysses=2, dtype=dtype, steps=3, export="never", save_every=0)
+    rounded = replace(plain, grad_dtype="bf16", out=config.out / "rounded")
     _on(pool2, plain)
     _on(pool2, rounded)
     losses, exact = losses_of(rounded.out), losses_of(plain.out)
@@ -289,11 +287,11 @@ for config in pickle.loads(bytes.fromhex(sys.argv[1])):
 
 def test_one_rank_has_it_too(config: TrainConfig) -> None:
     """FSDP's groups without other ranks: trained, saved, gone on from and exported as without it."""
-    config = dataclasses.replace(config, schedule="constant")
-    whole = dataclasses.replace(config, out=config.out / "whole")
+    config = replace(config, schedule="constant")
+    whole = replace(config, out=config.out / "whole")
     train(whole)
-    offloaded = dataclasses.replace(config, cpu_offload=True)
-    jobs = [dataclasses.replace(offloaded, steps=3), dataclasses.replace(offloaded, resume="auto")]
+    offloaded = replace(config, cpu_offload=True)
+    jobs = [replace(offloaded, steps=3), replace(offloaded, resume="auto")]
     command = [sys.executable, "-c", ON_ONE, pickle.dumps(jobs).hex()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -414,7 +412,7 @@ def _cut_in_the_thread(config: TrainConfig) -> list[int]:
 
 
 def test_a_step_of_train_holds_its_own_tokens_alone(config: TrainConfig, pool2: RankPool) -> None:
-    one = dataclasses.replace(config, ulysses=2, pack="documents", context=400)
+    one = replace(config, ulysses=2, pack="documents", context=400)
     for sizes in pool2.run(_cut_in_the_thread, one, timeout=240):
         assert sizes == [200 * 8] * 3  # ids, labels, position ids
 
@@ -441,7 +439,7 @@ def eight(tmp_path: Path, config: TrainConfig) -> TrainConfig:
     """Matrices of whole blocks on each of two ranks, and of none (384 x 40, of which a rank has 30 blocks; 40 x 40)."""
     pytest.importorskip("torchao.optim")
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 4}
-    return dataclasses.replace(config, config=write_config(tmp_path, **small), ulysses=2, optimizer="adamw8bit")
+    return replace(config, config=write_config(tmp_path, **small), ulysses=2, optimizer="adamw8bit")
 
 
 def _train_eagerly(config: TrainConfig) -> None:
@@ -461,9 +459,9 @@ def _bytes_of_states(folder: Path) -> dict[str, str]:
 
 def test_a_run_with_8_bit_states_goes_on_to_the_bit(eight: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
     _eagerly(pool2, eight)
-    cut = dataclasses.replace(eight, out=tmp_path / "cut")
+    cut = replace(eight, out=tmp_path / "cut")
     shutil.copytree(eight.checkpoints / "step-00000003", cut.checkpoints / "step-00000003")
-    inside = dataclasses.replace(cut, out=tmp_path / "inside", optimizer_in_backward=True)
+    inside = replace(cut, out=tmp_path / "inside", optimizer_in_backward=True)
     shutil.copytree(cut.checkpoints, inside.checkpoints)
     for again in (cut, inside):
         _eagerly(pool2, again)
@@ -473,17 +471,17 @@ def test_a_run_with_8_bit_states_goes_on_to_the_bit(eight: TrainConfig, pool2: R
     kinds = _bytes_of_states(eight.checkpoints / "step-00000006")
     assert kinds["optimizer.state.lm_head.weight.exp_avg.codes"] == "uint8"
     assert kinds["optimizer.state.model.norm.weight.exp_avg"] == "float32"
-    plain = dataclasses.replace(eight, optimizer="adamw", out=tmp_path / "plain")
+    plain = replace(eight, optimizer="adamw", out=tmp_path / "plain")
     _eagerly(pool2, plain)
     losses, exact = losses_of(eight.out), losses_of(plain.out)
     assert losses != exact
     assert all(abs(losses[step] / exact[step] - 1) < 0.1 for step in exact)  # 8 bits, after 6 steps at a high rate
     # Another mesh, whose parts are whole blocks too; and an optimizer whose states are no such thing.
-    alone = dataclasses.replace(eight, ulysses=1, steps=8)
+    alone = replace(eight, ulysses=1, steps=8)
     _train_eagerly(alone)
     assert sorted(losses_of(alone.out)) == list(range(1, 9))
     with pytest.raises(RankError, match="has 8 bits a value in one of the two only; use the --optimizer it was made"):
-        _eagerly(pool2, dataclasses.replace(cut, optimizer="adamw", steps=8))
+        _eagerly(pool2, replace(cut, optimizer="adamw", steps=8))
 
 
 def test_8_bit_states_without_torchao_are_refused_before_anything_starts(

@@ -251,8 +251,9 @@ def test_the_command_is_one_that_train_takes(gpus: int, ring: int) -> None:
     words = shlex.split(said)
     config = parse(TrainConfig, words[words.index("train") + 1 :], prog="longspan train", summary="x y")
     config.check()
-    assert (config.ring, config.ulysses, config.data_degree) == (ring, best.mesh.ulysses, best.mesh.data)
-    assert (config.layout, config.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
+    parallel = config.parallel
+    assert (parallel.ring, parallel.ulysses, parallel.data_degree) == (ring, best.mesh.ulysses, best.mesh.data)
+    assert (parallel.layout, parallel.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
     assert (config.context, config.sequences, config.dtype) == (65536, 4, "bf16")
     assert config.fsdp == job.weight_sharding and config.grad_checkpointing
     assert words[0] == ("longspan" if gpus == 4 else "torchrun")
@@ -721,7 +722,7 @@ def test_a_prompt_in_chunks_has_a_command_that_generate_takes(capsys: pytest.Cap
         config = parse(GenerateConfig, shlex.split(said), prog="longspan generate", summary="x")
         config.check()
         mesh = report["recommended"]["mesh"]
-        assert (config.ring, config.ulysses, mesh["data"]) == (mesh["ring"], mesh["ulysses"], 1)
+        assert (config.parallel.ring, config.parallel.ulysses, mesh["data"]) == (mesh["ring"], mesh["ulysses"], 1)
         assert config.fsdp == ("--no-fsdp" not in more) and config.dtype == "bf16" and config.rope_scaling == "yarn"
         assert config.cache == (more[-1] if "--cache" in more else "exact")
         assert config.prefill_chunk == (65536 if "--prefill-chunk" in more else None)

@@ -14,6 +14,7 @@ import transformers
 
 from longspan.core.errors import LongspanError
 from longspan.core.rope import AUTO, RopeAsked, RopeChoice, RopeFlags, rope_state, scaling_for
+from longspan.core.sections import make
 from longspan.hf.pretrained import check_language_model, read_model_config
 from longspan.verify import VerifyConfig, worker
 from tests.models import build
@@ -148,7 +149,8 @@ def test_ranks_compute_with_the_scaling_what_one_process_does(
     if kind == "longrope":
         factors = tmp_path / "factors.json"
         factors.write_text(json.dumps({"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}))
-    config = VerifyConfig(
+    config = make(
+        VerifyConfig,
         config=write_config(tmp_path, max_position_embeddings=16, rope_parameters=LOCAL),
         context=64,
         ring=2,
@@ -174,7 +176,7 @@ def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
         "context": 200,
         "out": tmp_path / "o",
     }
-    run = TrainConfig(**options, rope_scaling="yarn", steps=1, dtype="fp32")
+    run = make(TrainConfig, **options, rope_scaling="yarn", steps=1, dtype="fp32")
     assert "RoPE scaling: yarn, 64 original positions x 4 = 256 positions" in said_by(run)
     assert losses_of(run.out)[1] > 0
     exported = transformers.AutoModelForCausalLM.from_pretrained(run.exported)
@@ -186,10 +188,10 @@ def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
     )
     assert torch.equal(exported.model.rotary_emb.inv_freq, by_hand.model.rotary_emb.inv_freq)
     with pytest.raises(LongspanError, match=r"rope_parameters.factor was 4.0, is 8.0"):
-        said_by(TrainConfig(**options, rope_scaling="yarn", rope_factor=8.0, steps=2, dtype="fp32"))
-    assert worker(VerifyConfig(resume=str(run.out), context=200)).passed
+        said_by(make(TrainConfig, **options, rope_scaling="yarn", rope_factor=8.0, steps=2, dtype="fp32"))
+    assert worker(make(VerifyConfig, resume=str(run.out), context=200)).passed
     with pytest.raises(LongspanError, match=r"--resume .* takes the one that the run was trained with"):
-        VerifyConfig(resume=str(run.out), rope_scaling="yarn").check()
+        make(VerifyConfig, resume=str(run.out), rope_scaling="yarn").check()
 
 
 def test_a_scaling_that_a_config_class_does_not_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from longspan import checkpoint
 from longspan.cli import main
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST
+from longspan.core.sections import make, replace
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
@@ -48,7 +49,8 @@ def config(llama: Path, tmp_path: Path) -> TrainConfig:
 
 def _settings(llama: Path, out: Path) -> TrainConfig:
     """6 steps of 4 sequences of 60 tokens (which 4 ranks do not divide evenly into pairs of heads or blocks of 16)."""
-    return TrainConfig(
+    return make(
+        TrainConfig,
         data="pydoc",
         config=llama,
         context=61,
@@ -124,7 +126,7 @@ PLAIN_LOOP = [
 def test_losses_are_those_of_a_plain_loop(
     config: TrainConfig, pool4: RankPool, pack: Any, names: tuple[str, ...]
 ) -> None:
-    config = dataclasses.replace(config, pack=pack, steps=4)
+    config = replace(config, pack=pack, steps=4)
     plain, exact = _plain_losses(config), _plain_losses(config, torch.float64)
     assert plain[4] < plain[1] - 0.4
     meshes: dict[str, dict[str, Any]] = {
@@ -140,8 +142,8 @@ def test_losses_are_those_of_a_plain_loop(
         "more sequences at once": {"ulysses": 4, "fsdp": False, "micro_batch": 2},
     }  # fmt: skip
     for name in names:
-        other = dataclasses.replace(config, out=config.out / name, save_every=0, export="never", **meshes[name])
-        train(other) if other.ranks == 1 else _on(pool4, other)
+        other = replace(config, out=config.out / name, save_every=0, export="never", **meshes[name])
+        train(other) if other.parallel.ranks == 1 else _on(pool4, other)
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
 
 
@@ -156,18 +158,18 @@ def _train_deterministically(config: TrainConfig) -> bool:
 
 
 def test_deterministic_kernels_change_nothing_on_a_cpu(config: TrainConfig, pool2: RankPool) -> None:
-    config = dataclasses.replace(config, steps=2, ulysses=2, save_every=0, export="never")
+    config = replace(config, steps=2, ulysses=2, save_every=0, export="never")
     _on(pool2, config)
-    again = dataclasses.replace(config, out=config.out / "again", deterministic=True)
+    again = replace(config, out=config.out / "again", deterministic=True)
     assert pool2.run(_train_deterministically, again, timeout=240) == [True, True]
     assert losses_of(again.out) == losses_of(config.out)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
 def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) -> None:
-    short = dataclasses.replace(config, steps=3, save_every=0)
+    short = replace(config, steps=3, save_every=0)
     plain = _plain_losses(short)
-    _on(pool2, dataclasses.replace(short, ulysses=2, dtype="bf16", fsdp=fsdp))
+    _on(pool2, replace(short, ulysses=2, dtype="bf16", fsdp=fsdp))
     losses = losses_of(short.out)
     assert all(abs(losses[step] / plain[step] - 1) < roughly(torch.bfloat16) for step in plain)
     assert losses != plain
@@ -176,35 +178,35 @@ def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) 
 
 @pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"ring": 2, "ring_impl": "p2p"}])
 def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: RankPool, mesh: dict[str, Any]) -> None:
-    short = dataclasses.replace(config, steps=2, save_every=0, export="never", **mesh)
+    short = replace(config, steps=2, save_every=0, export="never", **mesh)
     _on(pool2, short)
-    again = dataclasses.replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
+    again = replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
     _on(pool2, again)
     assert losses_of(again.out) == losses_of(short.out)
 
 
 def test_the_memory_options_of_memory_change_nothing_but_rounding(config: TrainConfig, pool2: RankPool) -> None:
-    short = dataclasses.replace(config, steps=2, save_every=1, export="never", ulysses=2, context=512)
-    _on(pool2, dataclasses.replace(short, out=short.out / "plain"))
-    longest = dataclasses.replace(short, memory="longest", offload="disk", checkpointing="selective")
+    short = replace(config, steps=2, save_every=1, export="never", ulysses=2, context=512)
+    _on(pool2, replace(short, out=short.out / "plain"))
+    longest = replace(short, memory="longest", offload="disk", checkpointing="selective")
     _on(pool2, longest)
     plain, found = losses_of(short.out / "plain"), losses_of(longest.out)
     assert all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
     lines = [json.loads(line) for line in (longest.out / "metrics.jsonl").read_text().splitlines()]
     assert all(line["offload_gb_per_s"] > 0 and 0 <= line["offload_waited"] < 1 for line in lines)
-    again = dataclasses.replace(longest, out=longest.out / "again")
+    again = replace(longest, out=longest.out / "again")
     _cut_after(longest, 1, again.out)
     _on(pool2, again)
     assert losses_of(again.out)[2] == found[2]  # to the bit
 
 
 def test_the_longest_context_is_settled_before_anything_starts(config: TrainConfig) -> None:
-    asked = dataclasses.replace(config, context="max", rank_memory=1.0, ulysses=2)
+    asked = replace(config, context="max", rank_memory=1.0, ulysses=2)
     found, said = settled(asked)
     assert (
         found.tokens == 512 and found.memory == "fastest" and "would fit, the model's positions end at 512" in said[1]
     )
-    longer = dataclasses.replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
+    longer = replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*would do"):
         settled(longer)
     assert settled(config) == (config, [])
@@ -218,17 +220,17 @@ def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
     rejected = json.loads(capsys.readouterr().out)["rejected"]
     (reason,) = {why for each in rejected if each["mesh"]["ulysses"] == 16 for why in each["reasons"] if wanted in why}
     with pytest.raises(LongspanError, match=re.escape(reason)):
-        run(dataclasses.replace(config, ulysses=16, context=512, dry_run=True))
+        run(replace(config, ulysses=16, context=512, dry_run=True))
 
 
 def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: TrainConfig) -> None:
     """Without a memory flag, the memory options that fit are taken and named."""
-    tight = dataclasses.replace(config, context=512, rank_memory=0.003)
+    tight = replace(config, context=512, rank_memory=0.003)
     found, said = settled(tight)
     assert found.level == "fastest" and found.levels() != FASTEST and found.levels().described() in said[-1]
-    assert settled(dataclasses.replace(tight, memory="fastest"))[0].levels() == FASTEST
+    assert settled(replace(tight, memory="fastest"))[0].levels() == FASTEST
     with pytest.raises(LongspanError, match=r"To start it all the same, give --memory fastest"):
-        settled(dataclasses.replace(tight, rank_memory=0.001))
+        settled(replace(tight, rank_memory=0.001))
 
 
 # --- going on
@@ -237,7 +239,7 @@ def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: Trai
 @pytest.fixture(scope="module")
 def finished(llama: Path, pool2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished")
-    _on(pool2, dataclasses.replace(_settings(llama, out), ulysses=2))
+    _on(pool2, replace(_settings(llama, out), ulysses=2))
     return out
 
 
@@ -245,14 +247,14 @@ def finished(llama: Path, pool2: RankPool, tmp_path_factory: pytest.TempPathFact
 def uninterrupted(config: TrainConfig, finished: Path) -> TrainConfig:
     """A copy of a finished run on two ranks."""
     shutil.copytree(finished, config.out)
-    return dataclasses.replace(config, ulysses=2)
+    return replace(config, ulysses=2)
 
 
 def _cut_after(config: TrainConfig, step: int, out: Path) -> TrainConfig:
     """A run that ended after `step`: that checkpoint, and a log that goes further than it."""
     shutil.copytree(config.checkpoints / f"step-{step:08d}", out / "checkpoints" / f"step-{step:08d}")
     shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
-    return dataclasses.replace(config, out=out)
+    return replace(config, out=out)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
@@ -271,7 +273,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 def test_a_run_goes_on_on_another_mesh_in_the_same_order(
     uninterrupted: TrainConfig, pool4: RankPool, tmp_path: Path
 ) -> None:
-    anew = dataclasses.replace(uninterrupted, out=tmp_path / "plain")  # its data from the beginning
+    anew = replace(uninterrupted, out=tmp_path / "plain")  # its data from the beginning
     plain, exact = _plain_losses(anew), _plain_losses(anew, torch.float64)
     for name, changes in {
         "alone": {"ulysses": 1},
@@ -279,8 +281,8 @@ def test_a_run_goes_on_on_another_mesh_in_the_same_order(
         "unsharded": {"ulysses": 4, "fsdp": False},
         "ring": {"ring": 2, "ulysses": 2, "ring_impl": "p2p"},
     }.items():
-        other = dataclasses.replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
-        train(other) if other.ranks == 1 else _on(pool4, other)
+        other = replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
+        train(other) if other.parallel.ranks == 1 else _on(pool4, other)
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
         states = [
             json.loads((c.checkpoints / "step-00000006" / "complete.json").read_text())["state"]
@@ -293,7 +295,7 @@ def test_a_run_goes_on_on_another_mesh_in_the_same_order(
 def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: TrainConfig, pool2: RankPool) -> None:
     from longspan.checkpoint import complete_steps
 
-    back = dataclasses.replace(uninterrupted, resume=str(uninterrupted.checkpoints / "step-00000002"), steps=5, keep=1)
+    back = replace(uninterrupted, resume=str(uninterrupted.checkpoints / "step-00000002"), steps=5, keep=1)
     _on(pool2, back)
     assert complete_steps(back.checkpoints) == [5]
     assert sorted(losses_of(back.out)) == [1, 2, 3, 4, 5]
@@ -316,7 +318,7 @@ def test_a_finished_run_is_only_exported_again_and_then_has_nothing_to_do(
     _on(pool2, uninterrupted)  # the ranks, as torchrun starts them
     with monkeypatch.context() as patched:  # the command, which starts none
         patched.setattr("longspan.ranks.launch.launch", lambda *_, **__: pytest.fail("ranks were started"))
-        assert run(dataclasses.replace(uninterrupted, lr=1.0)) == 0
+        assert run(replace(uninterrupted, lr=1.0)) == 0
     said = r"nothing to do: \S+ is at step 6 of --steps 6, and \S+hf holds its export; .*\n"
     assert re.fullmatch(said, capsys.readouterr().out)
     assert written() == held
@@ -332,7 +334,7 @@ def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = write_config(tmp_path, tie_word_embeddings=tied)
-    _on(pool2, dataclasses.replace(config, config=path, ulysses=2, steps=2))
+    _on(pool2, replace(config, config=path, ulysses=2, steps=2))
     folder = config.out / "hf"
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "LlamaForCausalLM"
@@ -342,41 +344,39 @@ def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig
     ids = tokenizer("the", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=2).shape[1] <= ids.shape[1] + 2
     # What was trained is what was exported: the next step's loss follows from it.
-    more = dataclasses.replace(config, config=path, ulysses=2, steps=3)
+    more = replace(config, config=path, ulysses=2, steps=3)
     _on(pool2, more)
     from longspan.train.inputs import open_inputs
 
-    third = list(islice(iter(open_inputs(dataclasses.replace(more, resume="never", out=tmp_path)).sequences(61)), 12))[
-        8:
-    ]
+    third = list(islice(iter(open_inputs(replace(more, resume="never", out=tmp_path)).sequences(61)), 12))[8:]
     batch = torch.stack([torch.from_numpy(sequence.ids) for sequence in third])
     single, exact = (m(input_ids=batch, labels=batch).loss.item() for m in (model, widened(model)))
     assert excess(losses_of(config.out)[3], single, exact) <= 1
 
 
 def test_a_run_on_a_ring_says_its_mesh(config: TrainConfig, pool4: RankPool, tmp_path: Path) -> None:
-    short = dataclasses.replace(config, steps=2, save_every=0, export="never")
+    short = replace(config, steps=2, save_every=0, export="never")
     for name, changes, said in (
         ("usp", {"ring": 2, "ulysses": 2}, "4 cpu ranks, data 1 x ring 2 x ulysses 2 (zigzag, auto); fp32"),
         ("ulysses", {"data_degree": 2, "ulysses": 2}, "4 cpu ranks, data 2 x ulysses 2; fp32"),
     ):
-        first, *others = pool4.run(said_by, dataclasses.replace(short, out=tmp_path / name, **changes), timeout=240)
+        first, *others = pool4.run(said_by, replace(short, out=tmp_path / name, **changes), timeout=240)
         assert said in first and others == [""] * 3
         record = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
         assert 0 < record["communication"] < 1
 
 
 def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
-    first = dataclasses.replace(config, steps=2, ulysses=2)
+    first = replace(config, steps=2, ulysses=2)
     _on(pool2, first)
-    second = dataclasses.replace(first, config=None, model=str(first.out / "hf"), out=tmp_path / "second")
+    second = replace(first, config=None, model=str(first.out / "hf"), out=tmp_path / "second")
     assert second.tokenizer_name == second.model
     _on(pool2, second)
     assert losses_of(second.out)[1] < losses_of(first.out)[1]
 
 
 def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankPool) -> None:
-    _on(pool2, dataclasses.replace(config, ulysses=2, steps=5, log_every=2, save_every=0))
+    _on(pool2, replace(config, ulysses=2, steps=5, log_every=2, save_every=0))
     records = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 4, 5]
     last = records[-1]
@@ -420,8 +420,8 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 120) -> None:
 
 @pytest.mark.launcher
 def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
-    config = dataclasses.replace(config, ulysses=2, steps=12, save_every=0, schedule="constant")
-    whole = dataclasses.replace(config, out=tmp_path / "whole", export="never")
+    config = replace(config, ulysses=2, steps=12, save_every=0, schedule="constant")
+    whole = replace(config, out=tmp_path / "whole", export="never")
     _on(pool2, whole)
     log = config.out / "metrics.jsonl"
     process = subprocess.Popen(
@@ -456,7 +456,7 @@ def _train_until_rank_1_is_killed(config: TrainConfig) -> None:
 
 @pytest.mark.launcher
 def test_a_rank_killed_in_mid_training_ends_the_job_and_is_named(config: TrainConfig) -> None:
-    config = dataclasses.replace(config, ulysses=2, batch=2)
+    config = replace(config, ulysses=2, batch=2)
     start = time.monotonic()
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
         launch.launch(_train_until_rank_1_is_killed, config, nproc=2)
@@ -469,7 +469,7 @@ def test_a_rank_killed_in_mid_training_ends_the_job_and_is_named(config: TrainCo
 
 def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
     with pytest.raises(LongspanError, match=match):
-        run(dataclasses.replace(base, **changes))
+        run(replace(base, **changes))
 
 
 def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config: TrainConfig) -> None:
@@ -481,7 +481,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
     _refused(config, r"--context 2 is too short: .* for each of the 4 ranks", context=2, ulysses=4, batch=1)
     _refused(config, r"for each of the 8 ranks", context=7, ring=2, ulysses=4, batch=1)
     _refused(config, r"--ring must be at least 1, got 0", ring=0)
-    _refused(config, r"mesh: --data-degree 1 --ring 3 --ulysses 2 needs 6", nproc=3, ring=3, ulysses=2)
+    _refused(config, r"mesh: --ring 3 --ulysses 2 needs 6", nproc=3, ring=3, ulysses=2)
     _refused(config, r"--lr must be above 0, got 0", lr=0)
     _refused(config, r"--warmup 7 is longer than the run of --steps 6", warmup=7)
     _refused(
@@ -489,7 +489,7 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
         r"--batch 4 is not a multiple of --micro-batch 1 x --data-degree 3 = 3; give --batch 3 or 6",
         data_degree=3,
     )
-    _refused(config, r"--nproc 3 does not match the mesh: --data-degree 1 --ulysses 2 needs 2", nproc=3, ulysses=2)
+    _refused(config, r"--nproc 3 does not match the mesh: --ulysses 2 needs 2", nproc=3, ulysses=2)
 
 
 def test_models_and_tokenizers_that_do_not_fit_are_refused(
@@ -546,7 +546,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused(config: TrainConfig,
 
 @pytest.mark.parametrize("seed", [20261122, (1 << 63) - 1])
 def test_any_seed_trains(config: TrainConfig, seed: int) -> None:
-    train(dataclasses.replace(config, seed=seed, steps=2, batch=1, save_every=0, export="never"))
+    train(replace(config, seed=seed, steps=2, batch=1, save_every=0, export="never"))
     assert len(losses_of(config.out)) == 2
 
 
@@ -565,7 +565,7 @@ def test_a_rank_that_reads_other_data_is_caught(config: TrainConfig, pool2: Rank
     """The files are alike by name and size, so only what is read from them tells."""
     said = r"the ranks read different data in step 1; every machine needs the same files .*; unlike the others: rank 1"
     with pytest.raises(RankError, match=said):
-        pool2.run(_train_on_own_data, dataclasses.replace(config, ulysses=2), timeout=240)
+        pool2.run(_train_on_own_data, replace(config, ulysses=2), timeout=240)
 
 
 def _train_on_own_data(config: TrainConfig) -> None:
@@ -574,7 +574,7 @@ def _train_on_own_data(config: TrainConfig) -> None:
 
     trainer = Trainer(config)
     source = DocumentSource(config.data, seed=torch.distributed.get_rank())
-    trainer.inputs = dataclasses.replace(trainer.inputs, source=source)
+    trainer.inputs = replace(trainer.inputs, source=source)
     trainer.run()
 
 
@@ -619,20 +619,20 @@ def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
             raise RankFailed("rank 1 of 2 was killed")
 
     monkeypatch.setattr(launch, "launch", fail)
-    asked = dataclasses.replace(config, ulysses=2, max_restarts=2, resume="never")
+    asked = replace(config, ulysses=2, max_restarts=2, resume="never")
     assert run(asked) == 0
     assert resumes == ["never", "auto", "auto"]
     assert "rank 1 of 2 was killed; restart 2 of 2" in capsys.readouterr().err
     resumes.clear()
     with pytest.raises(RankFailed, match=r"rank 1 of 2 was killed"):
-        run(dataclasses.replace(asked, max_restarts=1))
+        run(replace(asked, max_restarts=1))
     _refused(config, r"--max-restarts 1 is for ranks that are started here", max_restarts=1)
     _refused(config, r"--timeout must be at least 1, got 0", timeout=0)
 
 
 def test_a_diverged_run_says_so(config: TrainConfig) -> None:
     with pytest.raises(LongspanError, match=r"gradient norm nan at step 2: the run has diverged; .* smaller --lr"):
-        train(dataclasses.replace(config, lr=1e30, warmup=0, save_every=0))
+        train(replace(config, lr=1e30, warmup=0, save_every=0))
 
 
 def _rank_with_a_bad_disk(config: TrainConfig) -> None:
@@ -655,7 +655,7 @@ def _rank_with_a_bad_disk(config: TrainConfig) -> None:
 def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
     config: TrainConfig, pool2: RankPool, tmp_path: Path
 ) -> None:
-    config = dataclasses.replace(
+    config = replace(
         config,
         ulysses=2,
         context=201,
@@ -668,8 +668,8 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
         launch.launch(_rank_with_a_bad_disk, config, nproc=2)
     assert losses_of(config.out).keys() >= {1, 2}
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]
-    _on(pool2, dataclasses.replace(config, resume="auto"))
-    plain = dataclasses.replace(config, offload="none", offload_folder="", out=tmp_path / "plain")
+    _on(pool2, replace(config, resume="auto"))
+    plain = replace(config, offload="none", offload_folder="", out=tmp_path / "plain")
     _on(pool2, plain)
     assert losses_of(config.out) == losses_of(plain.out)
 

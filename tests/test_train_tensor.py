@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,6 +18,7 @@ from longspan.checkpoint.saving import prepare
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.ranks import launch
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig, worker
@@ -32,7 +32,7 @@ from tests.training import losses_of, train, write_config
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """4 steps of 4 sequences of 60 tokens; clipped, so that a norm that is wrong shows in the losses."""
-    return TrainConfig(
+    return make(TrainConfig,
         data="pydoc", config=write_config(tmp_path, vocab_size=385), context=61, batch=4, steps=4, lr=1e-2, warmup=1,
         clip=0.5, dtype="fp32", log_every=1, save_every=2, keep=0, out=tmp_path / "alone",
     )  # fmt: skip
@@ -48,7 +48,7 @@ def _after_two(config: TrainConfig, out: Path, **changes: Any) -> TrainConfig:
     name = "step-00000002"
     shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
     shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
-    return dataclasses.replace(config, out=out, **changes)
+    return replace(config, out=out, **changes)
 
 
 def _weights(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def test_a_run_is_that_of_one_process_and_goes_on_on_any_mesh(
     plain = losses_of(config.out)
     assert plain[4] < plain[1] - 0.1
     one: dict[str, Any] = {"ulysses": 1, "tensor": 1, "tensor_style": "tp", "export": "never"}
-    both = dataclasses.replace(config, out=tmp_path / "both", tensor=2, ulysses=2, tensor_style="megatron-sp")
+    both = replace(config, out=tmp_path / "both", tensor=2, ulysses=2, tensor_style="megatron-sp")
     assert _near(_on(pool4, both), plain)
     line = json.loads((both.out / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["tokens"] == 4 * 4 * 61  # a tensor group's tokens count once
@@ -89,9 +89,9 @@ def test_a_run_is_that_of_one_process_and_goes_on_on_any_mesh(
     assert _near(_on(pool2, ulysses), plain) and _near(losses_of(pair.out), plain)
 
     # What was exported is read part by part, and proven.
-    verified = VerifyConfig(model=str(both.exported), context=64, tensor=2, ulysses=2, tensor_style="megatron-sp")
+    verified = make(VerifyConfig, model=str(both.exported), context=64, tensor=2, ulysses=2, tensor_style="megatron-sp")
     _check_passed(pool4.run(worker, verified, timeout=240)[0])
-    kept = VerifyConfig(resume=str(both.out), context=64, tensor=2)
+    kept = make(VerifyConfig, resume=str(both.out), context=64, tensor=2)
     _check_passed(pool2.run(worker, kept, timeout=240)[0])
 
 
@@ -111,7 +111,7 @@ def _without_a_sum(config: VerifyConfig) -> Report:
 
 
 def test_verify_finds_a_sum_over_the_axis_that_is_left_out(pool4: RankPool, tmp_path: Path) -> None:
-    config = VerifyConfig(config=write_config(tmp_path), context=64, tensor=2, ulysses=2, fsdp=False)
+    config = make(VerifyConfig, config=write_config(tmp_path), context=64, tensor=2, ulysses=2, fsdp=False)
     _check_passed(pool4.run(worker, config, timeout=240)[0])
     report = pool4.run(_without_a_sum, config, timeout=240)[0]
     failed = {check.group for check in report.checks if not check.passed}
@@ -151,10 +151,10 @@ def test_what_cannot_be_cut_is_refused_before_ranks_start(
     path = write_config(tmp_path, **changes)
     with pytest.raises(LongspanError) as error:
         if how == "verify":
-            verifying.run(VerifyConfig(config=path, context=64, tensor=tensor))
+            verifying.run(make(VerifyConfig, config=path, context=64, tensor=tensor))
         else:
-            given = TrainConfig(data="pydoc", config=path, context=64, tensor=tensor, out=tmp_path / "run")
-            training.run(dataclasses.replace(given, dry_run=how == "dry run"))
+            given = make(TrainConfig, data="pydoc", config=path, context=64, tensor=tensor, out=tmp_path / "run")
+            training.run(replace(given, dry_run=how == "dry run"))
     assert all(part in str(error.value) for part in said), error.value
     assert not (tmp_path / "run").exists()
 
@@ -169,12 +169,13 @@ def test_what_cannot_be_cut_is_refused_before_ranks_start(
 )
 def test_what_the_axis_does_not_go_with_is_refused(config: TrainConfig, changes: dict[str, Any], said: Any) -> None:
     with pytest.raises(LongspanError) as error:
-        dataclasses.replace(config, **changes).check()
+        replace(config, **changes).check()
     assert all(part in str(error.value) for part in said), error.value
 
 
 def test_the_axis_counts_once_where_weights_are_shared(config: TrainConfig) -> None:
-    given = dataclasses.replace(config, data_degree=3, ring=2, ulysses=2, tensor=2)
-    assert (given.ranks, given.sharers, given.sequences) == (24, 12, 4) and given.mesh.endswith("--tensor 2")
+    given = replace(config, data_degree=3, ring=2, ulysses=2, tensor=2)
+    assert (given.parallel.ranks, given.parallel.fsdp_ranks, given.sequences) == (24, 12, 4)
+    assert given.parallel.flags.endswith("--tensor 2")
     # A tensor group alone shards nothing by FSDP, so its gradients need no sum after the backward.
-    dataclasses.replace(config, tensor=2, fsdp=False, optimizer_in_backward=True, clip=0, micro_batch=4).check()
+    replace(config, tensor=2, fsdp=False, optimizer_in_backward=True, clip=0, micro_batch=4).check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import subprocess
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace, values
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.compare import SHARPNESS, Criterion, Sums, judge
 from longspan.verify.inputs import build_model, load_model_config, make_batch
@@ -59,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _config(path: Path, ranks: int, **changes: Any) -> VerifyConfig:
-    return dataclasses.replace(VerifyConfig(config=path, context=60, ulysses=ranks), **changes)
+    return replace(make(VerifyConfig, config=path, context=60, ulysses=ranks), **changes)
 
 
 def _table(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
@@ -148,16 +148,16 @@ RINGS: list[dict[str, Any]] = [
 def test_a_ring_passes(
     models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], dtype: str
 ) -> None:
-    config = dataclasses.replace(_config(models["llama"], 1, dtype=dtype, batch=2), **changes)
+    config = replace(_config(models["llama"], 1, dtype=dtype, batch=2), **changes)
     report = pool4.run(worker, config)[0]
     assert report.passed, _failing(report)
     layout = changes.get("layout", "zigzag")
     text = _table(report, capsys)
-    assert f"data 1 x ring {config.ring} x ulysses {config.ulysses}, {dtype}" in text
-    assert f"blocks of the ring {layout}, keys and values by {config.ring_impl}" in text
+    assert f"data 1 x ring {config.parallel.ring} x ulysses {config.parallel.ulysses}, {dtype}" in text
+    assert f"blocks of the ring {layout}, keys and values by {config.parallel.ring_impl}" in text
     held = sorted(run for _, runs in report.places for run in runs)
     assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
-    if config.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
+    if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
         assert report.places[0] == (0, ((0, 8), (56, 59))) and report.places[3] == (0, ((24, 40),))
         assert "0-7, 56-58" in text
 
@@ -216,8 +216,8 @@ def test_real_weights_and_real_text(models: dict[str, Path], pool2: RankPool, tm
     model.save_pretrained(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 4)
-    config = VerifyConfig(
-        model=str(tmp_path / "model"), context=60, ulysses=2, data=str(text), tokenizer="bytes", batch=2
+    config = make(
+        VerifyConfig, model=str(tmp_path / "model"), context=60, ulysses=2, data=str(text), tokenizer="bytes", batch=2
     )
     batch = make_batch(config, load_model_config(config))
     assert bytes((batch["input_ids"][0] - 3).tolist()).startswith(b"All happy families")
@@ -375,7 +375,7 @@ def _use_my_own_block_twice(patch: pytest.MonkeyPatch) -> None:
 
     def stuck(mine: Any, of: Any) -> Any:
         for step, here in original(mine, of):
-            yield step, [dataclasses.replace(visitor, kv=mine) for visitor in here]
+            yield step, [replace(visitor, kv=mine) for visitor in here]
 
     patch.setattr(ring, "_steps", stuck)
 
@@ -543,7 +543,7 @@ def test_catches_gradients_averaged_instead_of_summed(
 
 
 def _ring_config(path: Path, **changes: Any) -> VerifyConfig:
-    return dataclasses.replace(_config(path, 1), **{"ring": 4, **changes})
+    return replace(_config(path, 1), **{"ring": 4, **changes})
 
 
 @pytest.mark.parametrize(
@@ -615,7 +615,7 @@ def _other_weights_on_rank_1(patch: pytest.MonkeyPatch) -> None:
     original = inputs.model_origin
 
     def other(config: VerifyConfig, model_config: Any) -> Any:
-        return original(dataclasses.replace(config, seed=config.seed + (_rank() == 1)), model_config)
+        return original(replace(config, seed=config.seed + (_rank() == 1)), model_config)
 
     patch.setattr(inputs, "model_origin", other)
 
@@ -655,12 +655,12 @@ def test_no_memory_for_the_reference_is_said_on_every_rank_with_the_way_out(
         ({"ulysses": 0}, "--ulysses must be at least 1, got 0"),
         ({"ring": 0}, "--ring must be at least 1, got 0"),
         ({"context": 15, "ring": 4}, "--context 15 is too short for 8 ranks: .* --context 16 or more"),
-        ({"nproc": 3, "ring": 2}, "--nproc 3 does not match the mesh: --data-degree 1 --ring 2 --ulysses 2 needs 4"),
+        ({"nproc": 3, "ring": 2}, "--nproc 3 does not match the mesh: --ring 2 --ulysses 2 needs 4"),
         ({"data_degree": -1}, "--data-degree must be at least 1, got -1"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"context": 7, "ulysses": 4}, "--context 7 is too short for 4 ranks: .* --context 8 or more"),
         ({"context": 257}, "--context 257 is longer than the 256 positions of --config .*give --context 256 or less"),
-        ({"nproc": 3}, "--nproc 3 does not match the mesh: --data-degree 1 --ulysses 2 needs 2 processes"),
+        ({"nproc": 3}, "--nproc 3 does not match the mesh: --ulysses 2 needs 2 processes"),
         ({"tokenizer": "bytes"}, "--tokenizer bytes is for the text of --data"),
         ({"config": "mixtral", "dtype": "bf16"}, r"mixtral.json has 4 experts: .* --dtype fp32"),
         ({"data": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
@@ -683,12 +683,12 @@ def test_arithmetic_that_is_not_fp32_is_no_proof(capsys: pytest.CaptureFixture[s
     assert report.passed and report.unsharp is None
     off = Sums(sharded=1.0, unsharded=1.0, reference=1e8, elements=10)  # 1e-4 each, as with products in bf16
     names = [check.name for check in report.checks if check.name != "logits, worst token"]
-    blind = dataclasses.replace(report, checks=judge({name: [off, off] for name in names}, report.criterion))
+    blind = replace(report, checks=judge({name: [off, off] for name in names}, report.criterion))
     assert all(check.passed for check in blind.checks)
     assert not blind.passed and blind.exit_code == 1 and blind.unsharp == pytest.approx(4e-4, rel=0.01)
     text = _table(blind, capsys)
     assert "fault of 0.0001" in text and "ONEDNN_DEFAULT_FPMATH_MODE" in text and "disagree" not in text
-    bf16 = dataclasses.replace(blind, setup={**blind.setup, "dtype": "bf16"})
+    bf16 = replace(blind, setup={**blind.setup, "dtype": "bf16"})
     assert bf16.passed
 
 
@@ -698,11 +698,11 @@ def test_arithmetic_that_is_not_fp32_is_no_proof(capsys: pytest.CaptureFixture[s
 def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     """A report of many ranks and layers, where `wrong` ranks have one wrong gradient."""
     good = Sums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, max_abs=1e-6, worst_row=0)
-    bad = dataclasses.replace(good, sharded=1e6)
+    bad = replace(good, sharded=1e6)
     names = [f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(layers) for x in "qkvo"]
     sums = {name: [good] * ranks for name in ["loss", "logits", *names]}
     sums[names[-1]] = [bad if rank in wrong else good for rank in range(ranks)]
-    setup = {**dataclasses.asdict(VerifyConfig()), "model": "m", "weights": "given", "device": "cpu"}
+    setup = {**values(VerifyConfig()), "model": "m", "weights": "given", "device": "cpu"}
     setup |= {"tokens": 64 * ranks, "ulysses": ranks, "reference": "fp64"}
     places = tuple((0, ((64 * rank, 64 * (rank + 1)),)) for rank in range(ranks))
     criterion = Criterion.of("fp32", "fp64")
@@ -730,7 +730,7 @@ def test_exit_code_follows_the_report(
 def test_equality_names_the_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     losses = [2.5, 2.5, 2.25, 2.25, 2.25, 2.5, 2.0]
     unequal = equality("loss", losses, [str(loss) for loss in losses])
-    report = dataclasses.replace(_made_up(7, 1, ()), equalities=(unequal,))
+    report = replace(_made_up(7, 1, ()), equalities=(unequal,))
     assert "differs on ranks 2-4, 6" in _table(report, capsys)
     print_json(report)
     assert json.loads(capsys.readouterr().out)["equal"][0]["values"] == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -18,6 +17,7 @@ from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.folder import spell_marker
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import open_resumed
@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     write_config(folder)
     (folder / "text.txt").write_text("A text of some length, one line after the other.\n" * 100)
-    train(TrainConfig(
+    train(make(TrainConfig,
         data=str(folder / "text.txt"), config=folder / "config.json", context=33, batch=2, steps=2, lr=1e-2,
         dtype="fp32", log_every=1, save_every=1, keep=0, out=folder / "run", shuffle=0,
     ))  # fmt: skip
@@ -47,7 +47,7 @@ def out(finished: Path, tmp_path: Path) -> Path:
 
 
 def _config(path: Path, **changes: Any) -> VerifyConfig:
-    return dataclasses.replace(VerifyConfig(resume=str(path), context=32, ulysses=2), **changes)
+    return replace(make(VerifyConfig, resume=str(path), context=32, ulysses=2), **changes)
 
 
 def _step(out: Path, step: int) -> Path:
@@ -86,7 +86,7 @@ def _loss(report: Report) -> float:
 def test_a_checkpoint_is_verified_on_its_own_weights(
     finished: Path, pool2: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, hf = finished / "run", VerifyConfig(model=str(finished / "run" / "hf"), context=32, ulysses=2)
+    out, hf = finished / "run", make(VerifyConfig, model=str(finished / "run" / "hf"), context=32, ulysses=2)
     configs = [
         _config(out),
         hf,

@@ -17,12 +17,13 @@ import re
 import signal
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from longspan.core.errors import LongspanError, require
+from longspan.core.sections import make, options, replace, values
 from longspan.core.validation import check_text, means_a_path, nearest, path_of, read_toml, spell
 
 #: Command: (module, its config class, what it does).
@@ -208,7 +209,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
         for field in dataclasses.fields(config_class)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
-    defaults = config_class(**{**dict.fromkeys(required, tyro.MISSING), **in_file})
+    defaults = make(config_class, **{**dict.fromkeys(required, tyro.MISSING), **in_file})
     said_here = is_first_rank_here()
     with registry, wrapped():
         found = tyro.cli(
@@ -233,9 +234,9 @@ _NAMES = {"data": ("pydoc",), "tokenizer": ("bytes",), "resume": ("auto", "never
 
 def _at_home(config: Any) -> Any:
     """`~` is the home folder in what may be a path or a name, too: a shell expands it in `--data ~/x` only."""
-    texts = {name: getattr(config, name, None) for name in _SOURCES}
+    texts = {name: value for name, value in values(config).items() if name in _SOURCES}
     changed = {name: str(path_of(f"--{name}", text)) for name, text in texts.items() if text and text.startswith("~")}
-    return dataclasses.replace(config, **changed) if changed else config
+    return replace(config, **changed) if changed else config
 
 
 def _doc(config_class: type[Any]) -> str:
@@ -267,8 +268,7 @@ def _refuse_unknown_options(config_class: type[Any], args: list[str], prog: str)
     """
     from longspan.cli_help import meant
 
-    kinds = typing.get_type_hints(config_class)
-    names = {field.name.replace("_", "-"): kinds[field.name] is bool for field in dataclasses.fields(config_class)}
+    names = {option.flag: option.kind is bool for option in options(config_class).values()}
     known = {"help": True, **names, **{f"no-{name}": True for name, switch in names.items() if switch}}
     takes_value = False
     for arg in args:
@@ -289,22 +289,36 @@ def _values_of_file(config_class: type[Any], path: Path, prog: str) -> tuple[dic
     from longspan.cli_help import meant
 
     file = read_toml("--from", path)
-    kinds = typing.get_type_hints(config_class)
-    names = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(config_class)}
-    values: dict[str, Any] = {}
+    known = {option.flag: option for option in options(config_class).values()}
+    sections = {option.section for option in known.values() if option.section}
+    found: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for key, value in file.values.items():
+    for keys, value in _pairs(file.values, sections):
+        *table, key = keys
         flag = key.replace("_", "-")
-        if flag not in names:
-            raise file.error(f"unknown key {spell(key)}; {meant(flag, list(names), prog)}", key)
+        option = known.get(flag)
+        if option is None:
+            raise file.error(f"unknown key {spell(key)}; {meant(flag, list(known), prog)}", *keys)
+        if table != [option.section][: bool(option.section)]:
+            right = f"in the table [{option.section}]" if option.section else "above all tables"
+            raise file.error(f"{key} belongs {right}; move it there", *keys)
         if flag in origins:
-            raise file.error(f"{key} says again what stands in {origins[flag]} in another spelling; keep one", key)
+            raise file.error(f"{key} is also set in {origins[flag]}, spelled differently; keep one", *keys)
         try:
-            values[names[flag]] = _beside(path, names[flag], _typed(kinds[names[flag]], value))
+            found[option.name] = _beside(path, option.name, _typed(option.kind, value))
         except ValueError as error:
-            raise file.error(f"{key} = {spell(value)} will not do: {error}", key) from error
-        origins[flag] = file.where(key)
-    return values, origins
+            raise file.error(f"{key} = {spell(value)} will not do: {error}", *keys) from error
+        origins[flag] = file.where(*keys)
+    return found, origins
+
+
+def _pairs(tables: dict[str, Any], sections: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the keys that lead to each value, and the value."""
+    for key, value in tables.items():
+        if key in sections and isinstance(value, dict):
+            yield from (((key, inner), value[inner]) for inner in value)
+        else:
+            yield (key,), value
 
 
 def _beside(file: Path, field: str, value: Any) -> Any:

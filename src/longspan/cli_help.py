@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import shutil
@@ -13,7 +14,9 @@ import sys
 import textwrap
 import typing
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+from longspan.core.sections import is_section, shown
 
 _ELSEWHERE = {
     "model": "model_name_or_path model_name model_path model_id base_model pretrained",
@@ -99,21 +102,28 @@ def documented(config_class: type[Any]) -> Any:
     """
     import tyro
 
-    texts = field_texts(config_class)
+    constructors = tyro.constructors
     kinds = typing.get_type_hints(config_class, include_extras=True)
+    sections = {
+        kinds[field.name]: shown(field, kinds[field.name])
+        for field in dataclasses.fields(config_class)
+        if is_section(kinds[field.name])
+    }
 
     def rule(info: Any) -> Any:
-        if info.type is not config_class:
+        if info.type is not config_class and info.type not in sections:
             return None
-        constructors = tyro.constructors
-        return constructors.StructConstructorSpec(
-            instantiate=config_class,
-            fields=tuple(
-                constructors.StructFieldSpec(field.name, kinds[field.name], getattr(info.default, field.name), text)
-                for field in dataclasses.fields(config_class)
-                for text in [texts.get(field.name)]
-            ),
-        )
+        texts = field_texts(info.type)
+        kinds = typing.get_type_hints(info.type, include_extras=True)
+        specs = []
+        for field in sections.get(info.type, dataclasses.fields(config_class)):
+            kind = kinds[field.name]
+            if is_section(kind):  # the fields' flags have no prefix
+                kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
+            default = getattr(info.default, field.name)
+            specs.append(constructors.StructFieldSpec(field.name, kind, default, texts.get(field.name)))
+        instantiate = functools.partial(dataclasses.replace, info.default) if info.type in sections else info.type
+        return constructors.StructConstructorSpec(instantiate=instantiate, fields=tuple(specs))
 
     return rule
 

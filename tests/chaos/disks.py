@@ -27,6 +27,7 @@ from typing import Any
 from longspan import checkpoint
 from longspan.checkpoint.folder import MAKING
 from longspan.core.errors import LongspanError
+from longspan.core.sections import replace
 from longspan.train import TrainConfig
 from tests.chaos.counts import run_part
 from tests.chaos.ranks import LIMIT_S, ROOT, base_config, environment, flags, result, wait_for
@@ -148,7 +149,7 @@ def fill(filler: Path, left: int) -> None:
 
 def attempt(config: TrainConfig, full: Full, disk: Path, whole: Any) -> Outcome:
     """Let the disk run full once, judge how the job ends, make room, go on, and compare with `whole`."""
-    mine, filler = dataclasses.replace(config, out=disk / "run"), disk / "filler"
+    mine, filler = replace(config, out=disk / "run"), disk / "filler"
     code, said = run_job(mine, full, filler)
     outcome = Outcome(full, verdict(code, said, mine, whole), said)
     filler.unlink(missing_ok=True)
@@ -207,7 +208,7 @@ def campaign(seed: int, tries: int, folder: Path, more: Callable[[], bool] = lam
     rng, config = random.Random(seed), small_config(folder)
     outcomes: list[Outcome] = []
     with small_disk(folder) as disk:
-        mine = dataclasses.replace(config, out=disk / "whole")
+        mine = replace(config, out=disk / "whole")
         code, said = run_job(mine, None, disk / "filler")
         assert code == 0, said
         whole = result(mine.out)

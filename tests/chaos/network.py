@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import slow_link
+from longspan.core.sections import replace
 from longspan.train import TrainConfig
 from tests.chaos.counts import run_part
 from tests.chaos.ranks import LIMIT_S, base_config, environment, flags, result, wait_for
@@ -65,7 +66,7 @@ class Outcome:
 
 def draw(rng: random.Random, kind: str, config: TrainConfig) -> Cut:
     """A random cut of a kind."""
-    rank, lines, after_s = rng.randrange(config.ranks), rng.randrange(config.steps), rng.uniform(0, 0.3)
+    rank, lines, after_s = rng.randrange(config.parallel.ranks), rng.randrange(config.steps), rng.uniform(0, 0.3)
     assert config.timeout is not None
     seconds = rng.uniform(0.5, LONGEST_SHORT * config.timeout) if kind == "short" else None
     return Cut(rank, lines, after_s, seconds, rng.random() < 0.5)
@@ -102,7 +103,7 @@ def _wait(ranks: Sequence[subprocess.Popen[Any]]) -> None:
 
 def attempt(net: slow_link.Hosts, config: TrainConfig, cut: Cut, folder: Path, whole: Any) -> Outcome:
     """Cut a job's link once, judge how it ends, and, where it was for good, go on and compare with `whole`."""
-    mine = dataclasses.replace(config, out=folder / "run")
+    mine = replace(config, out=folder / "run")
     codes, said = run_job(net, mine, cut, folder)
     same = all(code == 0 for code in codes) and result(mine.out) == whole
     outcome = Outcome(cut, verdict(cut, codes, said.split("\0"), same), said)
@@ -147,7 +148,7 @@ def campaign(seed: int, tries: dict[str, int], folder: Path, more: Callable[[], 
     rng, config = random.Random(seed), small_config(folder)
     kinds = [kind for number in range(max(tries.values())) for kind, most in tries.items() if number < most]
     outcomes: list[Outcome] = []
-    with slow_link.hosts(config.ranks, rate=None) as net:
+    with slow_link.hosts(config.parallel.ranks, rate=None) as net:
         codes, said = run_job(net, config, None, folder / "first")
         assert not any(codes), said
         whole = result(config.out)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli import main as cli_main
+from longspan.core.sections import make, replace
 from longspan.ranks.rendezvous import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
@@ -73,7 +74,7 @@ class Fault:
 
 def draw(rng: random.Random, kind: str, config: TrainConfig) -> Fault:
     """A random fault of a kind."""
-    rank, lines = rng.randrange(config.ranks), rng.randrange(config.steps)
+    rank, lines = rng.randrange(config.parallel.ranks), rng.randrange(config.steps)
     if kind == "mismatch":
         return Fault(kind, rank, how=rng.choice(CHANGES))
     if kind == "leave":
@@ -84,7 +85,8 @@ def draw(rng: random.Random, kind: str, config: TrainConfig) -> Fault:
 def base_config(folder: Path, **changes: Any) -> TrainConfig:
     """A small job that saves often."""
     path = write_config(folder)
-    config = TrainConfig(
+    config = make(
+        TrainConfig,
         data="pydoc",
         config=path,
         context=61,
@@ -101,7 +103,7 @@ def base_config(folder: Path, **changes: Any) -> TrainConfig:
         timeout=TIMEOUT_S,
         out=folder / "whole",
     )
-    return dataclasses.replace(config, **changes)
+    return replace(config, **changes)
 
 
 # --- the job with its fault, in processes of its own
@@ -127,7 +129,7 @@ class _Rank:
         (self.folder / f"rank-{rank}").write_text(str(os.getpid()))
         fault = self.fault
         if fault is not None and fault.rank == rank and fault.kind == "mismatch":
-            config = dataclasses.replace(config, **fault.how)
+            config = replace(config, **fault.how)
         if fault is not None and fault.rank == rank and fault.kind == "leave":
             _leave_in_step(fault)
         train_job._train_rank(config)  # the plain one: only the launcher's is replaced
@@ -242,12 +244,12 @@ def result(out: Path) -> tuple[dict[int, float], dict[str, bytes]]:
 def attempt(config: TrainConfig, fault: Fault, folder: Path, whole: Any) -> Outcome:
     """Put one fault into a job, judge how it ends, and, where it can, go on and compare with `whole`."""
     again = fault.how != "restart"
-    mine = dataclasses.replace(config, out=folder / "run", max_restarts=0 if again else 1)
+    mine = replace(config, out=folder / "run", max_restarts=0 if again else 1)
     code, said = run_job(mine, fault, folder)
     outcome = Outcome(fault, _verdict(fault, code, said), said)
     if fault.kind != "mismatch" and outcome.verdict in ("named", "not named"):
         if again:
-            code, _ = run_job(dataclasses.replace(mine, max_restarts=0), None, folder)
+            code, _ = run_job(replace(mine, max_restarts=0), None, folder)
         outcome.recovered = code == 0 and result(mine.out) == whole
     return outcome
 

@@ -67,11 +67,11 @@ def measure_collectives(config: BenchConfig, device: torch.device, measured: str
     Raises:
         LongspanError: for a mesh without such an axis.
     """
-    mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor, device_type=device.type)
+    mesh = init_mesh(*config.parallel.degrees.values(), device_type=device.type)
     if isinstance(mesh, OneDeviceMesh):
-        raise LongspanError(f"{config.mesh} has no axis of more than one rank; give one, such as --ulysses 4")
+        raise LongspanError(f"{config.parallel.flags} has no axis of more than one rank; give one, such as --ulysses 4")
     timed: list[TimedCollective] = []
-    for axis, ranks in config.degrees.items():
+    for axis, ranks in config.parallel.degrees.items():
         if ranks > 1:
             group = mesh.get_group(axis)
             counts = [-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in config.bytes_each]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional  # imports no torch; tyro looks the annotation up when it makes the help
 
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import ParallelConfig
+from longspan.core.sections import values
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
 from longspan.ranks.rendezvous import START_TIMEOUT_S
 
@@ -47,14 +49,10 @@ class BenchConfig:
 
     what: Positional[What]
     """What to measure: link, collectives, attention or step."""
-    data_degree: int = 1
-    """link, collectives: size of the mesh's data axis: replicas."""
-    ring: int = 1
-    """Size of its ring axis."""
-    ulysses: int = 1
-    """Size of its ulysses axis."""
-    tensor: int = 1
-    """Size of its tensor axis. An axis of 1 has no link; data x ring x ulysses x tensor ranks in all."""
+    parallel: ParallelConfig = field(
+        default_factory=ParallelConfig, metadata={"only": ("data_degree", "ring", "ulysses", "tensor")}
+    )
+    """link, collectives: the mesh; an axis of 1 has no link."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need, and of attention and step 2."""
     sizes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -113,16 +111,6 @@ class BenchConfig:
     """Seconds within which all ranks must have started."""
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """Size of every mesh axis, in the mesh's order."""
-        return {"data": self.data_degree, "ring": self.ring, "ulysses": self.ulysses, "tensor": self.tensor}
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of the mesh that is asked for."""
-        return self.data_degree * self.ring * self.ulysses * self.tensor
-
-    @property
     def compares(self) -> bool:
         """Whether it puts methods side by side."""
         return self.what in _COMPARED
@@ -143,27 +131,21 @@ class BenchConfig:
         """The rounds, once `quick` is settled."""
         return min(2, self.rounds) if self.quick else self.rounds
 
-    @property
-    def mesh(self) -> str:
-        """How the ranks were asked for."""
-        return f"--data-degree {self.data_degree} --ring {self.ring} --ulysses {self.ulysses} --tensor {self.tensor}"
-
     def check(self) -> None:
         """Refuse what cannot be measured, as far as every rank can see it alike.
 
         Raises:
             LongspanError: with the numbers and the way out.
         """
-        for name, whats in FOR.items():
-            default = next(field.default for field in fields(self) if field.name == name)
-            if self.what not in whats and getattr(self, name) != default:
+        defaults = values(BenchConfig(self.what))
+        for name, value in values(self).items():
+            whats = FOR.get(name, (self.what,))
+            if self.what not in whats and value != defaults[name]:
                 raise LongspanError(
                     f"--{name.replace('_', '-')} is of `bench {'` and `bench '.join(whats)}`, not of `bench "
                     f"{self.what}`; leave it out"
                 )
-        for name in ("data_degree", "ring", "ulysses", "tensor"):
-            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
-        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        self.parallel.check()
         check_number("--rounds", self.rounds, 1, LARGEST_COUNT)
         if self.nproc is not None:
             check_number("--nproc", self.nproc, 1, LARGEST_JOB)
@@ -210,12 +192,13 @@ class BenchConfig:
             raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")
         for size in self.sizes:
             check_number("--sizes", size, 1, LARGEST_COUNT)
-        grain = ELEMENT_BYTES * self.ranks
+        ranks = self.parallel.ranks
+        grain = ELEMENT_BYTES * ranks
         different = len({-(-size // grain) for size in self.bytes_each})
-        if self.ranks > 1 and different < 3:
+        if ranks > 1 and different < 3:
             raise LongspanError(
                 f"--sizes {given} gives {different} different sizes, rounded up to a multiple of {grain} bytes for "
-                f"{self.ranks} ranks; a latency, a bandwidth and how well they fit need 3, such as --sizes 64k 1M 16M"
+                f"{ranks} ranks; a latency, a bandwidth and how well they fit need 3, such as --sizes 64k 1M 16M"
             )
 
     def check_out(self) -> None:

@@ -34,7 +34,7 @@ def run(config: BenchConfig) -> int:
     config.check()
     ranks = _count_ranks(config)
     if not launch.under_torchrun():
-        check_processes(ranks, f"--nproc {ranks}" if config.compares else config.mesh)
+        check_processes(ranks, f"--nproc {ranks}" if config.compares else config.parallel.flags)
         if config.what == "link":
             config.check_out()  # under torchrun, `worker` does this on the first rank
     check_ranks(config, ranks)
@@ -63,8 +63,8 @@ def _write_hardware(config: BenchConfig, hardware: MeasuredHardware) -> None:
 def _count_ranks(config: BenchConfig) -> int:
     """Return the ranks of the job: of the mesh, or for a comparison of torchrun's job or `--nproc`."""
     if not config.compares:
-        launch.check_nproc(config.ranks, config.nproc, config.mesh)
-        return config.ranks
+        launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
+        return config.parallel.ranks
     job = read_job()
     if job is not None:
         launch.check_nproc(job.world_size, config.nproc, "bench")
@@ -141,10 +141,10 @@ def _measure_hardware(config: BenchConfig, device: torch.device, measured: str) 
     from longspan.checkpoint import Ranks
     from longspan.comm.mesh import init_mesh
 
-    mesh = init_mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
+    mesh = init_mesh(*config.parallel.degrees.values())
     Ranks().first(config.check_out)  # the first rank writes the file; raise on all
     links = measure_links(config, mesh, device)
-    degrees = {**config.degrees, "fsdp": config.ranks // config.tensor}
+    degrees = {**config.parallel.degrees, "fsdp": config.parallel.ranks // config.parallel.tensor}
     return MeasuredHardware(
         name=config.name,
         dtype=config.dtype,

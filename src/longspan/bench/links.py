@@ -93,11 +93,11 @@ def measure_links(
     """
     if isinstance(mesh, OneDeviceMesh):
         return {}
-    split = [axis for axis, size in config.degrees.items() if size > 1]
+    split = [axis for axis, size in config.parallel.degrees.items() if size > 1]
     sharding = [axis for axis in split if axis in FSDP_AXES]
-    sized = {axis: _sizes(config, axis, config.degrees[axis], messages) for axis in split}
+    sized = {axis: _sizes(config, axis, config.parallel.degrees[axis], messages) for axis in split}
     if len(sharding) == 1:  # the axis and "fsdp" have the same ranks
-        for name, of_op in _sizes(config, "fsdp", config.degrees[sharding[0]], messages).items():
+        for name, of_op in _sizes(config, "fsdp", config.parallel.degrees[sharding[0]], messages).items():
             sized[sharding[0]][name] = sorted({*sized[sharding[0]].get(name, ()), *of_op})
     links = {}
     for axis, sizes in sized.items():

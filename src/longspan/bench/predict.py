@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from longspan.bench.config import BenchConfig
 from longspan.bench.hardware_file import MeasuredHardware, as_toml
 from longspan.bench.links import MessageSizes, measure_links
 from longspan.comm.mesh import init_mesh
+from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.collective import Sent
 from longspan.plan.cost.communication import communication, layer_method
 from longspan.plan.cost.compute import layer_seconds
@@ -80,14 +81,12 @@ def measure_hardware(
     Returns:
         The hardware file, and the same as the planner reads it.
     """
-    link_config = replace(
-        BenchConfig("link", rounds=max(2, config.times // 2), dtype=config.dtype),
-        data_degree=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor,
-    )  # fmt: skip
+    parallel = ParallelConfig(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor)
+    link_config = BenchConfig("link", rounds=max(2, config.times // 2), dtype=config.dtype, parallel=parallel)
     links = measure_links(
         link_config, init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device.type), device, sizes
     )
-    degrees = {**link_config.degrees, "fsdp": mesh.weights}
+    degrees = {**link_config.parallel.degrees, "fsdp": mesh.weights}
     text = as_toml(
         MeasuredHardware(
             name=str(mesh),

@@ -21,12 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attn.api import attention
 from longspan.bench.methods import Candidate
-from longspan.comm.mesh import AXES, OneDeviceMesh, SequenceSharding, init_mesh
+from longspan.comm.mesh import OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.comm.tensor import TensorGroup
 from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
+from longspan.core.parallel import AXES
 from longspan.plan.job import Mesh
 
 

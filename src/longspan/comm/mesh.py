@@ -7,7 +7,6 @@ axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node a
 from __future__ import annotations
 
 import copy
-import math
 import os
 import time
 from collections import OrderedDict
@@ -20,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
-from longspan.core.cache_dtype import CACHE_DTYPES, CacheDtype
+from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
-from longspan.core.layout import choose_layout, layout_names
+from longspan.core.layout import choose_layout
+from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.routes import AllToAllLink
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
 from longspan.ranks.rendezvous import meet, read_job
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from longspan.core.layout import Layout
     from longspan.core.regions import Region
 
-AXES = ("data", "ring", "ulysses", "tensor")
 _MEASURED_BYTES = 4 << 10, 1 << 20
 """Buffer sizes of the two exchanges that measure a link: the short one its latency, the long one its bandwidth."""
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
@@ -91,17 +90,15 @@ def init_mesh(
         LongspanError: if an axis is no positive integer, the product is not the number of processes, a rank does not
             come in time, or the environment describes a job that cannot be, or that nobody runs.
     """
-    sizes = dict(zip(AXES, (data, ring, ulysses, tensor), strict=True))
-    for axis, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise LongspanError(f"`{axis}={spell(size)}` must be an integer of at least 1")
+    parallel = ParallelConfig(data, ring, ulysses, tensor)
+    parallel.check_degrees()
+    sizes, needed = parallel.degrees, parallel.ranks
     if device_type is not None:
         check_choice("device_type", device_type, ("cpu", "cuda"))
         if device_type == "cuda" and not torch.cuda.is_available():
             raise LongspanError("device_type='cuda': torch finds no CUDA device here; leave it out, or take 'cpu'")
     job = None if dist.is_initialized() else read_job()
     world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
-    needed = math.prod(sizes.values())
     if needed != world:
         spelled = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise LongspanError(
@@ -204,12 +201,9 @@ class SequenceSharding:
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        check_choice("layout", layout, layout_names())
-        check_choice("ring_impl", ring_impl, ("auto", "p2p", "allgather"))
-        check_choice("wire_dtype", wire_dtype, CACHE_DTYPES)
+        wanted: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
+        ParallelConfig(**wanted, overlap_chunks=overlap_chunks).check_choices()
         check_flag("kv_replication", kv_replication)
-        if overlap_chunks != "auto":
-            check_number("overlap_chunks", overlap_chunks, 1, LARGEST_COUNT, whole=True)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # of `longspan.attention`: the last few, by what they are for
@@ -387,3 +381,15 @@ def group_name(group: dist.ProcessGroup) -> str:
     """The name by which an operator finds its group again: operators take plain values only."""
     name: Any = group.group_name
     return str(name)
+
+
+def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
+    """Return the sharding that a command was asked for, on a mesh over all ranks of the job. Collective."""
+    mesh = init_mesh(*parallel.degrees.values())
+    return SequenceSharding(
+        mesh,
+        parallel.layout,
+        ring_impl=parallel.ring_impl,
+        overlap_chunks=parallel.overlap_chunks,
+        wire_dtype=parallel.wire_dtype,
+    )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from longspan.core.cache_dtype import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
-from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import flags_last
+from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import (
     LARGEST_COUNT,
-    LARGEST_JOB,
     LARGEST_SEED,
     LONGEST_WAIT_S,
     check_name,
@@ -21,6 +20,8 @@ from longspan.core.validation import (
     check_output,
 )
 from longspan.ranks.rendezvous import START_TIMEOUT_S
+
+AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "layout")
 
 
 @flags_last
@@ -33,19 +34,8 @@ class ModelFlags(RopeFlags):
     tokenizer: str | None = None
     """Name or folder of a tokenizer, or "bytes" (one token per byte). By default the model's, or "bytes" where its
     folder has none."""
-    ring: int = 1
-    """Ranks that share out the tokens: of a KV cache each holds its tokens' part."""
-    ulysses: int = 1
-    """Ranks that share out the heads: of a KV cache each holds its KV heads' part."""
-    tensor: int = 1
-    """Ranks that share each layer's weights and heads (tensor parallelism): nothing is gathered for a new token, and of
-    a KV cache each holds its KV heads' part. ring x ulysses x tensor ranks in all."""
-    tensor_style: Literal["tp", "megatron-sp"] = "tp"
-    """What --tensor sends around attention and MLP. tp: all-reduces of hidden states. megatron-sp: as many bytes as
-    all-gathers and reduce-scatters, with norms and residuals sharded by tokens: for long prompts without activations to
-    spare."""
-    layout: LayoutName = "auto"
-    """How the tokens that are computed at once lie over a ring. auto: zigzag."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"only": AXES_OF_A_REPLICA})
+    """How ranks share the work, and a KV cache: ring ranks by tokens, ulysses and tensor ranks by KV heads."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -68,17 +58,6 @@ class ModelFlags(RopeFlags):
     """GB that a rank may take for weights, activations and a cache, where it is planned beforehand whether they fit. By
     default those of its GPU, or on a CPU its share of the machine's."""
 
-    @property
-    def ranks(self) -> int:
-        """Ranks of the whole job."""
-        return self.ring * self.ulysses * self.tensor
-
-    @property
-    def mesh(self) -> str:
-        """How the ranks were asked for."""
-        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
-        return f"--ring {self.ring} --ulysses {self.ulysses}{tensor}"
-
     def check_job(self, command: str) -> None:
         """Refuse what makes no sense of model and ranks.
 
@@ -90,9 +69,7 @@ class ModelFlags(RopeFlags):
         for name in ("model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name}", getattr(self, name))
-        for name in ("ring", "ulysses", "tensor"):
-            check_number(f"--{name}", getattr(self, name), 1, LARGEST_JOB)
-        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        self.parallel.check()
         if self.nproc is not None:
             check_number("--nproc", self.nproc, 1, LARGEST_COUNT)
         if self.rank_memory is not None:
@@ -154,7 +131,7 @@ class GenerateConfig(ModelFlags):
     @property
     def chunk(self) -> int:
         """Tokens of the prompt at once."""
-        return self.prefill_chunk or 8192 * self.ranks
+        return self.prefill_chunk or 8192 * self.parallel.ranks
 
     def check(self) -> None:
         """Refuse what makes no sense, as far as it can be seen without reading anything.

@@ -31,8 +31,8 @@ def job_of(config: ModelFlags, model_config: Any, tokens: int) -> Job:
         context=tokens,
         mode="prefill",
         dtype=dtype,
-        weight_sharding=config.fsdp and config.ranks > 1,
-        layout=config.layout,
+        weight_sharding=config.fsdp and config.parallel.ranks > 1,
+        layout=config.parallel.layout,
     )
 
 
@@ -47,7 +47,7 @@ def hardware_for(config: ModelFlags) -> Hardware:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     held = None if config.rank_memory is None else 1e9 * config.rank_memory
     if held is None and device.type == "cpu" and not launch.under_torchrun():
-        held = max(device_memory(device) / (config.nproc or config.ranks) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4)
+        held = max(device_memory(device) / (config.nproc or config.parallel.ranks) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4)
     return hardware_of(device, held)
 
 
@@ -72,7 +72,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
         return f"the planner cannot read this model, so whether it fits was not checked ({error})"
     job, mesh, hardware = (
         replace(_cached(config, model_config, total), cache_offload=config.cache_offload),
-        Mesh(1, config.ring, config.ulysses, config.tensor),
+        Mesh(*config.parallel.degrees.values()),
         hardware_for(config),
     )
     check_fits(shape, job, mesh, hardware, config.chunk)
@@ -100,7 +100,7 @@ def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> No
         shape = shape_of(model_config)
     except LongspanError:
         return
-    job, mesh = job_of(config, model_config, tokens), Mesh(1, config.ring, config.ulysses, config.tensor)
+    job, mesh = job_of(config, model_config, tokens), Mesh(*config.parallel.degrees.values())
     check_score_fits(shape, job, mesh, hardware_for(config))
 
 
@@ -118,7 +118,7 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
     except LongspanError:
         return None
     mesh, job = (
-        Mesh(1, config.ring, config.ulysses, config.tensor),
+        Mesh(*config.parallel.degrees.values()),
         _cached(config, model_config, max(1, prompt)),
     )
     totals = [0] * mesh.sequence
@@ -137,5 +137,5 @@ def planned_device_bytes(config: GenerateConfig, model_config: Any, prompt: int,
         shape = shape_of(model_config)
     except LongspanError:
         return None
-    mesh, job = Mesh(1, config.ring, config.ulysses, config.tensor), _cached(config, model_config, max(1, prompt))
+    mesh, job = Mesh(*config.parallel.degrees.values()), _cached(config, model_config, max(1, prompt))
     return staged_bytes(shape, job, mesh, generated, config.chunk)

@@ -27,14 +27,14 @@ def run(config: GenerateConfig) -> int:
         longspan.ranks.launch.Stopped: if a signal ended it early; the text so far is written.
     """
     config.check()
-    launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
     prompt: Prompt | None = None
     if not launch.under_torchrun():  # there the ranks check once they have met
         check_names(config.model, None, None, config.tokenizer)
-        check_processes(config.ranks, config.mesh)
+        check_processes(config.parallel.ranks, config.parallel.flags)
         prompt = opened(config)
     try:
-        report: dict[str, Any] = launch.launch(_generate_rank, config, prompt, nproc=config.ranks)
+        report: dict[str, Any] = launch.launch(_generate_rank, config, prompt, nproc=config.parallel.ranks)
     except launch.Stopped as stop:
         if stop.why_not:
             print("longspan: the ranks were ended in the middle; the text so far is all there is", file=sys.stderr)

@@ -169,7 +169,7 @@ class Generation:
 
     def _end(self, stream: TextStream, began: float, why: str) -> None:
         held = self._cache.get_seq_length()
-        every = torch.zeros(2, self.config.ranks, dtype=torch.int64)
+        every = torch.zeros(2, self.config.parallel.ranks, dtype=torch.int64)
         every[:, self.sp.replica_rank] = torch.tensor([self._cache.nbytes, self._cache.device_nbytes])
         if self._hosts is not None:
             dist.all_reduce(every, group=self._hosts)

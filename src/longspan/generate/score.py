@@ -6,13 +6,14 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError, require
+from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_number, check_output, check_processes
-from longspan.generate.config import ModelFlags
+from longspan.generate.config import AXES_OF_A_REPLICA, ModelFlags
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
 
@@ -33,14 +34,16 @@ class ScoreConfig(ModelFlags):
     The numbers are those of one process, on any mesh.
     """
 
+    parallel: ParallelConfig = field(
+        default_factory=ParallelConfig, metadata={"only": (*AXES_OF_A_REPLICA, "ring_impl")}
+    )
+    """How ranks share the text."""
     text: str | None = None
     """The text. Give this or --file; without either it is read from stdin."""
     file: Path | None = None
     """A text file (UTF-8)."""
     max_tokens: int | None = None
     """Score so many tokens of the beginning alone."""
-    ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
-    """How keys and values go round a ring."""
     out: Path | None = None
     """Write the ids of the tokens and their log-probabilities, in order, to this file: .jsonl, .npz or .parquet. The
     first token has none."""
@@ -77,13 +80,13 @@ def run(config: ScoreConfig) -> int:
         longspan.ranks.launch.RankFailed: if a rank died or was lost.
     """
     config.check()
-    launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
     opened: Prompt | None = None
     if not launch.under_torchrun():
         check_names(config.model, None, None, config.tokenizer)
-        check_processes(config.ranks, config.mesh)
+        check_processes(config.parallel.ranks, config.parallel.flags)
         opened = open_text(config)
-    report: dict[str, Any] = launch.launch(_score_rank, config, opened, nproc=config.ranks)
+    report: dict[str, Any] = launch.launch(_score_rank, config, opened, nproc=config.parallel.ranks)
     if launch.is_first_rank():
         print(json.dumps(report) if config.json else spell_report(report))
     return 0
@@ -123,10 +126,10 @@ def open_text(config: ScoreConfig) -> Prompt:
     ids = text_ids(tokenizer, read_given(config.text, config.file, "--text"))[: config.max_tokens]
     check_ids(config, model_config, ids)
     fit_positions(config, model_config, len(ids))
-    if len(ids) < max(2, config.ranks):
+    if len(ids) < max(2, config.parallel.ranks):
         raise LongspanError(
             f"the text has {len(ids)} tokens; score needs 2, the second given the first, and one for each of the "
-            f"{config.ranks} ranks of {config.mesh}"
+            f"{config.parallel.ranks} ranks of {config.parallel.flags}"
         )
     check_score_memory(config, model_config, len(ids))
     return Prompt(model_config, ids)
@@ -150,7 +153,7 @@ def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> 
     from longspan.hf.logprobs import token_logprobs
     from longspan.hf.support import decoder_layers
 
-    prompt, sp, model = start(config, heart, opened, lambda: open_text(config), ring_impl=config.ring_impl)
+    prompt, sp, model = start(config, heart, opened, lambda: open_text(config))
     heart.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from longspan.comm.mesh import SequenceSharding, init_mesh
+from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import base_of, is_adapter
 from longspan.hf.weights.sources import Origin
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start(
-    config: ModelFlags, heart: Heartbeat, opened: Prompt | None, open_here: Callable[[], Prompt], **options: Any
+    config: ModelFlags, heart: Heartbeat, opened: Prompt | None, open_here: Callable[[], Prompt]
 ) -> tuple[Prompt, SequenceSharding, Any]:
     """What is run, the sharding, and the parallelized model. Collective.
 
@@ -32,7 +32,6 @@ def start(
         heart: of this rank.
         opened: what the launcher has opened; None where each rank does.
         open_here: does.
-        options: of `SequenceSharding`.
 
     Raises:
         LongspanError: on every rank alike: for what `open_here` refuses, ranks that were not given the same, and a
@@ -57,13 +56,14 @@ def start(
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        mesh = init_mesh(ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
-        sp = SequenceSharding(mesh, config.layout, **options)
+        sp = make_sharding(config.parallel)
         own = prompt.model_config.dtype or torch.float32
         dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
         # From the config that was opened: it may have another RoPE scaling than the folder's.
         said = f"--model {config.model}"
         base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
         origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, base, said=said, adapter=adapter)
-        model = load_sharded(origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.tensor_style)
+        model = load_sharded(
+            origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.parallel.tensor_style
+        )
     return prompt, sp, model.eval()

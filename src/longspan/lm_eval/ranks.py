@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from longspan.comm.objects import broadcast_object
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import ParallelConfig
 from longspan.lm_eval.scorer import Scorer
 
 _LOAD, _END = "load", "end"
@@ -83,13 +84,13 @@ def load_scorer(
     import torch
     from transformers import AutoTokenizer
 
-    from longspan.comm.mesh import SequenceSharding, init_mesh
+    from longspan.comm.mesh import make_sharding
     from longspan.hf.loading import from_pretrained
     from longspan.hf.pretrained import tokenizer_of
 
     if dtype not in _DTYPES:
         raise LongspanError(f"dtype={dtype!r}: use one of {', '.join(_DTYPES)}")
-    sp = SequenceSharding(init_mesh(ring=ring, ulysses=ulysses, tensor=tensor))
+    sp = make_sharding(ParallelConfig(ring=ring, ulysses=ulysses, tensor=tensor))
     of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
     model = from_pretrained(pretrained, sp, dtype=of, fsdp=fsdp).eval()
     reader = AutoTokenizer.from_pretrained(tokenizer or tokenizer_of("pretrained", pretrained))

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 
 from longspan.core.cache_dtype import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
-from longspan.core.layout import LayoutName
 from longspan.core.memory import MemoryLevel
 from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeChoice, RopeFlags
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.plan.job import Job
@@ -49,16 +49,12 @@ class PlanConfig(MemoryFlags, RopeFlags):
     """Shard weights over data x ring x ulysses. Off: whole on every GPU."""
     tiled_loss: bool = True
     """Never hold all logits, a tile at a time only."""
-    layout: LayoutName = "auto"
-    """How tokens lie over a ring. auto is zigzag, which shares out a causal mask evenly."""
-    ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
-    """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
-    once. auto plans what the code would choose, or the other where the links make it clearly faster, and says so."""
+    parallel: ParallelConfig = field(
+        default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype")}
+    )
+    """How ranks share the work; the plan chooses the mesh."""
     overlap_chunks: int = 1
     """Chunks of heads in which the Ulysses exchange goes, each beside the attention of another. 1: all at once."""
-    wire_dtype: CacheDtype = "exact"
-    """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
-    an fp32 scale per token and head."""
     cache: CacheDtype = "exact"
     """How the KV cache of prefill and decode is kept: as the model computes it, or (an approximation) by int8 or fp8 a
     byte per element and an fp32 scale per head and token."""
@@ -119,10 +115,10 @@ class PlanConfig(MemoryFlags, RopeFlags):
             memory=self.levels(),
             tiled_loss=self.tiled_loss,
             kv_replication=self.kv_replication,
-            layout=self.layout,
-            ring_impl=self.ring_impl,
+            layout=self.parallel.layout,
+            ring_impl=self.parallel.ring_impl,
             overlap_chunks=self.overlap_chunks,
-            wire_dtype=self.wire_dtype,
+            wire_dtype=self.parallel.wire_dtype,
             cache=self.cache,
             cache_offload=self.cache_offload,
             cache_latent=self.cache_latent,

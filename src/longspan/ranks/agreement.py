@@ -7,7 +7,6 @@ Ranks that differ would train wrongly without a word (another learning rate), or
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import time
 import zlib
@@ -16,6 +15,7 @@ from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import differences, listed, spell_ranks
+from longspan.core.sections import values
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
 
 #: What a value is cut to, so that a rank says a few kilobytes in all; a checksum then stands for the rest.
@@ -142,11 +142,7 @@ def short(value: Any) -> str:
 
 def settings(config: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
     """Every setting of a configuration but those that may differ from machine to machine."""
-    return {
-        field.name: _plain(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if field.name not in {"nproc", *leave_out}
-    }
+    return {name: _plain(value) for name, value in values(config).items() if name not in {"nproc", *leave_out}}
 
 
 def _plain(value: Any) -> Any:

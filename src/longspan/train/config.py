@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
-from longspan.core.layout import LayoutName
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import (
     LARGEST_COUNT,
-    LARGEST_JOB,
     LARGEST_SEED,
     LONGEST_WAIT_S,
     check_name,
@@ -61,29 +59,8 @@ class TrainConfig(MemoryFlags, RopeFlags):
     rank_memory: float | None = None
     """GB that a rank may take for weights, optimizer and activations, where --memory auto or --context max choose. By
     default those of its GPU, or on a CPU its share of the machine's."""
-    ring: int = 1
-    """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
-    ulysses: int = 1
-    """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
-    tensor: int = 1
-    """Ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
-    tensor_style: Literal["tp", "megatron-sp"] = "tp"
-    """How they sum: by AllReduce (tp), or by AllGather and ReduceScatter, norms and residuals cut by tokens."""
-    data_degree: int = 1
-    """Replicas that read different sequences; data x ring x ulysses x tensor ranks in all."""
-    layout: LayoutName = "auto"
-    """How tokens lie over a ring. zigzag shares out a causal mask evenly, contiguous sends least under sliding windows
-    alone. auto: zigzag."""
-    ring_impl: Literal["auto", "p2p", "allgather"] = "auto"
-    """How keys and values go round a ring: p2p from neighbour to neighbour, beside the attention, or allgather, all at
-    once. auto: p2p unless they are small."""
-    overlap_chunks: int | None = None
-    """Chunks of heads in which the Ulysses exchange goes, each under way while the attention of another computes; at
-    most the query heads of a rank (with a ring its KV heads). 1: all at once. By default several where a Ulysses group
-    spans hosts and there is enough to send, else 1."""
-    wire_dtype: CacheDtype = "exact"
-    """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
-    an fp32 scale per token and head, forwards and backwards; for slow links. A ring stays exact."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How ranks share the work."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     batch: int | None = None
@@ -206,26 +183,9 @@ class TrainConfig(MemoryFlags, RopeFlags):
         return self.context
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the whole job."""
-        return self.sharers * self.tensor
-
-    @property
-    def sharers(self) -> int:
-        """Ranks over which gradients are summed and FSDP shards weights; those of --tensor hold parts anyway."""
-        return self.data_degree * self.ring * self.ulysses
-
-    @property
-    def mesh(self) -> str:
-        """How the ranks were asked for."""
-        ring = f" --ring {self.ring}" if self.ring > 1 else ""
-        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
-        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}{tensor}"
-
-    @property
     def sequences(self) -> int:
         """Sequences per optimizer step."""
-        return self.micro_batch * self.data_degree if self.batch is None else self.batch
+        return self.micro_batch * self.parallel.data_degree if self.batch is None else self.batch
 
     @property
     def checkpoints(self) -> Path:
@@ -256,33 +216,36 @@ class TrainConfig(MemoryFlags, RopeFlags):
         self._check_ranges()
         self.levels()
         self.rope()
-        if self.context != "max" and self.context < max(2, self.ring * self.ulysses):
+        if self.context != "max" and self.context < max(2, self.parallel.sequence_ranks):
             raise LongspanError(
                 f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "
-                f"of the {self.ring * self.ulysses} ranks that share it"
+                f"of the {self.parallel.sequence_ranks} ranks that share it"
             )
         if self.warmup > self.steps:
             raise LongspanError(f"--warmup {self.warmup} is longer than the run of --steps {self.steps}")
-        at_once = self.micro_batch * self.data_degree
+        at_once = self.micro_batch * self.parallel.data_degree
         if self.sequences < at_once or self.sequences % at_once:
             below = max(at_once, self.sequences // at_once * at_once)
             raise LongspanError(
                 f"--batch {self.sequences} is not a multiple of --micro-batch {self.micro_batch} x --data-degree "
-                f"{self.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
+                f"{self.parallel.data_degree} = {at_once}; give --batch {below} or {below + at_once}"
             )
-        if self.optimizer == "adamw8bit" and self.tensor > 1:
+        tensor = self.parallel.tensor
+        if self.optimizer == "adamw8bit" and tensor > 1:
             raise LongspanError(
-                f"--optimizer adamw8bit packs weights of which ranks hold whole rows, and --tensor {self.tensor} cuts "
-                f"them in columns too: the states of those would stay fp32; leave --optimizer at adamw, or use "
-                f"--tensor 1 --ulysses {self.ulysses * self.tensor}"
+                f"--optimizer adamw8bit packs weights of which ranks hold whole rows, and --tensor {tensor} "
+                f"cuts them in columns too: the states of those would stay fp32; leave --optimizer at adamw, or use "
+                f"--tensor 1 --ulysses {self.parallel.ulysses * tensor}"
             )
         self._check_gradients()
 
     def _check_gradients(self) -> None:
         """Refuse what cannot be had together in the way gradients are summed, and used."""
-        if self.grad_dtype != "fp32" and (not self.fsdp or self.sharers == 1):
-            alone = "one rank sums no gradients" if self.ranks == 1 else "the ranks of --tensor alone sum none so"
-            why = "with --no-fsdp gradients are summed in fp32" if self.sharers > 1 else alone
+        if self.grad_dtype != "fp32" and (not self.fsdp or self.parallel.fsdp_ranks == 1):
+            why = "with --no-fsdp gradients are summed in fp32"
+            if self.parallel.fsdp_ranks == 1:
+                ranks = "one rank" if self.parallel.ranks == 1 else "the tensor axis alone"
+                why = f"{ranks} sums no gradients"
             raise LongspanError(f"--grad-dtype {self.grad_dtype} is of FSDP's sums over ranks, and {why}; leave it out")
         if not self.optimizer_in_backward:
             return
@@ -292,13 +255,14 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 f"{flag} updates each weight before the norm of all gradients is known, and --clip {self.clip:g} needs "
                 f"it; say --clip 0"
             )
-        if self.sequences > self.micro_batch * self.data_degree:
+        at_once = self.micro_batch * self.parallel.data_degree
+        if self.sequences > at_once:
             raise LongspanError(
                 f"{flag} updates in every backward, and --batch {self.sequences} accumulates gradients over "
-                f"{self.sequences // (self.micro_batch * self.data_degree)} of them; give --batch "
-                f"{self.micro_batch * self.data_degree}, or --micro-batch {self.sequences // self.data_degree}"
+                f"{self.sequences // at_once} of them; give --batch {at_once}, or --micro-batch "
+                f"{self.sequences // self.parallel.data_degree}"
             )
-        if not self.fsdp and self.sharers > 1:
+        if not self.fsdp and self.parallel.fsdp_ranks > 1:
             raise LongspanError(
                 f"{flag} needs gradients that are summed one by one, and with --no-fsdp they are summed when the "
                 f"backward has ended; leave --no-fsdp out"
@@ -315,9 +279,7 @@ class TrainConfig(MemoryFlags, RopeFlags):
                 check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_COUNT)
         for name in ("warmup", "save_every", "keep", "shuffle"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, LARGEST_COUNT)
-        for name in ("ring", "ulysses", "tensor", "data_degree"):
-            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
-        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        self.parallel.check()
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)

@@ -36,19 +36,19 @@ def dry_run(config: TrainConfig) -> list[str]:
     check_ahead(
         model,
         device=device,
-        ring_size=config.ring,
+        ring_size=config.parallel.ring,
         fsdp=config.fsdp,
         kernel=config.kernel,
         memory_options=memory_options,
     )
-    layout = choose_layout(config.layout, config.ring, config.ulysses)
-    ring = f"ring {config.ring} x " if config.ring > 1 else ""
-    tensor = f" x tensor {config.tensor}" if config.tensor > 1 else ""
-    how = f" ({layout.kind}, {config.ring_impl})" if config.ring > 1 else ""
+    layout = choose_layout(config.parallel.layout, config.parallel.ring, config.parallel.ulysses)
+    ring = f"ring {config.parallel.ring} x " if config.parallel.ring > 1 else ""
+    tensor = f" x tensor {config.parallel.tensor}" if config.parallel.tensor > 1 else ""
+    how = f" ({layout.kind}, {config.parallel.ring_impl})" if config.parallel.ring > 1 else ""
     weights = sum(p.numel() for p in model.parameters())
     said = [
         "dry run: no rank is started, nothing is trained or written",
-        *what_runs(config, inputs, weights, device.type, f"{ring}ulysses {config.ulysses}{tensor}{how}"),
+        *what_runs(config, inputs, weights, device.type, f"{ring}ulysses {config.parallel.ulysses}{tensor}{how}"),
     ]
     try:
         check_cpu_offload(device, memory_options.cpu_offload)

@@ -11,6 +11,7 @@ from typing import Any
 
 from longspan.checkpoint import Checkpoint
 from longspan.checkpoint.identity import model_identity
+from longspan.core.sections import values
 from longspan.data import DocumentSource
 from longspan.train.config import TrainConfig
 
@@ -113,7 +114,8 @@ def _some(names: list[str]) -> str:
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """What may change where a run goes on, and changes the numbers. Plain values, to be kept in checkpoints."""
-    return {name: json.loads(json.dumps(getattr(config, name))) for name in _SETTINGS}
+    every = values(config)
+    return {name: json.loads(json.dumps(every[name])) for name in _SETTINGS}
 
 
 def changed_settings(resume: Checkpoint, config: TrainConfig) -> str | None:
@@ -121,7 +123,6 @@ def changed_settings(resume: Checkpoint, config: TrainConfig) -> str | None:
     before, now = resume.state.get("settings"), settings_of(config)
     if not isinstance(before, dict):
         return None
-    before = {"wire_dtype": "exact", **before}  # in what was written before there was another
     parts = [
         f"{name} was {_spell(before[name])}, is {_spell(value)}"
         for name, value in now.items()

@@ -26,8 +26,8 @@ def run(config: TrainConfig) -> int:
     config.check()
     if not launch.under_torchrun():  # before anything heavy is imported
         check_names(config.model, config.config, config.data, config.tokenizer)
-    launch.check_nproc(config.ranks, config.nproc, config.mesh)
-    if config.max_restarts and (config.ranks == 1 or launch.under_torchrun()):
+    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
+    if config.max_restarts and (config.parallel.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
             f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
             "torchrun's --max-restarts, or leave it out on one rank"
@@ -40,7 +40,7 @@ def run(config: TrainConfig) -> int:
             print(*dry_run(config), sep="\n", flush=True)
         return 0
     if not launch.under_torchrun():  # there the ranks check once they have met: what takes long is then no absence
-        check_processes(config.ranks, config.mesh)
+        check_processes(config.parallel.ranks, config.parallel.flags)
         from longspan.train.inputs import check_inputs, finished
 
         config = _settled(config)
@@ -71,7 +71,7 @@ def _settled(config: TrainConfig) -> TrainConfig:
 def _train(config: TrainConfig) -> None:
     for left in range(config.max_restarts, -1, -1):
         try:
-            launch.launch(_train_rank, config, nproc=config.ranks, grace_s=config.grace)
+            launch.launch(_train_rank, config, nproc=config.parallel.ranks, grace_s=config.grace)
             return
         except launch.RankFailed as error:
             if not left:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.consistency import host_group
-from longspan.comm.mesh import SequenceSharding, init_mesh
+from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.compat.torch_api import gather_into
 from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
@@ -86,14 +86,7 @@ class Trainer:
         self._at("start", long=True)
         self.inputs = self._agreed_inputs(meet(config.timeout, config.start_timeout) if heart is None else heart.peers)
         with _gloo_is_quiet():
-            mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
-            self.sp = SequenceSharding(
-                mesh,
-                config.layout,
-                ring_impl=config.ring_impl,
-                overlap_chunks=config.overlap_chunks or "auto",
-                wire_dtype=config.wire_dtype,
-            )
+            self.sp = make_sharding(config.parallel)
             self.group = self.sp.mesh_group
             # Ranks wait on the host for one that reads long: no NCCL communicator gives up over it.
             self.hosts = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)
@@ -170,7 +163,7 @@ class Trainer:
             mp_policy=policy,
             kernel=config.kernel,
             memory=config.levels(),
-            tensor_style=config.tensor_style,
+            tensor_style=config.parallel.tensor_style,
             check_weights=config.check_weights,
             check_at_rest=config.check_at_rest,
         )
@@ -347,7 +340,9 @@ class Trainer:
         if not self.first:
             return
         stem = self.config.out / "profile" / f"step-{self.step + 1}"
-        title = f"step {self.step + 1}: {self.config.mesh}, {self.config.tokens:,} tokens, {self.config.dtype}"
+        title = (
+            f"step {self.step + 1}: {self.config.parallel.flags}, {self.config.tokens:,} tokens, {self.config.dtype}"
+        )
         try:
             with io.StringIO() as said:
                 write_timeline(events, stem, title, said)

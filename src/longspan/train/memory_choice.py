@@ -35,16 +35,16 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     held = None if config.rank_memory is None else 1e9 * config.rank_memory
     if held is None and device.type == "cpu":  # the launcher is one process; the ranks of this machine share it
-        ranks_here = min(config.ranks, config.nproc or config.ranks)
+        ranks_here = min(config.parallel.ranks, config.nproc or config.parallel.ranks)
         held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
     hardware = hardware_of(device, held)
     if config.context == "max":  # unscaled: its longest context follows from it and the RoPE scaling asked for
-        model_config, _ = read_model_config(*model_flag(config), max(2, config.ranks))
+        model_config, _ = read_model_config(*model_flag(config), max(2, config.parallel.ranks))
     else:
         model_config, _ = load_model_config(config)
     model = model_origin(config, model_config).on_meta()
-    if config.tensor > 1:
-        tensor_plan(model, config.tensor, 0, config.tensor_style, config.ring * config.ulysses)
+    if config.parallel.tensor > 1:
+        tensor_plan(model, config.parallel.tensor, 0, config.parallel.tensor_style, config.parallel.sequence_ranks)
     try:
         shape = shape_of_model(model)
     except LongspanError:
@@ -53,12 +53,12 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         return config, []  # the planner cannot read this model, so it chooses nothing
     job = Job(
         context=1 if config.context == "max" else config.tokens,
-        batch=config.micro_batch * config.data_degree,
+        batch=config.micro_batch * config.parallel.data_degree,
         dtype=config.dtype,
         weight_sharding=config.fsdp,
-        tensor_style=config.tensor_style,
+        tensor_style=config.parallel.tensor_style,
     )
-    mesh = Mesh(config.data_degree, config.ring, config.ulysses, config.tensor)
+    mesh = Mesh(*config.parallel.degrees.values())
     for layer, _ in shape.layer_kinds:
         problem = layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:

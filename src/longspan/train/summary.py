@@ -20,7 +20,7 @@ def what_runs(config: TrainConfig, inputs: Inputs, weights: int, device: str, se
     """
     said = [
         f"{type(inputs.model_config).__name__.removesuffix('Config')}, {parameters(weights)}; "
-        f"{config.ranks} {device} ranks, data {config.data_degree} x {sequence}; {config.dtype}, "
+        f"{config.parallel.ranks} {device} ranks, data {config.parallel.data_degree} x {sequence}; {config.dtype}, "
         f"FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch {config.sequences} = "
         f"{config.sequences * config.tokens:,} tokens per step"
     ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
-from longspan.core.layout import LayoutName
 from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
+from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
 from longspan.ranks.rendezvous import START_TIMEOUT_S
 
 _MOST_TOKENS = 1 << 30
@@ -36,28 +35,8 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     it has to be the same, key by key; it is needed only where transformers cannot make the one that is kept."""
     context: int = 1024
     """Tokens per sequence (also 8k). One fewer is used where the ranks divide it, so that padding is exercised."""
-    ring: int = 1
-    """Blocks that a sequence is cut into, whose keys and values go round a ring (Ring Attention)."""
-    ulysses: int = 1
-    """Ranks that share one block, and swap tokens for heads (Ulysses); ring x ulysses ranks share a sequence."""
-    tensor: int = 1
-    """Ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
-    tensor_style: Literal["tp", "megatron-sp"] = "tp"
-    """How they sum: by AllReduce (tp), or by AllGather and ReduceScatter, norms and residuals cut by tokens."""
-    data_degree: int = 1
-    """Replicas that read different sequences; data x ring x ulysses x tensor ranks in all."""
-    layout: LayoutName = "auto"
-    """How tokens lie over a ring. auto: zigzag."""
-    ring_impl: Literal["auto", "p2p", "allgather"] = "p2p"
-    """How keys and values go round a ring. p2p is what auto chooses in a long run; in a short test it would choose
-    allgather."""
-    overlap_chunks: int | None = None
-    """Chunks of heads in which the Ulysses exchange goes, each under way while the attention of another computes; at
-    most the query heads of a rank (with a ring its KV heads). 1: all at once. By default several where a Ulysses group
-    spans hosts and there is enough to send, else 1."""
-    wire_dtype: CacheDtype = "exact"
-    """How q, k, v, outputs and gradients travel through the Ulysses exchange. int8, fp8: LOSSY, a byte per element and
-    an fp32 scale per token and head, forwards and backwards; for slow links. A ring stays exact."""
+    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
+    """How ranks share the work. Here --ring-impl is p2p, which auto chooses in long runs."""
     nproc: int | None = None
     """Ranks on this machine; by default as many as the degrees need."""
     batch: int = 1
@@ -93,32 +72,12 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     """Seconds within which all ranks must have started."""
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the whole job."""
-        return self.data_degree * self.shared * self.tensor
-
-    @property
-    def shared(self) -> int:
-        """Ranks that share one sequence."""
-        return self.ring * self.ulysses
-
-    @property
-    def lossy(self) -> bool:
-        """Whether what is exchanged is rounded: where there is an exchange."""
-        return self.wire_dtype != "exact" and self.ulysses > 1
-
-    @property
-    def mesh(self) -> str:
-        """How the ranks were asked for."""
-        ring = f" --ring {self.ring}" if self.ring > 1 else ""
-        tensor = f" --tensor {self.tensor}" if self.tensor > 1 else ""
-        return f"--data-degree {self.data_degree}{ring} --ulysses {self.ulysses}{tensor}"
-
-    @property
     def tokens(self) -> int:
         """Tokens per sequence that are run: `context`, or one fewer where the ranks divide it."""
-        by = self.shared if self.shared > 1 else self.tensor  # megatron-sp cuts a sequence too
-        return self.context - (by > 1 and self.context % by == 0)
+        ranks = self.parallel.sequence_ranks
+        if ranks == 1:  # megatron-sp shards the sequence over the tensor axis
+            ranks = self.parallel.tensor
+        return self.context - (ranks > 1 and self.context % ranks == 0)
 
     @property
     def reference(self) -> Literal["fp64", "fp32"]:
@@ -149,9 +108,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
-        for name in ("ring", "ulysses", "tensor", "data_degree"):
-            check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, LARGEST_JOB)
-        check_number(f"the product of {self.mesh}", self.ranks, 1, LARGEST_JOB)
+        self.parallel.check()
         if self.dropout != 0:
             raise LongspanError(
                 f"--dropout {self.dropout:g} would draw other numbers on other ranks, and nothing could be compared; "
@@ -164,16 +121,17 @@ class VerifyConfig(MemoryFlags, RopeFlags):
         for name in ("text_field", "data", "model", "resume", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
-        tokens = self.batch * self.data_degree * self.context
+        replicas, ranks = self.parallel.data_degree, self.parallel.sequence_ranks
+        tokens = self.batch * replicas * self.context
         if tokens > _MOST_TOKENS:
             raise LongspanError(
-                f"--batch {self.batch} x --data-degree {self.data_degree} x --context {self.context} are {tokens:,} "
+                f"--batch {self.batch} x --data-degree {replicas} x --context {self.context} are {tokens:,} "
                 f"tokens; verify holds them all on every rank, at most {_MOST_TOKENS:,}: give a smaller batch"
             )
         if self.tokenizer is not None and self.data is None:
             raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
-        if self.context < max(4, 2 * self.shared):
+        if self.context < max(4, 2 * ranks):
             raise LongspanError(
-                f"--context {self.context} is too short for {self.shared} ranks: give at least 2 tokens per rank, "
-                f"--context {max(4, 2 * self.shared)} or more"
+                f"--context {self.context} is too short for {ranks} ranks: give at least 2 tokens per rank, "
+                f"--context {max(4, 2 * ranks)} or more"
             )

@@ -54,9 +54,9 @@ def open_inputs(config: VerifyConfig, found: Checkpoint | None = None) -> Inputs
         LongspanError: for a missing or unfit model, tokenizer or text, or a model that `--tensor` cannot cut.
     """
     model_config = load_model_config(config, found)
-    if config.tensor > 1:
+    if config.parallel.tensor > 1:
         model = model_origin(config, model_config).on_meta()
-        tensor_plan(model, config.tensor, 0, config.tensor_style, config.shared)
+        tensor_plan(model, config.parallel.tensor, 0, config.parallel.tensor_style, config.parallel.sequence_ranks)
     return Inputs(model_config, make_batch(config, model_config), found)
 
 
@@ -178,7 +178,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tenso
         LongspanError: for text that is missing or too short, or a tokenizer that does not belong to the model.
     """
     draw = torch.Generator().manual_seed(config.seed)
-    rows, tokens = config.batch * config.data_degree, config.tokens
+    rows, tokens = config.batch * config.parallel.data_degree, config.tokens
     vocabulary = model_config.get_text_config().vocab_size
     if config.data is None:
         input_ids_BS = torch.randint(vocabulary, (rows, tokens), generator=draw)

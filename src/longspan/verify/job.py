@@ -29,17 +29,17 @@ def run(config: VerifyConfig) -> int:
         longspan.ranks.launch.RankFailed: if a rank dies.
     """
     config.check()
-    launch.check_nproc(config.ranks, config.nproc, config.mesh)
+    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
     if not launch.under_torchrun():
         check_names(config.model, config.config, config.data, config.tokenizer)
-        check_processes(config.ranks, config.mesh)
+        check_processes(config.parallel.ranks, config.parallel.flags)
     from longspan.checkpoint import Ranks
     from longspan.verify.inputs import open_inputs, open_resumed
     from longspan.verify.report import print_json, print_table
 
     if not launch.under_torchrun():  # what can be refused is refused before any rank starts
         open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
-    report: Report = launch.launch(_verify_rank, config, nproc=config.ranks)
+    report: Report = launch.launch(_verify_rank, config, nproc=config.parallel.ranks)
     if launch.is_first_rank():
         print_json(report) if config.json else print_table(report)
     return report.exit_code
@@ -61,19 +61,12 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
 
     from longspan import checkpoint
     from longspan.checkpoint import Ranks
-    from longspan.comm.mesh import SequenceSharding, init_mesh
+    from longspan.comm.mesh import make_sharding
     from longspan.verify.inputs import model_origin
     from longspan.verify.runs import Link, logits_part, make_models, make_report, sharded_parts, unsharded_runs
 
     inputs, ranks = _agreed_inputs(config, heart)
-    mesh = init_mesh(data=config.data_degree, ring=config.ring, ulysses=config.ulysses, tensor=config.tensor)
-    sp = SequenceSharding(
-        mesh,
-        config.layout,
-        ring_impl=config.ring_impl,
-        overlap_chunks=config.overlap_chunks or "auto",
-        wire_dtype=config.wire_dtype,
-    )
+    sp = make_sharding(config.parallel)
     link = Link.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
     alone = Ranks.alone()

@@ -257,7 +257,7 @@ def make_models(
         "mp_policy": policy,
         "kernel": config.kernel,
         "memory": "auto" if config.chooses else config.levels(),
-        "tensor_style": config.tensor_style,
+        "tensor_style": config.parallel.tensor_style,
     }
 
     def shard() -> nn.Module:
@@ -294,7 +294,7 @@ def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) 
     rows_B = torch.arange(config.batch, device=sp.device) + sp.data_rank * config.batch
     rows_BL = rows_B[:, None] * config.tokens + mine[real]
     logits_BLV = logits_BLV.detach()[:, real]
-    shape = (config.batch * config.data_degree * config.tokens, logits_BLV.shape[-1])
+    shape = (config.batch * config.parallel.data_degree * config.tokens, logits_BLV.shape[-1])
     return Part(rows_BL.flatten(), logits_BLV.flatten(0, 1)), shape
 
 
@@ -323,9 +323,9 @@ def make_report(
     mine = {name: _measure(name, part, shape, references, link) for name, (part, shape) in parts.items()}
     everyone = link.gather(mine)
     criterion = Criterion.of(config.dtype, config.reference)
-    if config.lossy:
+    if config.parallel.lossy:
         layers = {layer_of(name) for name in parts} - {None}
-        criterion = criterion.lossy(config.wire_dtype, len(layers))
+        criterion = criterion.lossy(config.parallel.wire_dtype, len(layers))
     losses = link.gather(float(parts["loss"][0].values))
     equalities = [equality("loss", losses, [f"{loss:.9g}" for loss in losses])]
     if not config.fsdp:
@@ -358,14 +358,14 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "context": config.context,
         "tokens": config.tokens,
         "batch": config.batch,
-        "data_degree": config.data_degree,
-        "ring": config.ring,
-        "ulysses": config.ulysses,
-        "tensor": config.tensor,
-        "tensor_style": config.tensor_style if config.tensor > 1 else None,
+        "data_degree": config.parallel.data_degree,
+        "ring": config.parallel.ring,
+        "ulysses": config.parallel.ulysses,
+        "tensor": config.parallel.tensor,
+        "tensor_style": config.parallel.tensor_style if config.parallel.tensor > 1 else None,
         "layout": sp.layout.kind,
-        "ring_impl": config.ring_impl if config.ring > 1 else None,
-        "wire_dtype": config.wire_dtype if config.lossy else "exact",
+        "ring_impl": config.parallel.ring_impl if config.parallel.ring > 1 else None,
+        "wire_dtype": config.parallel.wire_dtype if config.parallel.lossy else "exact",
         "dtype": config.dtype,
         "reference": config.reference,
         "fsdp": config.fsdp,

@@ -1,0 +1,110 @@
+"""How the ranks of a job share the work: one value, from the command line to the mesh. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.core.cache_dtype import CACHE_DTYPES, CacheDtype
+from longspan.core.layout import LayoutName, layout_names
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_number
+
+AXES = ("data", "ring", "ulysses", "tensor")
+"""Axes of a mesh, in the order of the ranks: neighbours share the axes to the right."""
+
+RingImpl = Literal["auto", "p2p", "allgather"]
+RING_IMPLS: tuple[RingImpl, ...] = ("auto", "p2p", "allgather")
+TensorStyle = Literal["tp", "megatron-sp"]
+TENSOR_STYLES: tuple[TensorStyle, ...] = ("tp", "megatron-sp")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the work: data-degree x ring x ulysses x tensor of them in all."""
+
+    data_degree: int = 1
+    """Replicas that read different sequences."""
+    ring: int = 1
+    """Size of the ring axis: blocks of a sequence, whose keys and values are sent round a ring (Ring Attention)."""
+    ulysses: int = 1
+    """Size of the ulysses axis: ranks that share a block and swap tokens for heads (Ulysses). ring x ulysses ranks
+    share a sequence."""
+    tensor: int = 1
+    """Size of the tensor axis: ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
+    tensor_style: TensorStyle = "tp"
+    """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
+    many bytes), and shard norms and residuals by tokens."""
+    layout: LayoutName = "auto"
+    """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
+    auto: zigzag."""
+    ring_impl: RingImpl = "auto"
+    """How keys and values reach the other ring ranks. p2p: from neighbour to neighbour, overlapped with attention.
+    allgather: all before attention. auto: p2p, unless they are small."""
+    overlap_chunks: int | Literal["auto"] = "auto"
+    """Chunks of heads in the Ulysses all-to-all, each overlapped with the attention of another; at most a rank's query
+    heads (with a ring its KV heads). 1: no overlap. auto: several where a Ulysses group spans hosts and sends enough,
+    else 1."""
+    wire_dtype: CacheDtype = "exact"
+    """Wire dtype of q, k, v, outputs and their gradients in the Ulysses all-to-all. int8, fp8: LOSSY, one byte per
+    element and an fp32 scale per token and head; for slow links. A ring stays exact."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Size of every axis, in the mesh's order."""
+        return dict(zip(AXES, (self.data_degree, self.ring, self.ulysses, self.tensor), strict=True))
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def fsdp_ranks(self) -> int:
+        """Ranks over which FSDP shards weights and gradients are summed: all but the tensor axis."""
+        return self.data_degree * self.sequence_ranks
+
+    @property
+    def flags(self) -> str:
+        """The axes larger than 1 as flags of a command."""
+        sizes = [f"{_flag(axis)} {size}" for axis, size in self.degrees.items() if size > 1]
+        return " ".join(sizes) or "--ulysses 1"
+
+    @property
+    def lossy(self) -> bool:
+        """Whether an all-to-all rounds what it sends."""
+        return self.wire_dtype != "exact" and self.ulysses > 1
+
+    def check(self) -> None:
+        """Raise on values out of range, naming the flag.
+
+        Raises:
+            LongspanError: with the value and the range.
+        """
+        self.check_degrees(_flag)
+        check_number(f"the product of {self.flags}", self.ranks, 1, LARGEST_JOB)
+        self.check_choices(lambda field: f"--{field.replace('_', '-')}")
+
+    def check_degrees(self, name: Callable[[str], str] = str) -> None:
+        """Raise unless every axis has a size of at least 1; `name` formats an axis for the message."""
+        for axis, size in self.degrees.items():
+            check_number(name(axis), size, 1, LARGEST_JOB, whole=True)
+
+    def check_choices(self, name: Callable[[str], str] = str) -> None:
+        """Raise on an unknown layout, ring_impl, tensor_style, wire_dtype or overlap_chunks."""
+        check_choice(name("layout"), self.layout, layout_names())
+        check_choice(name("ring_impl"), self.ring_impl, RING_IMPLS)
+        check_choice(name("tensor_style"), self.tensor_style, TENSOR_STYLES)
+        check_choice(name("wire_dtype"), self.wire_dtype, CACHE_DTYPES)
+        if self.overlap_chunks != "auto":
+            check_number(name("overlap_chunks"), self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
+
+
+def _flag(axis: str) -> str:
+    return "--data-degree" if axis == "data" else f"--{axis}"
