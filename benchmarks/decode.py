@@ -30,7 +30,7 @@ import longspan
 from benchmarks import common
 from longspan.comm.digests import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
-from longspan.plan.generation import largest_moment
+from longspan.plan.generation import peak_items
 from longspan.plan.models import shape_from_config
 from tests.counting import count_sent
 from tests.memory import peak_of
@@ -81,7 +81,7 @@ def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) 
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
     planned = [layer.mixer.cache_by_rank(token, mesh, generated, prompt, code)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
     held = replace(token, context=prompt + generated, cache=code)
-    of_rank = largest_moment(shape, held, mesh, read_hardware("cpu"), prompt)
+    of_rank = peak_items(shape, held, mesh, read_hardware("cpu"), prompt)
     per_token, of_short = (
         sum(one.bytes_per_gpu * one.count for one in cost(shape, job, mesh, read_hardware("cpu")).comm)
         for job in (token, short)

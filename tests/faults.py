@@ -158,14 +158,14 @@ FAULTS = (
     Fault("rank_beyond_the_world_accepted", "ranks/rendezvous.py", '_integer("RANK", 0, world_size - 1)',
           '_integer("RANK", 0, None)', "tests/test_agreement.py -k variables"),
     # plan
-    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", "gathered = shard * (f - 1)", "gathered = shard * f",
+    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", '"weights of a layer", shard * (f - 1)', '"weights of a layer", shard * f',
           "tests/test_plan_counts.py -k training_step"),
     Fault("ulysses_bytes_of_all_ranks", "plan/layers/exchange.py", "rows * (all_packed - packed), forwards",
           "rows * all_packed, forwards", "tests/test_plan_counts.py -k ulysses_attention"),
     Fault("window_costs_its_context", "plan/layers/attended_keys.py", "w * (w + 1) / 2 + (float(n) - w) * w",
           "float(n) * w", "tests/test_plan.py -k count_their_pairs"),
-    Fault("saved_norm_forgotten", "plan/cost/saved.py", "normed + q_k_v * s.b * s.d, normed + of_mlp",
-          "normed + q_k_v * s.b * s.d, of_mlp", "tests/test_plan_memory.py -k exact"),
+    Fault("saved_norm_forgotten", "plan/cost/saved.py", "normed + qkv_inputs * c.b * c.d, normed + mlp_input",
+          "normed + qkv_inputs * c.b * c.d, mlp_input", "tests/test_plan_memory.py -k exact"),
     # verify, train, tracing, scoring
     Fault("verify_accepts_ten_times_the_limit", "verify/compare.py", "self.sharded[rank] <= self.limit[rank]",
           "self.sharded[rank] <= 10 * self.limit[rank]", "tests/test_verify_compare.py"),

@@ -27,7 +27,7 @@ from longspan.bench.hardware_file import MeasuredHardware, as_toml, print_table
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.plan import Job, Mesh, read_model
-from longspan.plan.cost.communication import layer_method
+from longspan.plan.cost.communication import method_sent
 from longspan.ranks import launch
 from tests.counting import count_sent
 from tests.pool import THREADS, RankPool
@@ -220,7 +220,7 @@ def test_what_a_step_sends_is_thinned_to_a_few_sizes() -> None:
     for sizes in found.values():
         assert sizes == sorted(sizes) and len(sizes) <= MAX_SIZES
         assert all(b > 1.1 * a for a, b in itertools.pairwise(sizes))
-    exchanged = [each.bytes for job, _ in jobs for each in layer_method(shape, shape.layers[0], job, mesh)
+    exchanged = [each.bytes for job, _ in jobs for each in method_sent(shape, shape.layers[0], job, mesh)
                  if each.op == "all_to_all"]  # fmt: skip
     assert (found["ulysses", "all_to_all"][0], found["ulysses", "all_to_all"][-1]) == (min(exchanged), max(exchanged))
 
@@ -513,8 +513,7 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     from longspan.bench.methods import select
     from longspan.bench.predict import predict
     from longspan.bench.shapes import job_of, read_config, shape_of
-    from longspan.plan.cost.compute import layer_seconds
-    from longspan.plan.cost.times import layer_exposed
+    from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds
     from longspan.plan.hardware import CATALOGUE, MeasuredLink
 
     config = replace(make(BenchConfig, what="attention"), heads=16, kv_heads=4, dtype="fp32")
@@ -527,7 +526,7 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
         found = predict("attention", shape, job, candidate.mesh, hardware)
         computing = layer_seconds(shape, shape.layers[0], job, candidate.mesh, hardware)
         attention = computing.attention_forward + computing.attention_backward
-        exposed = layer_exposed(shape, shape.layers[0], computing, job, candidate.mesh, hardware)
+        exposed = exposed_layer_seconds(shape, shape.layers[0], computing, job, candidate.mesh, hardware)
         assert found.total == pytest.approx(exposed + attention)
         totals.append(found.total)
         assert (found.total == pytest.approx(found.communication + attention)) == (hidden == 0 or method == "ulysses")

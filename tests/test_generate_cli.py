@@ -27,7 +27,7 @@ from longspan.generate.job import opened, spell_report
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, Progress, progress_line
-from longspan.plan.generation import check_fits, check_score_fits, largest_moment, scoring_moment
+from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
@@ -312,7 +312,7 @@ def test_the_mesh_that_is_named_fits_and_smaller_ones_do_not() -> None:
     assert "4 ranks of this kind would do: --ring 1 --ulysses 4 with FSDP" in said
     sharded = replace(job, weight_sharding=True)
     check_fits(model, sharded, Mesh(ulysses=4), hardware, chunk)
-    assert sum(largest_moment(model, sharded, Mesh(ring=2), hardware, chunk).values()) > hardware.memory_bytes
+    assert sum(peak_items(model, sharded, Mesh(ring=2), hardware, chunk).values()) > hardware.memory_bytes
     longest = int(said.split(" tokens fit")[0].split()[-1].replace(",", ""))
     check_fits(model, replace(job, context=longest), Mesh(), hardware, chunk)
     with pytest.raises(LongspanError):
@@ -322,7 +322,7 @@ def test_the_mesh_that_is_named_fits_and_smaller_ones_do_not() -> None:
         check_score_fits(model, job, Mesh(), hardware)
     ranks = int(str(refused.value).split(" ranks of this kind would do: --ring 1")[0].split()[-1])
     check_score_fits(model, sharded, Mesh(ulysses=ranks), hardware)
-    items = scoring_moment(model, job, Mesh(), hardware)
+    items = scoring_peak_items(model, job, Mesh(), hardware)
     assert items["kv_cache"] == 0 and items["mlp"] >= 2 * 2 * 14336 * job.context  # all tokens at once, in bf16
     assert sum(items.values()) > hardware.memory_bytes
 

@@ -33,9 +33,8 @@ from longspan.plan import (
 )
 from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
-from longspan.plan.cost.communication import layer_method
-from longspan.plan.cost.compute import LayerSeconds, layer_work
-from longspan.plan.cost.times import layer_exposed, step_times, waiting
+from longspan.plan.cost.communication import method_sent
+from longspan.plan.cost.times import LayerSeconds, exposed_layer_seconds, layer_work, ring_wait, step_times
 from longspan.plan.hardware import OPS, MeasuredLink
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
@@ -324,7 +323,7 @@ def test_what_a_round_does_not_hide_is_waited_for(
         in_flight.append(gradient)
         computing.append(attention * own / halves)
     waited = sum(max(0.0, sent - computed) for sent, computed in zip(in_flight, computing, strict=True))
-    assert waiting(kv, gradient, attention, own, rounds) == pytest.approx(waited)
+    assert ring_wait(kv, gradient, attention, own, rounds) == pytest.approx(waited)
 
 
 def test_a_ring_hides_behind_a_long_attention_and_an_all_gather_never_does() -> None:
@@ -372,16 +371,16 @@ def test_what_can_be_hidden_is_where_there_is_attention_for_it(hidden: float, at
     """Of four chunks three parts of each way, of a ring every message; a collective takes a second."""
     layer, computing = LLAMA.layers[0], LayerSeconds(0.0, 0.0, attention, attention)
     job = Job(context=4096, overlap_chunks=4, memory=FASTEST)
-    exchanged = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=4), shares(hidden))
+    exchanged = exposed_layer_seconds(LLAMA, layer, computing, job, Mesh(ulysses=4), shares(hidden))
     each_way = 4 * 2 * 1.0  # of four chunks there and back
     assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
 
     # On 8 ranks all four chunks of a rank share one KV head of 3 units with its query head: the first one's way there
     # is 3 of 6 units, and its gradient's home with the last; O and dO are 4 units, a chunk 1.
     slowly = {("ulysses", "all_to_all"): MeasuredLink(0.0, 1e6, (), hidden)}
-    hardware, sent = replace(A100, measured=slowly), [s.bytes for s in layer_method(LLAMA, layer, job, Mesh(ulysses=8))]
+    hardware, sent = replace(A100, measured=slowly), [s.bytes for s in method_sent(LLAMA, layer, job, Mesh(ulysses=8))]
     way = sum(sent) / 1e6 / 2
-    shared = layer_exposed(LLAMA, layer, computing, job, Mesh(ulysses=8), hardware)
+    shared = exposed_layer_seconds(LLAMA, layer, computing, job, Mesh(ulysses=8), hardware)
     assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
     ring, mesh = replace(job, overlap_chunks=1), Mesh(ring=2)
@@ -390,7 +389,7 @@ def test_what_can_be_hidden_is_where_there_is_attention_for_it(hidden: float, at
     # Forward a block while the own one is computed; backward that, and a gradient home during the own one's rest.
     messages = [attention * schedule.own] + [attention * schedule.own * 0.5] * 2
     waits = sum(1 - hidden + max(0.0, hidden - beside) for beside in messages)
-    assert layer_exposed(LLAMA, layer, computing, ring, mesh, shares(hidden)) == pytest.approx(waits)
+    assert exposed_layer_seconds(LLAMA, layer, computing, ring, mesh, shares(hidden)) == pytest.approx(waits)
 
 
 def test_weights_run_beside_nothing_on_cpus() -> None:

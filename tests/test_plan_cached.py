@@ -12,7 +12,7 @@ import torch
 import longspan
 from longspan.core.errors import LongspanError
 from longspan.plan import Job, Mesh, cost
-from longspan.plan.cost.cached import staged_bytes
+from longspan.plan.cost.forward_memory import staged_bytes
 from longspan.plan.generation import check_fits
 from longspan.plan.hardware import read_hardware
 from longspan.plan.models import shape_from_config

@@ -22,11 +22,11 @@ from longspan.core.layout import Layout
 from longspan.core.memory import Memory
 from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
-from longspan.plan.cost.communication import layer_method
-from longspan.plan.cost.ring import ring_schedule
+from longspan.plan.cost.communication import method_sent
 from longspan.plan.job import TensorStyle
-from longspan.plan.layers import Causal, Chunk, Reach, Window
+from longspan.plan.layers import AttendedKeys, Causal, Chunk, Window
 from longspan.plan.layers.attended_keys import CAUSAL
+from longspan.plan.layers.ring import ring_schedule
 from longspan.plan.models import ModelShape, shape_from_config
 from tests.choose import confirming, each_value, grouped, pairwise
 from tests.counting import count_sent
@@ -108,7 +108,7 @@ def test_ulysses_attention_sends_what_is_planned(shape: Shape, ulysses: int, dty
 def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[tuple[str, int]]:
     # In training a replica takes its sequences one by one: the two of this batch are twice the bytes of one.
     planned: Counter[tuple[str, int]] = Counter()
-    for sent in layer_method(model, model.layers[0], job, mesh):
+    for sent in method_sent(model, model.layers[0], job, mesh):
         if sent.calls:
             planned[(sent.op, batch * sent.bytes)] += sent.calls
     return planned
@@ -117,7 +117,7 @@ def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[
 MHA, GQA, MQA, UNEVEN = (8, 8, 4, 4), (8, 2, 4, 4), (4, 1, 4, 4), (6, 3, 4, 4)
 RING_MESHES = [Mesh(ring=2), Mesh(ring=4), Mesh(ring=8), Mesh(ring=2, ulysses=2), Mesh(ring=4, ulysses=2)]
 RING_MESHES += [Mesh(ring=2, ulysses=4), Mesh(ring=3, ulysses=2)]
-REACHES: dict[str, Any] = {"": Causal, "window": Window, "chunk": Chunk}
+MASKS: dict[str, Any] = {"": Causal, "window": Window, "chunk": Chunk}
 MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk": 9}]
 
 
@@ -133,8 +133,8 @@ def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> Non
             by_rank = [
                 attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.gpus)
             ]
-            reach = REACHES[next(iter(mask), "")](*mask.values())
-            model = a_model(*shape, reach=reach)
+            keys = MASKS[next(iter(mask), "")](*mask.values())
+            model = a_model(*shape, keys=keys)
             job = Job(context=n, dtype="bf16" if n == 37 else "fp32", layout=layout, ring_impl=impl)
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
 
@@ -176,11 +176,11 @@ def test_a_compressed_exchange_sends_what_is_planned(mesh: Mesh, code: Any) -> N
             Job(context=36, wire_dtype=code, **wrong)  # type: ignore[arg-type]
 
 
-def a_model(q_heads: int, kv_heads: int, d: int, dv: int, reach: Reach = CAUSAL) -> ModelShape:
+def a_model(q_heads: int, kv_heads: int, d: int, dv: int, keys: AttendedKeys = CAUSAL) -> ModelShape:
     config = {**LLAMA, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": d}
     model = shape_from_config(config, "test")
     layer = model.layers[0]
-    mixer = dataclasses.replace(layer.mixer, v_head_dim=dv, reach=reach)  # type: ignore[call-arg]
+    mixer = dataclasses.replace(layer.mixer, v_head_dim=dv, keys=keys)  # type: ignore[call-arg]
     return dataclasses.replace(model, layers=(dataclasses.replace(layer, mixer=mixer), *model.layers[1:]))
 
 
@@ -370,8 +370,8 @@ def step_sent(
     return Counter((one.op, one.bytes) for one in sent)
 
 
-def a_mask(reach: Reach) -> AttentionMask:
-    return AttentionMask(**{name: reach.limit for name, of in REACHES.items() if name and isinstance(reach, of)})
+def a_mask(keys: AttendedKeys) -> AttentionMask:
+    return AttentionMask(**{name: keys.limit for name, of in MASKS.items() if name and isinstance(keys, of)})
 
 
 @settings(max_examples=150, deadline=None)
@@ -380,12 +380,12 @@ def a_mask(reach: Reach) -> AttentionMask:
     ring=st.integers(1, 12),
     ulysses=st.integers(1, 3),
     layout=st.sampled_from(["zigzag", "contiguous"]),
-    reach=st.one_of(st.just(CAUSAL), st.builds(Window, st.integers(1, 80)), st.builds(Chunk, st.integers(1, 80))),
+    keys=st.one_of(st.just(CAUSAL), st.builds(Window, st.integers(1, 80)), st.builds(Chunk, st.integers(1, 80))),
 )
-def test_a_ring_is_scheduled_as_attention_does(n: int, ring: int, ulysses: int, layout: Any, reach: Reach) -> None:
+def test_ring_schedule_matches_attention(n: int, ring: int, ulysses: int, layout: Any, keys: AttendedKeys) -> None:
     cut = Layout(ring, ulysses, layout)
-    found = ring_schedule(cut, n, reach)
-    work = pairs_of_blocks(cut, (n, n), a_mask(reach).limited_to(n), 1)
+    found = ring_schedule(cut, n, keys)
+    work = pairs_of_blocks(cut, (n, n), a_mask(keys).limited_to(n), 1)
     assert found.routes == ring_routes([[pairs > 0 for pairs in row] for row in work])
     assert found.pairs == tuple(sum(row) for row in work)
     steps = range(1, found.routes.rounds + 1)

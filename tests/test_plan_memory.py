@@ -14,7 +14,8 @@ from torch import Tensor
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.memory import memory
-from longspan.plan.cost.saved import Scale, saved_per_token
+from longspan.plan.cost.saved import saved_per_token
+from longspan.plan.layers import CostContext
 from longspan.plan.models import shape_from_config
 from tests.choose import confirming, pairwise
 from tests.memory import peak_of
@@ -228,9 +229,9 @@ def test_saved_activations_are_exact(
     model = shape_from_config(config, "test")
     kept = Memory(recompute_mlp_act=False)
     job = Job(context=context, memory=kept, **{"dtype": dtype})  # type: ignore[arg-type]
-    scale = Scale(context // mesh.gpus, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
-    planned = saved_per_token(model.layers[0], job, mesh, scale, autocast=False)
-    assert planned.total * scale.tokens == more - fewer
+    c = CostContext(context // mesh.gpus, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
+    planned = saved_per_token(model.layers[0], job, mesh, c)
+    assert planned.total * c.tokens == more - fewer
 
 
 def saved_bytes(config: dict[str, Any], context: int, mesh: Mesh, dtype: str) -> int:

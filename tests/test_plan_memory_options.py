@@ -17,10 +17,19 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
 from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context, read_hardware, read_model, search
 from longspan.plan.config import PlanConfig
-from longspan.plan.cost.memory import memory, scale_of
-from longspan.plan.cost.memory_options import mlp_tiles, mlp_under_way, mlp_weight_sums, norm_of_mlp_under_way
-from longspan.plan.cost.saved import SavedActivations, again_per_token, autocasts, kept_per_token, saved_per_token
-from longspan.plan.layers.exchange import chunks
+from longspan.plan.cost.memory import memory
+from longspan.plan.cost.saved import (
+    SavedActivations,
+    checkpoint_per_token,
+    cost_context,
+    mlp_backward_bytes,
+    mlp_gradient_sum_bytes,
+    mlp_norm_backward_bytes,
+    mlp_tiles,
+    recomputed_per_token,
+    saved_per_token,
+)
+from longspan.plan.layers.exchange import chunk_count
 from longspan.plan.limits import refusal
 from longspan.plan.memory_search import lattice, longest, memory_rows
 from longspan.plan.models import ModelShape, shape_from_config
@@ -45,7 +54,7 @@ NORM = 4 * 64 + 4 + 128
 
 def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivations:
     job = Job(context=1024, memory=memory_options)
-    return of(LAYER, job, mesh, scale_of(SMALL, job, mesh, H100), autocasts(job))  # type: ignore[no-any-return]
+    return of(LAYER, job, mesh, cost_context(SMALL, job, mesh, H100))  # type: ignore[no-any-return]
 
 
 # ---- Bytes, by hand.
@@ -63,26 +72,26 @@ def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivat
     ],
 )
 def test_what_checkpointing_keeps(checkpointing: Any, mesh: Mesh, attention: int) -> None:
-    kept = per_token(kept_per_token, Memory(checkpointing=checkpointing), mesh)
+    kept = per_token(checkpoint_per_token, Memory(checkpointing=checkpointing), mesh)
     assert kept == SavedActivations(HIDDEN, attention, 0)
 
 
 def test_what_a_layer_saves_while_it_is_computed_again() -> None:
     plain = SavedActivations(2 * (NORM + HIDDEN), Q + KV + OUT + LSE + OUT, 4 * 2 * 96)
-    assert per_token(again_per_token, Memory(checkpointing="full")) == plain
+    assert per_token(recomputed_per_token, Memory(checkpointing="full")) == plain
     assert per_token(saved_per_token, Memory(recompute_mlp_act=False)) == plain
     from_matrices = replace(plain, mlp=2 * 2 * 96)  # what gate and up gave; the rest follows from it
     assert per_token(saved_per_token, FASTEST) == from_matrices
-    assert per_token(again_per_token, Memory(checkpointing="save_attention")) == replace(plain, attention=0)
-    assert per_token(again_per_token, Memory(checkpointing="selective")) == replace(plain, attention=Q + KV)
+    assert per_token(recomputed_per_token, Memory(checkpointing="save_attention")) == replace(plain, attention=0)
+    assert per_token(recomputed_per_token, Memory(checkpointing="selective")) == replace(plain, attention=Q + KV)
     lean = replace(plain, attention=Q + KV + OUT + LSE)
-    assert per_token(again_per_token, Memory(checkpointing="full", head_chunks=2)) == lean
+    assert per_token(recomputed_per_token, Memory(checkpointing="full", head_chunks=2)) == lean
     norms = replace(from_matrices, hidden=2 * HIDDEN)  # two norms' inputs: what they give follows from these
     assert per_token(saved_per_token, Memory(tiled_norms=True)) == norms
     again = replace(plain, hidden=HIDDEN)  # the first norm's input is the layer's own
-    assert per_token(again_per_token, Memory(checkpointing="full", tiled_norms=True)) == again
+    assert per_token(recomputed_per_token, Memory(checkpointing="full", tiled_norms=True)) == again
     assert per_token(saved_per_token, Memory(tiled_mlp=4)) == replace(plain, mlp=0)
-    assert per_token(again_per_token, LEAN) == SavedActivations(HIDDEN, Q + KV + OUT + LSE, 0)
+    assert per_token(recomputed_per_token, LEAN) == SavedActivations(HIDDEN, Q + KV + OUT + LSE, 0)
 
 
 def test_a_tile_of_the_mlp() -> None:
@@ -95,11 +104,11 @@ def test_a_tile_of_the_mlp() -> None:
         (512, Memory(tiled_mlp=600), 512),
     ):
         job = Job(context=2 * tokens, memory=memory_options)
-        scale = scale_of(SMALL, job, TWO, H100)
-        assert mlp_tiles(LAYER, job, TWO, scale) == tiles
-        assert mlp_under_way(LAYER, job, TWO, scale) == each * -(-tokens // tiles)
-        assert mlp_weight_sums(LAYER, job, TWO, scale) == (4 * 3 * 64 * 96 if tiles > 1 else 0)
-        assert mlp_weight_sums(LAYER, replace(job, dtype="fp32"), TWO, scale) == 0
+        context = cost_context(SMALL, job, TWO, H100)
+        assert mlp_tiles(LAYER, job, TWO, context) == tiles
+        assert mlp_backward_bytes(LAYER, job, TWO, context) == each * -(-tokens // tiles)
+        assert mlp_gradient_sum_bytes(LAYER, job, TWO, context) == (4 * 3 * 64 * 96 if tiles > 1 else 0)
+        assert mlp_gradient_sum_bytes(LAYER, replace(job, dtype="fp32"), TWO, context) == 0
 
 
 def test_what_is_offloaded_lies_elsewhere() -> None:
@@ -206,7 +215,7 @@ def test_a_ring_in_pieces_sends_the_same() -> None:
 def test_pieces_are_no_more_than_kv_heads() -> None:
     for heads, mesh, n in ((0, TWO, 2), (3, TWO, 2), (3, Mesh(), 3), (0, Mesh(ulysses=8), 1), (1, Mesh(), 1)):
         job = Job(context=1024, memory=Memory(head_chunks=heads))
-        assert chunks(LAYER.mixer, job, mesh) == n  # type: ignore[arg-type]
+        assert chunk_count(LAYER.mixer, job, mesh) == n  # type: ignore[arg-type]
 
 
 def test_the_time_of_each_memory_option() -> None:
@@ -274,19 +283,20 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
     assume(refusal(model, job, mesh) is None)
     with_it = replace(job, memory=replace(memory_options, **memory_option))
     before, after = (sum(memory(model, each, mesh, H100).values()) for each in (job, with_it))
-    scale, layer = scale_of(model, job, mesh, H100), model.layers[0]
+    context, layer = cost_context(model, job, mesh, H100), model.layers[0]
     extra = 0
     if "checkpointing" in memory_option:
-        extra += kept_per_token(layer, with_it, mesh, scale, False).total * scale.tokens
+        extra += checkpoint_per_token(layer, with_it, mesh, context).total * context.tokens
     if "tiled_mlp" in memory_option:
-        extra += mlp_weight_sums(layer, with_it, mesh, scale) + norm_of_mlp_under_way(layer, with_it, mesh, scale)
+        extra += mlp_gradient_sum_bytes(layer, with_it, mesh, context)
+        extra += mlp_norm_backward_bytes(layer, with_it, mesh, context)
     if "cpu_offload" in memory_option:
         extra += (3 * layer.params + 2 * model.root_params) * 4
-    if (with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all) or memory_option == {
-        "checkpointing": "save_attention"
-    }:
-        extra += layer.mixer.backward_buffers(with_it, mesh, scale).total
-        extra += scale.tokens * scale.b * layer.mixer.q_heads * layer.mixer.v_head_dim  # my output, kept until the end
+    recomputes = with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all
+    if recomputes or memory_option == {"checkpointing": "save_attention"}:
+        extra += layer.mixer.backward_buffers(with_it, mesh, context).total
+        # The local output, held until the end.
+        extra += context.tokens * context.b * layer.mixer.q_heads * layer.mixer.v_head_dim
     assert after <= before + extra
 
 

@@ -26,7 +26,7 @@ from longspan.plan.command import PlanConfig
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
-from longspan.plan.suggestions import would_do
+from longspan.plan.suggestions import find_suggestions
 from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
 from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import render
@@ -367,7 +367,7 @@ def _switched() -> tuple[str, dict[str, Any]]:
     data = settings_grid(LLAMA, ASKED, 8, h100)
     found = search(LLAMA, ASKED, 8, h100)
     report = to_dict(
-        found, LLAMA, ASKED, 8, h100, compare(LLAMA, ASKED, 8, h100), None, would_do(LLAMA, ASKED, 8, h100)
+        found, LLAMA, ASKED, 8, h100, compare(LLAMA, ASKED, 8, h100), None, find_suggestions(LLAMA, ASKED, 8, h100)
     )
     also = [Mesh(*sizes) for sizes in data["meshes"]]
     return render(report, grid(LLAMA, ASKED, 8, h100, also), data), data
@@ -493,7 +493,7 @@ def test_the_switches_show_the_planners_figures(browser: Any, tmp_path: Path) ->
 def test_the_page_says_how_many_gpus_would_do_and_draws_the_methods(browser: Any, tmp_path: Path) -> None:
     page, _ = _switched()
     _open(browser, tmp_path / "plan.html", page)
-    found = would_do(LLAMA, ASKED, 8, CATALOGUE["h100"])
+    found = find_suggestions(LLAMA, ASKED, 8, CATALOGUE["h100"])
     assert found.more is not None and found.memory_options is not None
     assert _find(browser, "#more-gpus")[0].text.startswith(
         f"{found.more.mesh.gpus} GPUs of the kind would do: {found.more.mesh},"

@@ -17,7 +17,7 @@ from longspan.plan import Job, Plan, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
 from longspan.plan.job import Mesh
 from longspan.plan.memory_search import search_memory_options
-from longspan.plan.suggestions import what_would_do, would_do
+from longspan.plan.suggestions import find_suggestions, suggestion_text
 from longspan.plan.views.tables import show
 
 WIDE = 1000
@@ -190,20 +190,20 @@ def test_sizes(number: float, said: str) -> None:
 def test_advice_in_the_json_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-3.1-70b", "--context", "128k", "--gpus", "8", "--memory", "fastest"]
     assert main(["plan", *args, "--json"]) == 1
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)["would_do"]
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)["suggestions"]
     assert main(["plan", *args]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert f"{told['more']['gpus']} GPUs would do, the job as it is: {Mesh(**told['more']['mesh'])}," in text
     assert f"On these GPUs {Mesh(**told['memory_options']['mesh'])} would do" in text
     assert "--grad-checkpointing" not in shlex.split(told["memory_options"]["command"])
     assert main(["plan", "--model", "llama-3.1-8b", "--context", "4k", "--gpus", "8", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["would_do"] is None
+    assert json.loads(capsys.readouterr().out)["suggestions"] is None
 
 
 def test_where_nothing_would_do() -> None:
     model, hardware = read_model("llama-3.1-405b"), read_hardware("l40s")
     job = Job(context=1 << 30)
-    found = would_do(model, job, 1, hardware)
+    found = find_suggestions(model, job, 1, hardware)
     assert (found.memory_options, found.more, found.fewer, found.longest) == (None, None, None, None)
-    assert "No memory options would do, nor would up to 16,384 GPUs" in what_would_do(model, job, 1, hardware)
+    assert "No memory options would do, nor would up to 16,384 GPUs" in suggestion_text(model, job, 1, hardware)
     assert search(model, job, 1, hardware).fastest is None

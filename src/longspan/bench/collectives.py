@@ -105,8 +105,8 @@ def make_table(found: Collectives) -> Table:
     from rich import box
     from rich.table import Table
 
-    from longspan.plan.views.units import seconds as time_text
-    from longspan.plan.views.units import size
+    from longspan.core.formatting import seconds as time_text
+    from longspan.core.formatting import size
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
     for name in ("axis", "ranks", "collective", "size", "sent", "formula", "median", "quartiles", "fit", "off", "GB/s"):

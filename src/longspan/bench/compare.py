@@ -191,14 +191,14 @@ def formula(
     config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the planned bytes that a rank sends, by collective: for the method, and for everything else."""
-    from longspan.plan.cost.communication import communication, layer_method
+    from longspan.plan.cost.communication import communication, method_sent
     from longspan.plan.hardware import CATALOGUE
 
     shape, job = shape_of(config.what, model), job_of(config, candidate, context)
     method: Counter[str] = Counter()
     other: Counter[str] = Counter()
     if config.what == "attention":
-        for sent in layer_method(shape, shape.layers[0], job, candidate.mesh):
+        for sent in method_sent(shape, shape.layers[0], job, candidate.mesh):
             method[sent.op] += sent.bytes * sent.calls
     else:
         for each in communication(shape, job, candidate.mesh, CATALOGUE["cpu"]):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.collectives import Collectives
-from longspan.plan.views.units import size as size_text
+from longspan.core.formatting import size as size_text
 from longspan.tracing.drawing import COLOURS, check_matplotlib
 
 if TYPE_CHECKING:

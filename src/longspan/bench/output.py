@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from longspan.plan.views.units import seconds as time_text
-from longspan.plan.views.units import size
+from longspan.core.formatting import seconds as time_text
+from longspan.core.formatting import size
 from longspan.tracing.files import write, write_timeline
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ from longspan.bench.hardware_file import MeasuredHardware, as_toml
 from longspan.bench.links import MessageSizes, measure_links
 from longspan.comm.mesh import init_mesh
 from longspan.core.parallel import ParallelConfig
-from longspan.plan.cost.collective import Sent
-from longspan.plan.cost.communication import communication, layer_method
-from longspan.plan.cost.compute import layer_seconds
-from longspan.plan.cost.times import layer_exposed, seconds_of
+from longspan.plan.cost.communication import communication, method_sent
+from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds, seconds_of
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
+from longspan.plan.layers import Sent
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
 
@@ -56,7 +55,7 @@ def message_sizes(what: str, shape: ModelShape, runs: Sequence[tuple[Job, Mesh]]
 
 def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     if what == "attention":
-        return layer_method(shape, shape.layers[0], job, mesh)
+        return method_sent(shape, shape.layers[0], job, mesh)
     every = communication(shape, job, mesh, CATALOGUE["cpu"])
     return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
 
@@ -114,6 +113,6 @@ def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
     computing = layer_seconds(shape, layer, job, mesh, hardware)
     attention = computing.attention_forward + computing.attention_backward
     return Prediction(
-        seconds_of(layer_method(shape, layer, job, mesh), mesh, hardware),
-        layer_exposed(shape, layer, computing, job, mesh, hardware) + attention,
+        seconds_of(method_sent(shape, layer, job, mesh), mesh, hardware),
+        exposed_layer_seconds(shape, layer, computing, job, mesh, hardware) + attention,
     )

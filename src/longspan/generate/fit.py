@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from longspan.core.errors import LongspanError
 from longspan.hf.memory_auto import BASE_OF_A_RANK, device_memory, hardware_of
 from longspan.hf.shapes import shape_of
-from longspan.plan.cost.cached import staged_bytes
-from longspan.plan.cost.offload import outside
-from longspan.plan.generation import check_fits, check_score_fits, largest_moment
+from longspan.plan.cost.forward_memory import staged_bytes
+from longspan.plan.cost.offload import offloaded_bytes
+from longspan.plan.generation import check_fits, check_score_fits, peak_items
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.softmax import Softmax
 from longspan.ranks import launch
@@ -76,8 +76,8 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
         hardware_for(config),
     )
     check_fits(shape, job, mesh, hardware, config.chunk)
-    items = largest_moment(shape, job, mesh, hardware, config.chunk)
-    there = outside(shape, job, mesh, hardware).host_bytes.get("kv_cache", 0)
+    items = peak_items(shape, job, mesh, hardware, config.chunk)
+    there = offloaded_bytes(shape, job, mesh, hardware).host_bytes.get("kv_cache", 0)
     beside = f"; {there / 1e9:.2f} GB of cache lie in the host's memory" if there else ""
     return (
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "

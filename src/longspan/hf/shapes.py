@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from longspan.core.errors import LongspanError
 from longspan.hf.memory_auto import config_shape
 from longspan.hf.support import attention_layers, decoder_layers
-from longspan.plan.layers import CAUSAL, Bidirectional, Chunk, Dense, Experts, Mlp, Reach, Softmax, Window
+from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Dense, Experts, Mlp, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
 
 
@@ -84,12 +84,12 @@ def _mixer(block: nn.Module, config: Any, index: int) -> Softmax:
     if not found:
         raise LongspanError(f"layer {index} ({type(block).__name__}) has no attention, so it cannot be planned")
     attention = next(iter(found.values()))
-    reach = _reach(attention, config, index)
+    keys = _attended_keys(attention, config, index)
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
     if getattr(config, "kv_lora_rank", None):  # latent attention: DeepSeek and its kin
         rope = config.qk_rope_head_dim
         dim = config.qk_nope_head_dim + rope
-        return Softmax(heads, heads, dim, config.v_head_dim, reach, config.kv_lora_rank + rope, rope)
+        return Softmax(heads, heads, dim, config.v_head_dim, keys, config.kv_lora_rank + rope, rope)
     dim = _first(attention, "head_dim", "attention_head_size") or getattr(config, "head_dim", None)
     dim = dim or config.hidden_size // heads
     heads = _width(attention, "q_proj", "query", "q_lin") // dim or heads
@@ -97,10 +97,10 @@ def _mixer(block: nn.Module, config: Any, index: int) -> Softmax:
     kv = _width(attention, "k_proj", "key", "k_lin") // dim or (heads // groups if groups else None)
     kv = kv or _first(config, "num_key_value_heads", "num_kv_heads") or heads
     sinks = isinstance(getattr(attention, "sinks", None), nn.Parameter)
-    return Softmax(heads, kv, dim, _width(attention, "v_proj", "value", "v_lin") // kv or dim, reach, sinks=sinks)
+    return Softmax(heads, kv, dim, _width(attention, "v_proj", "value", "v_lin") // kv or dim, keys, sinks=sinks)
 
 
-def _reach(attention: nn.Module, config: Any, index: int) -> Reach:
+def _attended_keys(attention: nn.Module, config: Any, index: int) -> AttendedKeys:
     types = getattr(config, "layer_types", None)
     kind = types[index] if types and index < len(types) else None
     window = getattr(attention, "sliding_window", None)

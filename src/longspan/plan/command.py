@@ -20,7 +20,7 @@ from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Search, search
-from longspan.plan.suggestions import WouldDo, spelled_would_do, what_would_do, would_do
+from longspan.plan.suggestions import Suggestions, describe_suggestions, find_suggestions, suggestion_text
 from longspan.plan.views.memory_options import memory_options_dict
 from longspan.plan.views.report import to_dict
 
@@ -62,7 +62,7 @@ def run(config: PlanConfig) -> int:
             methods,
             config.top,
             rows,
-            "" if advice is None else spelled_would_do(advice, job, config.fixed()),
+            "" if advice is None else describe_suggestions(advice, job, config.fixed()),
         )
     if config.html or config.png:
         from longspan.plan.views.curves import grid
@@ -117,7 +117,7 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
             shortest = dataclasses.replace(job, context=STEP)
             raise LongspanError(
                 f"--context max: not even {STEP:,} tokens fit on {config.gpus} x {hardware.name}. "
-                f"{what_would_do(model, shortest, config.gpus, hardware, fixed, chooses=True)}"
+                f"{suggestion_text(model, shortest, config.gpus, hardware, fixed, chooses=True)}"
             )
         job = dataclasses.replace(best.job, memory=job.memory)
         found = search_memory_options(model, job, config.gpus, hardware, fixed)
@@ -129,12 +129,12 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
     return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), found
 
 
-def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware) -> WouldDo | None:
+def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware) -> Suggestions | None:
     """What would do where nothing is recommended; None where it is not for want of memory."""
     best = found.fastest
     if not found.plans or (best is not None and best.runs):
         return None
-    return would_do(model, job, config.gpus, hardware, config.fixed(), config.chooses)
+    return find_suggestions(model, job, config.gpus, hardware, config.fixed(), config.chooses)
 
 
 def _memory_options(found: Search, job: Job, hardware: Hardware) -> list[MemoryRow]:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import head_tile
 from longspan.plan.cost.memory import memory
-from longspan.plan.cost.offload import HOST_SHARE, outside
+from longspan.plan.cost.offload import HOST_SHARE, offloaded_bytes
 from longspan.plan.limits import GB, refusal
-from longspan.plan.search import meshes, spelled_items
+from longspan.plan.search import format_items, meshes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ MOST_RANKS = 1 << 10
 """Ranks up to which one looks for a mesh that would do."""
 
 
-def largest_moment(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> dict[str, int]:
+def peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> dict[str, int]:
     """Bytes, item by item, when most is held: while the last chunk of a prompt is computed, or while a token is.
 
     Args:
@@ -44,7 +44,7 @@ def largest_moment(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, 
     return max(moments, key=lambda items: sum(items.values()))
 
 
-def scoring_moment(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
+def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
     """The same of a forward over a whole text, of which nothing is kept: the head goes tile by tile.
 
     Args:
@@ -75,7 +75,7 @@ def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
     """
     asked = replace(job, mode="decode")  # fewer tokens than ranks will do
     held = "prompt and --max-new-tokens together"
-    _check(model, asked, mesh, hardware, lambda j, m: largest_moment(model, j, m, hardware, chunk), f" ({held})")
+    _check(model, asked, mesh, hardware, lambda j, m: peak_items(model, j, m, hardware, chunk), f" ({held})")
 
 
 def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> None:
@@ -91,7 +91,7 @@ def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware
         LongspanError: as `check_fits`.
     """
     asked = replace(job, mode="prefill")
-    _check(model, asked, mesh, hardware, lambda j, m: scoring_moment(model, j, m, hardware), " (--max-tokens)")
+    _check(model, asked, mesh, hardware, lambda j, m: scoring_peak_items(model, j, m, hardware), " (--max-tokens)")
 
 
 def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> None:
@@ -100,16 +100,16 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
         raise LongspanError(problem)
     if _fits(model, job, mesh, hardware, items_of):
         return
-    items, there = items_of(job, mesh), outside(model, job, mesh, hardware)
+    items, there = items_of(job, mesh), offloaded_bytes(model, job, mesh, hardware)
     need = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
     if there.host_bytes:
         need += (
             f", and {there.host_node_bytes / GB:.2f} GB of {HOST_SHARE * hardware.host_memory / GB:.2f} GB of host "
-            f"memory per node ({spelled_items(there.host_bytes)} of each rank)"
+            f"memory per node ({format_items(there.host_bytes)} of each rank)"
         )
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {need}. Item by item: "
-        f"{spelled_items(items)}. {_what_would_do(model, job, mesh, hardware, items_of, means)}"
+        f"{format_items(items)}. {_what_would_do(model, job, mesh, hardware, items_of, means)}"
     )
 
 
@@ -140,7 +140,7 @@ def _holds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
 
 def _fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
     device = sum(items_of(job, mesh).values()) <= hardware.memory_bytes
-    return device and outside(model, job, mesh, hardware).fits(hardware)
+    return device and offloaded_bytes(model, job, mesh, hardware).fits(hardware)
 
 
 def _meshes_of(ranks: int) -> Iterator[Mesh]:

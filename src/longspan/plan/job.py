@@ -1,14 +1,18 @@
-"""What is to be planned: the job, and the mesh it may run on."""
+"""What to plan: the job, the mesh, and the share of the job on one rank."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.cache_dtype import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
+from longspan.core.heads import HeadShard, split_groups, split_heads
+from longspan.core.kv_placement import is_sharded
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 from longspan.core.memory import FASTEST, Memory
+from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, spell
 
 Mode = Literal["train", "prefill", "decode"]
@@ -16,47 +20,37 @@ TensorStyle = Literal["tp", "megatron-sp"]
 RingImpl = Literal["auto", "p2p", "allgather"]
 
 AXES = ("data", "ring", "ulysses", "tensor")
-"""Outermost first: neighbours in rank order share the axes to the right (as in `longspan.comm.mesh`)."""
-
-RUNS = AXES
-"""The axes that this version of longspan runs; others would be planned from their formulas."""
-
-
-_FLAGS = ("weight_sharding", "tiled_loss", "kv_replication", "cache_latent")
+"""Outermost first, as in `longspan.comm.mesh`: neighbouring ranks share the axes to the right."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed in one step.
+    """What one step computes.
 
     Attributes:
-        context: tokens of one sequence; for `decode` those already in the cache.
-        batch: sequences of one step, over all GPUs. A data-parallel replica takes batch / data of them, one after the
-            other where there are several (gradient accumulation), as `longspan train` does.
-        mode: `train` (forward, backward, optimizer), `prefill` (forward, keeping K and V) or `decode` (one new token
-            for every sequence).
-        dtype: of activations and gathered weights. Training in bf16 keeps weights, gradients and optimizer in fp32.
-        optimizer: `adamw` keeps two fp32 numbers per weight, `sgd` none.
-        weight_sharding: FSDP over data x ring x ulysses, or whole weights on every GPU.
-        memory: the memory options that save memory, as `longspan.parallelize(memory=...)` takes them. A forward alone
-            keeps
-            nothing for a backward: of prefill and decode only `tiled_mlp`, `head_chunks` and `cpu_offload` change
-            anything.
-        tiled_loss: logits exist a tile at a time, never whole, as in training by default.
-        kv_replication: whether one KV head may go to several ranks.
-        tensor_style: how tensor parallelism sums: AllReduce, or AllGather + ReduceScatter (Megatron SP).
-        layout: how tokens lie over a ring, as `SequenceSharding` takes it: `zigzag`, `contiguous`, another that is
-            registered, or `auto` (zigzag).
-        ring_impl: how keys and values are sent: `p2p`, `allgather`, or `auto` (`choose_ring_impl`).
-        overlap_chunks: in how many chunks of heads the exchange goes, beside the attention, as `SequenceSharding`
-            takes it; 1: all at once.
-        wire_dtype: how it travels, likewise: "exact", or lossy, "int8" or "fp8". Bytes and their time are counted,
-            coding's own time is not.
-        cache: how keys and values are kept (`longspan.core.cache_dtype.CACHE_DTYPES`).
-        cache_offload: where they lie (`longspan.core.cache_dtype.OFFLOADS`).
-        cache_latent: of MLA, hold latent vectors where they take less (`longspan.core.cache_dtype.holds_latent`).
-        prefill_chunk: of `prefill`, tokens at once over all ranks, behind those in the cache, as `longspan generate`
-            runs it: keys and values stay where they are, and queries travel. None: all tokens at once, as any forward.
+        context: tokens per sequence; in `decode`, tokens already in the cache.
+        batch: sequences per step, over all GPUs. A data-parallel replica accumulates gradients over its batch / data
+            sequences, one at a time, as `longspan train` does.
+        mode: `train` (forward, backward, optimizer), `prefill` (forward, saving K and V) or `decode` (one new token per
+            sequence).
+        dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
+        optimizer: `adamw` stores two fp32 numbers per weight, `sgd` none.
+        weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
+        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
+            `head_chunks` and `cpu_offload` have an effect.
+        tiled_loss: compute the loss over tiles of logits, as training does by default.
+        kv_replication: allow one KV head on several ranks.
+        tensor_style: AllReduce (`tp`), or AllGather + ReduceScatter (`megatron-sp`).
+        layout: how tokens are placed over a ring; see `SequenceSharding`.
+        ring_impl: how keys and values go round the ring; `auto` decides by `longspan.core.routes.choose_ring_impl`.
+        overlap_chunks: chunks of heads in which the all-to-all overlaps with attention; see `SequenceSharding`.
+        wire_dtype: wire dtype of the all-to-all: "exact", or lossy "int8" or "fp8". The time to convert is not
+            counted.
+        cache: dtype of the KV cache (`longspan.core.cache_dtype.CACHE_DTYPES`).
+        cache_offload: where the KV cache is stored (`longspan.core.cache_dtype.OFFLOADS`).
+        cache_latent: cache MLA's latent vectors if they are smaller (`longspan.core.cache_dtype.holds_latent`).
+        prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
+            stay in the cache, and queries are sent. None: the whole prompt in one forward.
     """
 
     context: int
@@ -80,10 +74,8 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LongspanError(f"{name.replace('_', '-')}={spell(value)} must be an integer of at least 1")
-            check_number(name.replace("_", "-"), value, 1, LARGEST_COUNT)
+            _check_positive(name, getattr(self, name))
+            check_number(name, getattr(self, name), 1, LARGEST_COUNT)
         for name, choices in (
             ("mode", ("train", "prefill", "decode")),
             ("dtype", ("bf16", "fp32")),
@@ -101,31 +93,31 @@ class Job:
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
         check_number("overlap-chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
-        for name in _FLAGS:
+        for name in ("weight_sharding", "tiled_loss", "kv_replication", "cache_latent"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
             raise LongspanError(f"memory is {spell(self.memory)}; make one with longspan.core.memory.Memory")
         if self.wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
             raise LongspanError(
-                f"wire-dtype={self.wire_dtype}: with a KV cache the exchange is exact; leave it out of mode "
-                f"decode and of prefill-chunk"
+                f"wire-dtype={self.wire_dtype} does not work with a KV cache; leave it out of mode decode and "
+                f"of prefill-chunk"
             )
         if self.memory.cpu_offload and not self.weight_sharding:
-            raise LongspanError("cpu_offload moves what FSDP shards, and weight_sharding is off; leave one of them")
+            raise LongspanError("cpu_offload moves FSDP's shards, and weight_sharding is off; leave one of them out")
 
     @property
     def forwards(self) -> int:
-        """Of a prompt in chunks as many; else 1."""
+        """Forwards per step: one per chunk of a prompt, else 1."""
         return 1 if self.mode != "prefill" or self.prefill_chunk is None else -(-self.context // self.prefill_chunk)
 
     @property
     def bytes_per_element(self) -> int:
-        """Of an activation or a gathered weight."""
+        """Bytes of one element of an activation or a gathered weight."""
         return 2 if self.dtype == "bf16" else 4
 
     @property
     def bytes_per_weight(self) -> int:
-        """Of a weight at rest."""
+        """Bytes of one weight at rest."""
         return 4 if self.mode == "train" else self.bytes_per_element
 
 
@@ -140,13 +132,11 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            size = getattr(self, axis)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise LongspanError(f"{axis}={spell(size)} must be an integer of at least 1")
+            _check_positive(axis, getattr(self, axis))
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Ranks in all."""
         return self.data * self.ring * self.ulysses * self.tensor
 
     @property
@@ -160,7 +150,7 @@ class Mesh:
         return self.data * self.ring * self.ulysses
 
     def stride(self, axis: str) -> int:
-        """Ranks between neighbours of a group along `axis`; `fsdp` is data x ring x ulysses."""
+        """Return the distance between neighbours of a group along `axis`; `fsdp` is data x ring x ulysses."""
         return {
             "tensor": 1,
             "ulysses": self.tensor,
@@ -171,7 +161,7 @@ class Mesh:
         }[axis]
 
     def size(self, axis: str) -> int:
-        """Ranks of a group along `axis`."""
+        """Return the ranks of a group along `axis`."""
         return {"fsdp": self.weights, "sequence": self.sequence}.get(axis) or int(getattr(self, axis))
 
     def __str__(self) -> str:
@@ -179,6 +169,79 @@ class Mesh:
         return " ".join(named) or "one GPU"
 
 
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LongspanError(f"{name}={spell(value)} must be an integer of at least 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The share of a job on one rank.
+
+
 def layout_of(job: Job, mesh: Mesh) -> Layout:
-    """Which rank of a sequence group holds which tokens: as `SequenceSharding` decides it."""
+    """Return which rank of a sequence group holds which tokens, as `SequenceSharding` decides it."""
     return choose_layout(job.layout, mesh.ring, mesh.ulysses)
+
+
+def micro_batches(job: Job, mesh: Mesh) -> int:
+    """Return the forward-backward passes per step: in training a replica runs its sequences one at a time."""
+    return max(1, job.batch // mesh.data) if job.mode == "train" else 1
+
+
+def local_batch(job: Job, mesh: Mesh) -> int:
+    """Return the sequences on a GPU at a time."""
+    return 1 if job.mode == "train" else max(1, -(-job.batch // mesh.data))
+
+
+def local_tokens(job: Job, mesh: Mesh) -> int:
+    """Return one sequence's tokens on a rank, padding included; in decode the one new token, which every rank holds."""
+    return 1 if job.mode == "decode" else layout_of(job, mesh).local_length(job.context)
+
+
+def forwards_of(job: Job, mesh: Mesh) -> list[tuple[int, int]]:
+    """Return (one sequence's tokens on a rank, number of such forwards) for the forwards of a step.
+
+    A chunk of a prompt that is too short to be cut is computed by every rank.
+    """
+    if job.mode != "prefill" or job.prefill_chunk is None:
+        return [(local_tokens(job, mesh), 1)]
+    layout, (full, rest) = layout_of(job, mesh), divmod(job.context, job.prefill_chunk)
+    return [
+        (layout.local_length(tokens) if is_sharded(layout, tokens) else tokens, count)
+        for tokens, count in ((job.prefill_chunk, full), (rest, 1))
+        if tokens and count
+    ]
+
+
+def layer_passes(job: Job) -> tuple[int, int]:
+    """Return how often a layer's forward and its backward run per micro-batch."""
+    if job.mode != "train":
+        return 1, 0
+    return (1 if job.memory.checkpointing == "none" else 2), 1
+
+
+def attention_passes(job: Job) -> tuple[int, int]:
+    """Return how often a layer's attention runs, forward and backward.
+
+    If checkpointing saves the attention's result, all-to-all, ring and kernel do not run again with the layer.
+    """
+    if job.mode != "train":
+        return 1, 0
+    return (2 if job.memory.checkpointing == "full" else 1), 1
+
+
+def recomputed_inputs(layers: int, job: Job) -> int:
+    """Return how many layers run a further forward to recompute the next layer's input.
+
+    These are all layers but the last of each group of `Memory.layers_per_checkpoint`.
+    """
+    if job.mode != "train" or job.memory.checkpointing == "none":
+        return 0
+    return layers - layers_held(layers, layers_per_checkpoint(layers, job.memory.layers_per_checkpoint))[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def head_shards(q_heads: int, kv_heads: int, tensor: int, ulysses: int) -> tuple[HeadShard, ...]:
+    """Return the heads of each Ulysses rank, on the tensor rank that has most heads."""
+    most = max(split_groups(q_heads, kv_heads, tensor), key=lambda shard: (shard.q_heads, shard.kv_heads))
+    return split_heads(most.q_heads, most.kv_heads, ulysses)

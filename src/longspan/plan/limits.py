@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.plan.cost.tensor import known_to_cut
-from longspan.plan.job import AXES, RUNS
+from longspan.plan.cost.tensor import can_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,24 +98,19 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
             "all tokens at once; `longspan generate` takes a prompt in chunks, whose activations need less memory: "
             "--prefill-chunk plans that"
         )
-    yield from not_in_this_version(model, job, mesh)
+    yield from unsupported(model, job, mesh)
 
 
-def mesh_not_run(model: ModelShape, mesh: Mesh) -> list[str]:
+def unsupported_mesh(model: ModelShape, mesh: Mesh) -> list[str]:
     """Return what this version plans but does not run in a mesh."""
-    said = [
-        f"{axis}={getattr(mesh, axis)} is planned from its formulas: this version of longspan does not run it"
-        for axis in AXES
-        if getattr(mesh, axis) > 1 and axis not in RUNS
-    ]
-    if mesh.tensor > 1 and not all(known_to_cut(layer) for layer, _ in model.layer_kinds):
-        said.append(f"tensor={mesh.tensor} is planned from its formulas: what this family sends is not counted exactly")
-    return said
+    if mesh.tensor > 1 and not all(can_cut(layer) for layer, _ in model.layer_kinds):
+        return [f"tensor={mesh.tensor} is planned from its formulas: what this family sends is not counted exactly"]
+    return []
 
 
-def not_in_this_version(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
+def unsupported(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     """Return what this version plans but does not run in a mesh, a model and a job."""
-    said = mesh_not_run(model, mesh)
+    said = unsupported_mesh(model, mesh)
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from longspan.core.errors import LongspanError
 from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
 from longspan.core.validation import check_number
-from longspan.plan.cost.compute import optimizer_seconds
 from longspan.plan.cost.memory import memory as memory_items
-from longspan.plan.cost.offload import offloaded
-from longspan.plan.cost.times import step_times
+from longspan.plan.cost.offload import offload_cost
+from longspan.plan.cost.times import optimizer_seconds, step_times
 from longspan.plan.job import Job, Mesh
-from longspan.plan.limits import mesh_not_run, mesh_refusal, refusal
+from longspan.plan.limits import mesh_refusal, refusal, unsupported_mesh
 from longspan.plan.search import (
     Plan,
     Search,
@@ -110,7 +109,7 @@ def fastest_memory_options(
         on_gpu = replace(each, memory=replace(each.memory, offload="none"))  # the time of moving it is added below
         if on_gpu not in times:
             times[on_gpu] = step_times(model, on_gpu, mesh, hardware)
-        moved = offloaded(model, each, mesh, hardware).seconds
+        moved = offload_cost(model, each, mesh, hardware).seconds
         return sum(times[on_gpu]) + optimizer_seconds(model, each, mesh, hardware) + moved
 
     def order(each: Job) -> tuple[float, int]:
@@ -177,7 +176,7 @@ def search_memory_options(
 # The longest context.
 
 
-def leanest(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
+def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
     """Of the lattice, the combinations one of which needs least: two moments may weigh differently."""
     every = lattice(job, hardware, fixed)
     if job.mode != "train":
@@ -202,7 +201,7 @@ def longest(
     """
     check_values(model=model, job=job, hardware=hardware)
     check_number("gpus with --context max", gpus, 1, MOST_GPUS, whole=True)
-    reached, at_it = _furthest(model, job, leanest(job, hardware, fixed), gpus, hardware)
+    reached, at_it = _furthest(model, job, smallest_memory_candidates(job, hardware, fixed), gpus, hardware)
     if not reached:
         return None
     plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in at_it]
@@ -233,7 +232,7 @@ def _furthest(
     return reached, at_it
 
 
-def longest_on(
+def longest_context_on(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> int | None:
     """The longest context, in multiples of 1,024 tokens, that fits on one mesh by any memory options; None: none
@@ -242,7 +241,7 @@ def longest_on(
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     found = [
         _whole(model, longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR))
-        for memory in leanest(job, hardware, fixed)
+        for memory in smallest_memory_candidates(job, hardware, fixed)
     ]
     return max(found, default=0) or None
 
@@ -260,7 +259,7 @@ def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Ha
 def may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
     """Whether this version runs the mesh, and it can hold the job at some context."""
     at_some_context = replace(job, context=max(job.context, STEP * mesh.sequence))
-    return not mesh_not_run(model, mesh) and mesh_refusal(model, at_some_context, mesh) is None
+    return not unsupported_mesh(model, mesh) and mesh_refusal(model, at_some_context, mesh) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.communication import communication
-from longspan.plan.cost.per_rank import micro_batches
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job, Mesh, micro_batches
 from longspan.plan.layers.linear import Linear
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape

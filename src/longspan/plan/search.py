@@ -12,13 +12,11 @@ from longspan.core.errors import LongspanError
 from longspan.core.formatting import size
 from longspan.core.validation import LARGEST_COUNT, check_number, spell
 from longspan.plan.cost.communication import Collective, communication
-from longspan.plan.cost.compute import model_flops, optimizer_seconds
 from longspan.plan.cost.memory import memory
-from longspan.plan.cost.offload import HOST_SHARE, NOTHING, Offloaded, offloaded, outside
-from longspan.plan.cost.per_rank import micro_batches
-from longspan.plan.cost.times import step_times
-from longspan.plan.job import Job, Mesh, RingImpl
-from longspan.plan.limits import GB, not_in_this_version, notes, refusal
+from longspan.plan.cost.offload import HOST_SHARE, NO_OFFLOAD, Offloaded, offload_cost, offloaded_bytes
+from longspan.plan.cost.times import model_flops, optimizer_seconds, step_times
+from longspan.plan.job import Job, Mesh, RingImpl, micro_batches
+from longspan.plan.limits import GB, notes, refusal, unsupported
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -56,7 +54,7 @@ class Plan:
     exposed_seconds: float
     step_seconds: float
     notes: tuple[str, ...] = ()
-    offloaded: Offloaded = NOTHING
+    offloaded: Offloaded = NO_OFFLOAD
 
     @property
     def memory_total_bytes(self) -> int:
@@ -76,7 +74,7 @@ class Plan:
     @property
     def runs(self) -> bool:
         """Whether this version of longspan runs the mesh and what the job asks for."""
-        return not not_in_this_version(self.model, self.job, self.mesh)
+        return not unsupported(self.model, self.job, self.mesh)
 
     @cached_property
     def ring_impl(self) -> str | None:
@@ -117,7 +115,7 @@ class Plan:
         """Say which memory is too small, with the `most` largest items of the GPU's; empty where all fits."""
         short = []
         if self.headroom_bytes < 0:
-            largest = f" (most of it: {spelled_items(self.memory_bytes, most)})" if most else ""
+            largest = f" (most of it: {format_items(self.memory_bytes, most)})" if most else ""
             short.append(
                 f"needs {_rounded(self.memory_total_bytes)} of {_rounded(self.hardware.memory_bytes)} per GPU{largest}"
             )
@@ -126,7 +124,7 @@ class Plan:
             on_disk = f", and {there.disk_node_bytes / GB:,.0f} GB of disk" if there.disk_bytes else ""
             short.append(
                 f"needs {there.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
-                f"memory per node{on_disk} (of each GPU: {spelled_items(there.host_bytes)})"
+                f"memory per node{on_disk} (of each GPU: {format_items(there.host_bytes)})"
             )
         return tuple(short)
 
@@ -136,7 +134,7 @@ class Plan:
         return longest_context(self.model, self.job, self.mesh, self.hardware)
 
 
-def spelled_items(items: dict[str, int], most: int | None = None) -> str:
+def format_items(items: dict[str, int], most: int | None = None) -> str:
     """Format items with their sizes, the largest first."""
     largest = sorted((name for name in items if items[name]), key=lambda name: -items[name])[:most]
     return ", ".join(f"{name} {_rounded(items[name])}" for name in largest)
@@ -179,9 +177,9 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         raise LongspanError(problem)
     compute, exposed = step_times(model, job, mesh, hardware)
     optimizer = optimizer_seconds(model, job, mesh, hardware)
-    there = offloaded(model, job, mesh, hardware)
+    stored = offload_cost(model, job, mesh, hardware)
     comm = communication(model, job, mesh, hardware)
-    step = compute + optimizer + exposed + there.seconds
+    step = compute + optimizer + exposed + stored.seconds
     return Plan(
         model=model,
         job=job,
@@ -192,12 +190,12 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         compute_seconds=compute + optimizer,
         exposed_seconds=exposed,
         step_seconds=step,
-        notes=(*notes(model, job, mesh), *_said_of(there), *_said_of_weights(comm, job, step)),
-        offloaded=there,
+        notes=(*notes(model, job, mesh), *_offload_notes(stored), *_weight_notes(comm, job, step)),
+        offloaded=stored,
     )
 
 
-def _said_of_weights(comm: tuple[Collective, ...], job: Job, step: float) -> Iterator[str]:
+def _weight_notes(comm: tuple[Collective, ...], job: Job, step: float) -> Iterator[str]:
     """Yield a note if a step mostly waits for weights: in decoding, FSDP gathers all of them for every token."""
     gathers = [each for each in comm if each.op == "all_gather" and each.what.startswith("weights of")]
     took = sum(each.seconds for each in gathers)
@@ -210,16 +208,16 @@ def _said_of_weights(comm: tuple[Collective, ...], job: Job, step: float) -> Ite
         )
 
 
-def _said_of(there: Offloaded) -> Iterator[str]:
+def _offload_notes(there: Offloaded) -> Iterator[str]:
     if there.host_bytes:
         yield (
             f"host memory: {sum(there.host_bytes.values()) / GB:.1f} GB per GPU, {there.host_node_bytes / GB:,.0f} GB "
-            f"per node ({spelled_items(there.host_bytes)})"
+            f"per node ({format_items(there.host_bytes)})"
         )
     if there.disk_bytes:
         yield f"disk: {there.disk_bytes / GB:,.0f} GB per GPU, {there.disk_node_bytes / GB:,.0f} GB per node and step"
-    if there.needed is not None:
-        what, needed, has = there.needed
+    if there.bottleneck is not None:
+        what, needed, has = there.bottleneck
         hidden = "hidden" if needed <= has else f"{there.seconds:.1f} s of a step wait for it"
         yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to be hidden beside computing: {hidden}"
 
@@ -321,7 +319,7 @@ def fits_in_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) 
     """Whether a job fits in the GPU's memory and its host's; no time is computed."""
     if sum(memory(model, job, mesh, hardware).values()) > hardware.memory_bytes:
         return False
-    return outside(model, job, mesh, hardware).fits(hardware)
+    return offloaded_bytes(model, job, mesh, hardware).fits(hardware)
 
 
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:

@@ -12,9 +12,16 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.memory_flags import flags_to_add
 from longspan.plan.limits import GB, refusal
-from longspan.plan.memory_search import MOST_GPUS, chosen_plan, fastest_memory_options, leanest, least_memory, longest
+from longspan.plan.memory_search import (
+    MOST_GPUS,
+    chosen_plan,
+    fastest_memory_options,
+    least_memory,
+    longest,
+    smallest_memory_candidates,
+)
 from longspan.plan.search import MOST_GPUS as MOST_SEARCHED
-from longspan.plan.search import Plan, check_values, fits_in_memory, meshes, planned, spelled_items
+from longspan.plan.search import Plan, check_values, fits_in_memory, format_items, meshes, planned
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -52,13 +59,13 @@ def choose(
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}, whatever is saved: with "
         f"{least.job.memory.described()} it still {least.short_of(0)[0]}. Item by item: "
-        f"{spelled_items(least.memory_bytes)}. "
-        f"{what_would_do(model, job, mesh.gpus, hardware, fixed, chooses=True)}"
+        f"{format_items(least.memory_bytes)}. "
+        f"{suggestion_text(model, job, mesh.gpus, hardware, fixed, chooses=True)}"
     )
 
 
 @dataclass(frozen=True)
-class WouldDo:
+class Suggestions:
     """What holds a job that does not fit as it stands; each None where nothing was found, or there was nothing to find.
 
     Attributes:
@@ -77,14 +84,14 @@ class WouldDo:
     searched: int = 0
 
 
-def would_do(
+def find_suggestions(
     model: ModelShape,
     job: Job,
     gpus: int,
     hardware: Hardware,
     fixed: Mapping[str, Any] | None = None,
     chooses: bool = False,
-) -> WouldDo:
+) -> Suggestions:
     """Look for what holds a job that does not fit on so many GPUs; of meshes that this version runs alone.
 
     Args:
@@ -101,7 +108,7 @@ def would_do(
         fixed = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed or {})
 
     def chosen(mesh: Mesh) -> Plan | None:
-        lean = (replace(job, memory=memory) for memory in leanest(job, hardware, fixed))
+        lean = (replace(job, memory=memory) for memory in smallest_memory_candidates(job, hardware, fixed))
         if not any(fits_in_memory(model, each, mesh, hardware) for each in lean):
             return None
         plan = chosen_plan(model, job, mesh, hardware, fixed)
@@ -117,7 +124,7 @@ def would_do(
     limit = MOST_GPUS if chooses else MOST_SEARCHED
     more, fewer = _on_more(model, job, gpus, hardware, chosen if chooses else as_it_is, limit)
     reached = longest(model, job, gpus, hardware, fixed) if few and memory_options is None and more is None else None
-    return WouldDo(memory_options, more, fewer, reached, max(limit, gpus))
+    return Suggestions(memory_options, more, fewer, reached, max(limit, gpus))
 
 
 def _fastest(model: ModelShape, job: Job, gpus: int, plan_of: Callable[[Mesh], Plan | None]) -> Plan | None:
@@ -143,7 +150,7 @@ def _on_more(
     return None, None
 
 
-def what_would_do(
+def suggestion_text(
     model: ModelShape,
     job: Job,
     gpus: int,
@@ -151,11 +158,11 @@ def what_would_do(
     fixed: Mapping[str, Any] | None = None,
     chooses: bool = False,
 ) -> str:
-    """`would_do` in sentences. They name no flag that says what the job has already."""
-    return spelled_would_do(would_do(model, job, gpus, hardware, fixed, chooses), job, fixed)
+    """`find_suggestions` in sentences. They name no flag that says what the job has already."""
+    return describe_suggestions(find_suggestions(model, job, gpus, hardware, fixed, chooses), job, fixed)
 
 
-def spelled_would_do(found: WouldDo, job: Job, fixed: Mapping[str, Any] | None = None) -> str:
+def describe_suggestions(found: Suggestions, job: Job, fixed: Mapping[str, Any] | None = None) -> str:
     """Sentences: what to add on these GPUs, and how many GPUs would do."""
     said = []
     if found.memory_options is not None:

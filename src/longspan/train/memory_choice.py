@@ -9,7 +9,7 @@ from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.memory_auto import BASE_OF_A_RANK as BASE
 from longspan.hf.memory_auto import device_memory, hardware_of
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory_search import STEP, longest_on
+from longspan.plan.memory_search import STEP, longest_context_on
 from longspan.plan.suggestions import choose
 from longspan.train.config import TrainConfig
 
@@ -72,7 +72,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
     if config.context == "max":
-        found = longest_on(shape, job, mesh, hardware, fixed)
+        found = longest_context_on(shape, job, mesh, hardware, fixed)
         if found is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")

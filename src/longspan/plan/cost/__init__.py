@@ -1,1 +1,1 @@
-"""What a job costs on a mesh: bytes sent, FLOPs, memory, seconds."""
+"""Totals of one job on one mesh: bytes sent, memory, seconds. They ask each layer's mixer and MLP for its part."""

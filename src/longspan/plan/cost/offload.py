@@ -1,22 +1,28 @@
-"""What the memory options move to the host's memory or to a disk: bytes that lie there, and seconds that nothing hides.
+"""What memory options move to the host's memory or to a disk: bytes there, and seconds that nothing overlaps with.
 
-Kept activations leave in the forward, layer by layer, and come back in the backward; under `cpu_offload` the weights
-come for both, and gradients go. Of a KV cache in the host's memory each layer's keys and values come for the layer. A
-GPU's link to its host has both directions at once; the GPUs of a node share its disk.
+Checkpoints leave layer by layer in the forward, and return in the backward. With `cpu_offload` weights arrive for both,
+and gradients leave. An offloaded KV cache arrives layer by layer. A GPU's host link carries both directions at a time;
+the GPUs of a node share its disk.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.cached import brought_bytes, held_bytes
-from longspan.plan.cost.compute import layer_seconds
-from longspan.plan.cost.memory import elements_at_rest, on_host, scale_of, weights_at_rest
-from longspan.plan.cost.memory_options import DISK_BUFFERS
-from longspan.plan.cost.per_rank import micro_batches
-from longspan.plan.cost.saved import autocasts, kept_bytes, kept_per_token, offloads
-from longspan.plan.cost.weights import shard_elements, sums_gradients_once
+from longspan.plan.cost.forward_memory import cache_bytes, fetched_bytes
+from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, checkpoint_per_token, cost_context
+from longspan.plan.cost.times import layer_seconds
+from longspan.plan.cost.weights import (
+    elements_at_rest,
+    on_host,
+    shard_elements,
+    sums_gradients_once,
+    weight_ranks,
+    weights_at_rest,
+)
+from longspan.plan.job import micro_batches
+from longspan.plan.layers.base import offloads
 
 if TYPE_CHECKING:
     from longspan.plan.hardware import Hardware
@@ -27,107 +33,106 @@ HOST_ITEMS = {
     "weights": "weights at rest, fp32: this GPU's shard",
     "optimizer": "optimizer state",
     "gradients": "gradients, fp32",
-    "activations": "what checkpointing keeps of the layers",
+    "activations": "checkpoints of the layers",
     "kv_cache": "keys and values of all layers",
-    "disk_buffers": "what is on its way to or from the disk",
+    "disk_buffers": "checkpoints on their way to or from the disk",
 }
-"""What a rank may hold in its host's memory, and what it is."""
+"""What a rank may hold in its host's memory, with a description."""
 
 HOST_SHARE = 0.9
-"""Part of a node's memory that ranks may fill: the rest is the system's, the processes' and the file cache's."""
+"""Fraction of a node's memory that ranks may fill: the system, processes and the file cache need the rest."""
 
 PINNED_WEIGHT = 4
-"""Bytes of a weight that cross to the GPU under `cpu_offload`: it is cast there."""
+"""Bytes of a weight that cross to the GPU under `cpu_offload`: the GPU casts it."""
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What lies outside a GPU, and what it costs.
+    """What is stored outside a GPU, and what it costs.
 
     Attributes:
-        host_bytes: of one rank in its host's memory, item by item (`HOST_ITEMS`).
+        host_bytes: of one rank in its host's memory, by item (`HOST_ITEMS`).
         disk_bytes: of one rank in its file.
         ranks_per_node: ranks that share a host and its disk.
-        seconds: of a step, that nothing hides.
-        needed: bytes/s that the slowest-pressed of host link and disk would need to be hidden, as (what, needed, has).
+        seconds: of a step, that nothing overlaps with.
+        bottleneck: (name, bytes/s needed to overlap fully, bytes/s) of host link or disk; None if nothing moves.
     """
 
     host_bytes: dict[str, int]
     disk_bytes: int
     ranks_per_node: int
     seconds: float
-    needed: tuple[str, float, float] | None
+    bottleneck: tuple[str, float, float] | None
 
     @property
     def host_node_bytes(self) -> int:
-        """Of all ranks of a node."""
+        """Bytes in the host's memory, all ranks of a node."""
         return sum(self.host_bytes.values()) * self.ranks_per_node
 
     @property
     def disk_node_bytes(self) -> int:
-        """Of all ranks of a node."""
+        """Bytes on disk, all ranks of a node."""
         return self.disk_bytes * self.ranks_per_node
 
     def fits(self, hardware: Hardware) -> bool:
-        """Whether a node's memory holds it, and its disk where its size is known."""
+        """Whether it fits in a node's memory, and on its disk if the disk's size is known."""
         disk = hardware.disk_bytes == 0 or self.disk_node_bytes <= hardware.disk_bytes
         return self.host_node_bytes <= HOST_SHARE * hardware.host_memory and disk
 
 
-NOTHING = Offloaded({}, 0, 1, 0.0, None)
+NO_OFFLOAD = Offloaded({}, 0, 1, 0.0, None)
 
 
-def outside(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
-    """Bytes outside the GPU; `seconds` and `needed` left at nothing."""
-    s = scale_of(model, job, mesh, hardware)
-    moves = job.mode == "train" and offloads(job, s)
-    caches = job.mode != "train" and job.cache_offload == "host" and not s.on_cpu
-    if not moves and not caches and not on_host(job, s):
-        return NOTHING
-    host: dict[str, int] = {"kv_cache": held_bytes(model, job, mesh)} if caches else {}
-    if on_host(job, s):
+def offloaded_bytes(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
+    """Return the bytes outside the GPU, without their time."""
+    c = cost_context(model, job, mesh, hardware)
+    train, caches = job.mode == "train", job.mode != "train" and job.cache_offload == "host" and not c.on_cpu
+    moves = train and offloads(job, c)
+    if not moves and not caches and not on_host(job, c):
+        return NO_OFFLOAD
+    host: dict[str, int] = {"kv_cache": cache_bytes(model, job, mesh)} if caches else {}
+    if on_host(job, c):
         host |= weights_at_rest(model, job, mesh)
-        if job.mode == "train":
+        if train:
             host["gradients"] = elements_at_rest(model, job, mesh) * 4
-    kept = kept_bytes(model, job, mesh, s) if moves else 0
-    disk = kept if job.memory.offload == "disk" else 0
+    checkpoints = checkpoint_bytes(model, job, mesh, c) if moves else 0
+    disk = checkpoints if job.memory.offload == "disk" else 0
     if disk:
-        host["disk_buffers"] = min(kept, -(-kept * DISK_BUFFERS // len(model.layers)))
-    elif kept:
-        host["activations"] = kept
+        host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(model.layers)))
+    elif checkpoints:
+        host["activations"] = checkpoints
     host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
     return Offloaded(host, disk, min(mesh.gpus, hardware.gpus_per_node), 0.0, None)
 
 
-def offloaded(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
-    """Bytes outside the GPU, and the time that they cost."""
-    there = outside(model, job, mesh, hardware)
-    if not there.host_bytes and not there.disk_bytes:
-        return there
-    s = scale_of(model, job, mesh, hardware)
-    train, micro, autocast = job.mode == "train", micro_batches(job, mesh), autocasts(job)
-    ranks = mesh.weights if job.weight_sharding else 1
-    summed = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
-    seconds, pressed = 0.0, ("", 0.0, 1.0)
+def offload_cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
+    """Return the bytes outside the GPU, and their time."""
+    stored = offloaded_bytes(model, job, mesh, hardware)
+    if not stored.host_bytes and not stored.disk_bytes:
+        return stored
+    c = cost_context(model, job, mesh, hardware)
+    train, micro, ranks = job.mode == "train", micro_batches(job, mesh), weight_ranks(job, mesh)
+    sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
+    link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
+    seconds, bottleneck = 0.0, ("", 0.0, 1.0)
     for layer, count in model.layer_kinds:
         computing = layer_seconds(model, layer, job, mesh, hardware)
-        weights = shard_elements(layer.parameters, ranks, mesh.tensor) * PINNED_WEIGHT if on_host(job, s) else 0
-        moves = train and offloads(job, s)
-        kept = kept_per_token(layer, job, mesh, s, autocast).total * s.tokens if moves else 0
-        cached = brought_bytes(layer.mixer.cache_bytes(job, mesh), job) if there.host_bytes.get("kv_cache") else 0
-        in_node = kept * there.ranks_per_node if there.disk_bytes else 0
-        gradients = weights * summed / micro
-        link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
-        # (what, bytes, bytes/s, seconds of computing beside it): the two directions of the link run at once.
-        forward = [("host link", max(kept, weights + cached), link), ("disk", in_node, write)]
-        backward = [("host link", max(kept + weights, gradients), link), ("disk", in_node, read)]
-        for moved, beside in ((forward, computing.forward), (backward, computing.backward * train)):
-            if not beside:
+        weights = shard_elements(layer.parameters, ranks, mesh.tensor) * PINNED_WEIGHT if on_host(job, c) else 0
+        moves = train and offloads(job, c)
+        saved = checkpoint_per_token(layer, job, mesh, c).total * c.tokens if moves else 0
+        cached = fetched_bytes(layer.mixer.cache_bytes(job, mesh), job) if stored.host_bytes.get("kv_cache") else 0
+        on_disk = saved * stored.ranks_per_node if stored.disk_bytes else 0
+        gradients = weights * sums / micro
+        # (name, bytes, bytes/s); the two directions of the link run concurrently.
+        forward = [("host link", max(saved, weights + cached), link), ("disk", on_disk, write)]
+        backward = [("host link", max(saved + weights, gradients), link), ("disk", on_disk, read)]
+        for moved, overlap in ((forward, computing.forward), (backward, computing.backward * train)):
+            if not overlap:
                 continue
-            seconds += count * micro * max(0.0, max(number / speed for _, number, speed in moved) - beside)
-            worst = max(((what, number / beside, speed) for what, number, speed in moved), key=lambda x: x[1] / x[2])
-            pressed = max(pressed, worst, key=lambda x: x[1] / x[2])
-    if on_host(job, s):  # what stands outside the layers waits, and the optimizer steps on the host
+            seconds += count * micro * max(0.0, max(size / speed for _, size, speed in moved) - overlap)
+            worst = max(((what, size / overlap, speed) for what, size, speed in moved), key=lambda x: x[1] / x[2])
+            bottleneck = max(bottleneck, worst, key=lambda x: x[1] / x[2])
+    if on_host(job, c):  # nothing overlaps with the weights outside the layers
         root = shard_elements(model.root, ranks, mesh.tensor) * PINNED_WEIGHT
         seconds += micro * root * (2 if train else 1) / hardware.host_bandwidth
-    return Offloaded(there.host_bytes, there.disk_bytes, there.ranks_per_node, seconds, pressed if pressed[0] else None)
+    return replace(stored, seconds=seconds, bottleneck=bottleneck if bottleneck[0] else None)

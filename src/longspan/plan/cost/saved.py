@@ -1,204 +1,253 @@
-"""Saved activations: what a layer saves for its backward, in bytes, tensor by tensor.
+"""What a layer saves for its backward, and what each memory option changes, in bytes, tensor by tensor.
 
-It follows transformers' Llama layer and `longspan.attention`; tests compare what a layer saves with what autograd
-does. Experts and linear attention are estimates.
-
-Letters: b bytes per element, d hidden size.
+The formulas follow transformers' Llama layer and `longspan.attention`; tests compare what a layer saves with what
+autograd does. Experts and linear attention are estimates. A layer's mixer says what attention saves
+(`longspan.plan.layers`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
-from longspan.plan.cost.memory_options import (
-    OFFLOADED_LAYERS,
-    mlp_act_bytes,
-    norm_bytes,
-    recomputes_mlp_act,
-    stream_bytes,
-)
-from longspan.plan.cost.per_rank import runs_between
+from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
 from longspan.plan.cost.weights import layer_gradient
+from longspan.plan.job import local_batch, local_tokens, recomputed_inputs
+from longspan.plan.layers import CostContext, SavedActivations
+from longspan.plan.layers.base import offloads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
+    from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
     from longspan.plan.models.shape import LayerShape, ModelShape
 
+OFFLOADED_LAYERS = 2
+"""Layers whose checkpoints are on the GPU under offload: one is moved while the other is made, or used."""
 
-@dataclass(frozen=True)
-class Scale:
-    """What all items are made of, for one job on one mesh."""
+DISK_BUFFERS = 4
+"""Layers whose checkpoints are in the host's memory under `offload="disk"`, on their way to or from the file."""
 
-    tokens: int
-    b: int
-    d: int
-    on_cpu: bool
-    hidden_shards: int
+TILE = 0.25
+"""A tile's intermediates over the hidden states, in bytes, with `tiled_mlp=0`."""
 
-
-@dataclass(frozen=True)
-class SavedActivations:
-    """Bytes that layers save for their backward, by kind."""
-
-    hidden: int = 0
-    attention: int = 0
-    mlp: int = 0
-
-    def __add__(self, other: SavedActivations) -> SavedActivations:
-        return SavedActivations(self.hidden + other.hidden, self.attention + other.attention, self.mlp + other.mlp)
-
-    def __mul__(self, times: int) -> SavedActivations:
-        return SavedActivations(self.hidden * times, self.attention * times, self.mlp * times)
-
-    @property
-    def total(self) -> int:
-        """All kinds together."""
-        return self.hidden + self.attention + self.mlp
-
-    def items(self) -> dict[str, int]:
-        """Under the names of `ITEMS`."""
-        return {
-            "activations_hidden": self.hidden,
-            "activations_attention": self.attention,
-            "activations_mlp": self.mlp,
-        }
+WEIGHT_SUM = 4
+"""Bytes per MLP weight in which a tiled MLP accumulates a layer's gradients: fp32."""
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Bytes of a ring beside what its layer saves: KV blocks on their way, and results under way."""
-
-    comm: int = 0
-    workspace: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both together."""
-        return self.comm + self.workspace
-
-    def items(self) -> dict[str, int]:
-        """Under the names of `longspan.plan.cost.memory.ITEMS`."""
-        return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
-
-
-def saved_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
-    """Bytes per token of a rank that one layer saves for its backward."""
-    before, behind = _around(layer, job, s, autocast)
-    mixer = layer.mixer
-    attention = mixer.saved(mesh, s, recompute_all_to_all=job.memory.recompute_all_to_all)
-    q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
-    if q_norm is not None:
-        heads = (mixer.q_heads + mixer.kv_heads) // mesh.tensor
-        again = job.memory.tiled_norms
-        # A norm of each head (Qwen3) saves a number a head, a norm of all of Q and one of all of K (OLMo-2) one each.
-        numbers = 1 if again else heads if q_norm.numel == mixer.head_dim else 2
-        attention += norm_bytes(s, heads * mixer.head_dim, autocast, again=again) + 4 * (numbers - 1)
-    return SavedActivations((before + behind) // s.hidden_shards, attention, _mlp(layer, job, mesh, s))
-
-
-def kept_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
-    """Bytes per token of a rank that checkpointing keeps of a layer: its input, and what it keeps of the attention."""
-    return SavedActivations(stream_bytes(s, autocast) // s.hidden_shards, layer.mixer.kept(job, mesh, s))
-
-
-def again_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
-    """Bytes per token of a rank that a layer saves while it is computed again, beside what checkpointing has kept."""
-    kept = SavedActivations(attention=layer.mixer.kept(job, mesh, s))
-    if job.memory.tiled_norms:  # the first norm's input is the layer's
-        kept = kept + SavedActivations(hidden=stream_bytes(s, autocast) // s.hidden_shards)
-    return saved_per_token(layer, job, mesh, s, autocast) + kept * -1
-
-
-def freed_per_token(layer: LayerShape, job: Job, mesh: Mesh, s: Scale, autocast: bool) -> SavedActivations:
-    """Of `saved_per_token`, what is gone when the backward reaches the attention itself: all that comes behind it."""
-    _, behind = _around(layer, job, s, autocast)
-    of_mlp = SavedActivations(hidden=behind // s.hidden_shards, mlp=_mlp(layer, job, mesh, s))
-    return layer.mixer.freed(of_mlp, job, mesh, s)
-
-
-def _around(layer: LayerShape, job: Job, s: Scale, autocast: bool) -> tuple[int, int]:
-    """What norms save, and products take in, before the attention and behind it."""
-    norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
-    # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
-    q_k_v, gate_up = (3, 2) if autocast else (1, 1)
-    normed = norms * norm_bytes(s, s.d, autocast, again=job.memory.tiled_norms)
-    # In tiles the MLP keeps its input, before any cast.
-    of_mlp = gate_up * s.b * s.d if job.memory.tiled_mlp == 1 else stream_bytes(s, autocast)
-    if job.memory.tiled_norms and not autocast:  # what goes in is made again from what the norms keep
-        return normed, normed
-    return normed + q_k_v * s.b * s.d, normed + of_mlp
-
-
-def _mlp(layer: LayerShape, job: Job, mesh: Mesh, s: Scale) -> int:
-    # In tiles it is computed again, a tile at a time.
-    if job.memory.tiled_mlp != 1:
-        return 0
-    return layer.mlp.saved(s) // mesh.tensor - (mlp_act_bytes(layer, mesh, s) if recomputes_mlp_act(job) else 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Of all layers, at the moments of a step.
+def cost_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> CostContext:
+    """Return the sizes that all memory formulas use."""
+    return CostContext(
+        tokens=local_tokens(job, mesh) * local_batch(job, mesh),
+        b=job.bytes_per_element,
+        d=model.d_model,
+        on_cpu=hardware.on_cpu,
+        hidden_shards=mesh.tensor if job.tensor_style == "megatron-sp" else 1,
+    )
 
 
 def autocasts(job: Job) -> bool:
-    """bf16 over fp32 weights that are not sharded: torch casts what goes into each product, and keeps the rest fp32."""
+    """Whether torch casts the inputs of each product to bf16, because weights are fp32 and not sharded."""
     return job.dtype == "bf16" and not job.weight_sharding
 
 
-def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> Sequence[SavedActivations]:
-    """What is saved at the loss, and in the backward of the last layer, of the one before it, and of the first one."""
-    autocast = autocasts(job)
+# ---------------------------------------------------------------------------------------------------------------------
+# Of one layer, in bytes per token of a rank.
+
+
+def saved_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+    """Return what one layer saves for its backward."""
+    before, behind = _around_attention(layer, job, c)
+    mixer = layer.mixer
+    attention = mixer.saved(mesh, c, recompute_all_to_all=job.memory.recompute_all_to_all)
+    q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
+    if q_norm is not None:
+        heads = (mixer.q_heads + mixer.kv_heads) // mesh.tensor
+        tiled = job.memory.tiled_norms
+        # Norms of each head (Qwen3) save a number per head; a norm of all of Q and one of all of K (OLMo-2) two.
+        numbers = 1 if tiled else heads if q_norm.numel == mixer.head_dim else 2
+        attention += _norm_saved(heads * mixer.head_dim, job, c) + 4 * (numbers - 1)
+    return SavedActivations((before + behind) // c.hidden_shards, attention, _mlp_saved(layer, job, mesh, c))
+
+
+def checkpoint_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+    """Return what checkpointing saves of a layer: its input, and parts of its attention."""
+    return SavedActivations(stream_bytes(job, c) // c.hidden_shards, layer.mixer.checkpointed(job, mesh, c))
+
+
+def recomputed_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+    """Return what a layer saves while it is recomputed, besides its checkpoint."""
+    checkpoint = SavedActivations(attention=layer.mixer.checkpointed(job, mesh, c))
+    if job.memory.tiled_norms:  # the first norm's input is the layer's
+        checkpoint += SavedActivations(hidden=stream_bytes(job, c) // c.hidden_shards)
+    return saved_per_token(layer, job, mesh, c) - checkpoint
+
+
+def freed_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+    """Return the part of `saved_per_token` that is freed when the backward reaches the attention itself."""
+    _, behind = _around_attention(layer, job, c)
+    after_mixer = SavedActivations(hidden=behind // c.hidden_shards, mlp=_mlp_saved(layer, job, mesh, c))
+    return layer.mixer.freed(after_mixer, job, mesh, c)
+
+
+def stream_bytes(job: Job, c: CostContext) -> int:
+    """Return the bytes per token of the residual stream, which is a layer's input."""
+    return c.d * (4 if autocasts(job) else c.b)
+
+
+def norm_bytes(job: Job, c: CostContext) -> int:
+    """Return the bytes per token that a norm of hidden states saves."""
+    return _norm_saved(c.d, job, c)
+
+
+def _norm_saved(features: int, job: Job, c: CostContext) -> int:
+    """Return an RMSNorm's fp32 input, one number, and its normalised input; with `tiled_norms` its input alone."""
+    given = features * (4 if autocasts(job) else c.b)
+    return given if job.memory.tiled_norms else features * 4 + 4 + given
+
+
+def _around_attention(layer: LayerShape, job: Job, c: CostContext) -> tuple[int, int]:
+    """Return what norms and products save before the attention, and behind it."""
+    norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
+    normed = norms * norm_bytes(job, c)
+    if job.memory.tiled_norms and not autocasts(job):  # inputs of products are recomputed from those of the norms
+        return normed, normed
+    # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
+    qkv_inputs, mlp_inputs = (3, 2) if autocasts(job) else (1, 1)
+    # A tiled MLP saves its input before any cast.
+    mlp_input = mlp_inputs * c.b * c.d if job.memory.tiled_mlp == 1 else stream_bytes(job, c)
+    return normed + qkv_inputs * c.b * c.d, normed + mlp_input
+
+
+def _mlp_saved(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+    if job.memory.tiled_mlp != 1:  # recomputed, a tile at a time
+        return 0
+    return layer.mlp.saved(c) // mesh.tensor - (_mlp_act_bytes(layer, mesh, c) if recomputes_mlp_act(job) else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MLP and norms in a backward, in bytes.
+
+
+def recomputes_mlp_act(job: Job) -> bool:
+    """Whether the MLP's backward recomputes the activation function; with checkpoints or tiles all is recomputed."""
+    memory = job.memory
+    return job.mode == "train" and memory.recompute_mlp_act and memory.checkpointing == "none" and memory.tiled_mlp == 1
+
+
+def _mlp_act_bytes(layer: LayerShape, mesh: Mesh, c: CostContext) -> int:
+    """Return the bytes per token of what an MLP computes elementwise from its products."""
+    return layer.mlp.saved_intermediates // 2 * c.b * layer.mlp.width // mesh.tensor
+
+
+def mlp_tiles(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return the number of tiles of tokens in which the layer's MLP runs."""
+    if job.memory.tiled_mlp:
+        return min(job.memory.tiled_mlp, max(1, c.tokens))
+    wanted = round(_mlp_intermediates(layer, mesh, c) / (TILE * c.d * c.b))
+    return max(1, min(c.tokens // FEWEST_ROWS[c.on_cpu], wanted))
+
+
+def _mlp_intermediates(layer: LayerShape, mesh: Mesh, c: CostContext) -> int:
+    """Return the bytes per token of an MLP's backward: what its forward saves, and two gradients."""
+    return (layer.mlp.saved(c) + 2 * c.b * layer.mlp.width) // mesh.tensor
+
+
+def mlp_backward_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return what an MLP's backward holds besides saved activations.
+
+    Two gradients of the widest intermediate, and what is recomputed. In tiles, all intermediates of one tile.
+    """
+    if job.memory.tiled_mlp == 1:
+        recomputed = _mlp_act_bytes(layer, mesh, c) * c.tokens if recomputes_mlp_act(job) else 0
+        return 2 * c.b * layer.mlp.width * c.tokens // mesh.tensor + recomputed
+    return _mlp_intermediates(layer, mesh, c) * -(-c.tokens // mlp_tiles(layer, job, mesh, c))
+
+
+def mlp_gradient_sum_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return the buffers in which a tiled MLP accumulates its weights' gradients; none if these are fp32 already."""
+    if mlp_tiles(layer, job, mesh, c) == 1 or job.dtype == "fp32" or not job.weight_sharding:
+        return 0
+    return WEIGHT_SUM * layer.mlp_params // mesh.tensor
+
+
+def norm_backward_bytes(job: Job, c: CostContext) -> int:
+    """Return what a tiled norm's backward behind the attention holds, besides the gradients that a layer holds anyway.
+
+    Three fp32 copies of a tile, and the gradient of all tokens; a tiled MLP's backward includes its norm, and has made
+    that gradient.
+    """
+    gradient = c.tokens * c.d * c.b // c.hidden_shards if job.memory.tiled_mlp == 1 else 0
+    return gradient + _norm_tile(min(c.tokens, norm_rows(c.tokens, c.on_cpu)), c)
+
+
+def mlp_norm_backward_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return what the norm holds in one tile of an MLP whose backward includes its norm."""
+    if job.memory.tiled_mlp == 1 or not job.memory.tiled_norms:
+        return 0
+    return _norm_tile(-(-c.tokens // mlp_tiles(layer, job, mesh, c)), c)
+
+
+def _norm_tile(rows: int, c: CostContext) -> int:
+    return 3 * 4 * c.d * rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of all layers, at four times in a step.
+
+
+def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> tuple[SavedActivations, ...]:
+    """Return what is saved at the loss, and in the backward of the last layer, the one before it, and the first."""
     if job.memory.checkpointing == "none":
-        layers = {layer: saved_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds}
-        largest = max(layers.values(), key=lambda saved: saved.total)
-        embedded = SavedActivations(hidden=s.tokens * s.d * 4 if autocast else 0)  # fp32, and cast by the first layer
-        together = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
-        # Without the smallest layer at most: which one is last does not matter, only that no moment is understated.
-        smallest = min(layers.values(), key=lambda saved: saved.total)
-        before = together + smallest * -1 if len(model.layers) > 1 else together
-        return together, together, before, largest
-    # What is kept of every layer, and all that one layer saves while it is computed again.
+        return _all_saved(model, job, mesh, c)
     n = len(model.layers)
     group = layers_per_checkpoint(n, job.memory.layers_per_checkpoint)
     inputs, most_inputs = layers_held(n, group)
-    one = SavedActivations(hidden=stream_bytes(s, autocast) // s.hidden_shards * s.tokens)
-    # In the first group's backward the inputs that were made again go as gradients come.
+    checkpoints = [(checkpoint_per_token(layer, job, mesh, c) * c.tokens, count) for layer, count in model.layer_kinds]
+    largest = _largest(saved for saved, _ in checkpoints)
+    recomputed = _largest(recomputed_per_token(layer, job, mesh, c) * c.tokens for layer, _ in model.layer_kinds)
+    layer_input = SavedActivations(hidden=stream_bytes(job, c) // c.hidden_shards * c.tokens)
+    # In the first group's backward its recomputed inputs are freed as gradients arrive.
     gradient = min(layer_gradient(layer, job, mesh) for layer, _ in model.layer_kinds)
-    first = SavedActivations(hidden=max(0, one.hidden - gradient) * (min(group, n) - 1))
-    kinds = [(kept_per_token(layer, job, mesh, s, autocast) * s.tokens, count) for layer, count in model.layer_kinds]
-    again = [again_per_token(layer, job, mesh, s, autocast) * s.tokens for layer, _ in model.layer_kinds]
-    largest = max(again, key=lambda saved: saved.total)
-    most = max((kept for kept, _ in kinds), key=lambda saved: saved.total)
-    if offloads(job, s):
-        resident = 1 if s.on_cpu else OFFLOADED_LAYERS  # a CPU reads nothing ahead
-        stays, before = (most * min(layers, resident) for layers in (n, max(1, n - 1)))
-        if group > 1:  # those that are made again stay here, and there are fewer that leave
-            fewer = one.hidden * min(min(inputs, resident) + group - 1, most_inputs)
-            stays = before = replace(stays, hidden=fewer)
-        return stays, stays + largest, before + largest, most + first + largest
-    together = sum((kept * count for kept, count in kinds), SavedActivations())
-    least = min((kept for kept, _ in kinds), key=lambda saved: saved.total)
-    if group > 1:  # of the last group's backward, or of the one before
-        held, of_group = together + one * (inputs - n), together + one * (most_inputs - n)
-        return held, of_group + largest, of_group + largest, most + first + largest
-    before = together + least * -1 if n > 1 else together
-    return together, together + largest, before + largest, most + largest
+    first_group = SavedActivations(hidden=max(0, layer_input.hidden - gradient) * (min(group, n) - 1))
+    in_first = largest + first_group + recomputed
+    if offloads(job, c):
+        resident = 1 if c.on_cpu else OFFLOADED_LAYERS  # a CPU does not read ahead
+        at_loss, before = (largest * min(layers, resident) for layers in (n, max(1, n - 1)))
+        if group > 1:  # recomputed inputs stay here, and fewer are offloaded
+            hidden = layer_input.hidden * min(min(inputs, resident) + group - 1, most_inputs)
+            at_loss = before = replace(at_loss, hidden=hidden)
+        return at_loss, at_loss + recomputed, before + recomputed, in_first
+    total = sum((saved * count for saved, count in checkpoints), SavedActivations())
+    if group > 1:
+        in_last_groups = total + layer_input * (most_inputs - n) + recomputed
+        return total + layer_input * (inputs - n), in_last_groups, in_last_groups, in_first
+    smallest = min((saved for saved, _ in checkpoints), key=lambda saved: saved.total)
+    before = total - smallest if n > 1 else total
+    return total, total + recomputed, before + recomputed, in_first
 
 
-def offloads(job: Job, s: Scale) -> bool:
-    """Whether what checkpointing keeps leaves this memory; a CPU's ranks compute in the host's as it is."""
-    return job.memory.offload == "disk" or (job.memory.offload == "host" and not s.on_cpu)
+def _all_saved(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> tuple[SavedActivations, ...]:
+    """Return `saved_in_a_step` without checkpointing."""
+    layers = {layer: saved_per_token(layer, job, mesh, c) * c.tokens for layer, _ in model.layer_kinds}
+    # Autocast: the embeddings are fp32, and the first layer saves its cast of them.
+    embedded = SavedActivations(hidden=c.tokens * c.d * 4 if autocasts(job) else 0)
+    total = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
+    # Any kind of layer may be the last: subtract the smallest, so that no peak is underestimated.
+    smallest = min(layers.values(), key=lambda saved: saved.total)
+    before = total - smallest if len(model.layers) > 1 else total
+    return total, total, before, _largest(layers.values())
 
 
-def kept_bytes(model: ModelShape, job: Job, mesh: Mesh, s: Scale) -> int:
-    """Bytes that checkpointing keeps of all layers, wherever they lie."""
+def _largest(saved: Iterable[SavedActivations]) -> SavedActivations:
+    return max(saved, key=lambda each: each.total)
+
+
+def checkpoint_bytes(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return the bytes of all layers' checkpoints, wherever they are stored."""
     if job.memory.checkpointing == "none":
         return 0
-    autocast = autocasts(job)
-    each = ((kept_per_token(layer, job, mesh, s, autocast).total, count) for layer, count in model.layer_kinds)
-    remade = runs_between(len(model.layers), job) * stream_bytes(s, autocast) // s.hidden_shards
-    return sum(s.tokens * kept * count for kept, count in each) - s.tokens * remade
+    each = ((checkpoint_per_token(layer, job, mesh, c).total, count) for layer, count in model.layer_kinds)
+    recomputed = recomputed_inputs(len(model.layers), job) * stream_bytes(job, c) // c.hidden_shards
+    return sum(c.tokens * saved * count for saved, count in each) - c.tokens * recomputed

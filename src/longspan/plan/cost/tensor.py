@@ -1,12 +1,11 @@
 """What the tensor axis cuts and sends, as `longspan.hf.tensor_parallel.layers` does it.
 
-Two sums of the hidden state a layer, after attention and after the MLP (Megatron-LM, arXiv:1909.08053). Megatron SP
-(arXiv:2205.05198) makes of each AllReduce an AllGather and a ReduceScatter: the same bytes. Around the layers the
-embedding's parts are summed, the head's input is whole and its gradient summed, and of each token's softmax three
-numbers travel. Weights that every rank holds, and that work on a part of heads or tokens, have their gradients summed.
+TP sums hidden states twice a layer, after attention and after the MLP (Megatron-LM, arXiv:1909.08053). Megatron SP
+(arXiv:2205.05198) splits each AllReduce into an AllGather and a ReduceScatter of the same bytes. Outside the layers the
+embedding's parts are summed, the head's input is gathered and its gradient summed, and the softmax sends three numbers
+per token. Weights that every rank holds, and that see only some heads or tokens, have their gradients summed.
 
-A mixture of experts works on a rank's own tokens and sends them to their experts: how many go where the router says;
-here, as if evenly.
+Experts receive tokens by all-to-all. How many depends on the router; an even distribution is assumed.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longspan.core.tile_sizes import NARROW_PARTS, head_tile
-from longspan.plan.cost.collective import Sent
-from longspan.plan.cost.per_rank import forwards_of, local_batch, local_tokens, passes
+from longspan.plan.job import forwards_of, layer_passes, local_batch, local_tokens
+from longspan.plan.layers import Sent
 
 if TYPE_CHECKING:
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
+    from longspan.plan.layers import Parameter
+    from longspan.plan.models.shape import LayerShape, ModelShape
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROWS = ("o_proj", "down_proj")
@@ -30,7 +30,7 @@ _ROWS = ("o_proj", "down_proj")
 
 @functools.lru_cache(maxsize=4096)
 def cut_shape(p: Parameter, tensor: int) -> tuple[int, ...]:
-    """One tensor rank's part of a weight."""
+    """Return the shape of one tensor rank's part of a weight."""
     dim = _cut_dim(p.name)
     if tensor == 1 or dim is None or dim >= len(p.shape):
         return p.shape
@@ -47,52 +47,44 @@ def _cut_dim(name: str) -> int | None:
     return 1 if last in _ROWS and own == "weight" else None
 
 
-def known_to_cut(layer: LayerShape) -> bool:
-    """Whether `longspan.hf.tensor_parallel.layers` can cut a layer like this one: separate projections, norms of single
-    heads.
-    """
+def can_cut(layer: LayerShape) -> bool:
+    """Whether `longspan.hf.tensor_parallel.layers` can cut such a layer: separate projections, norms per head."""
     owners = {p.name.rpartition(".")[0].rpartition(".")[2]: p for p in layer.parameters}
     dim = getattr(layer.mixer, "head_dim", 0)
-    of_heads = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)
+    per_head = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)
     gated = "experts" in owners or {"gate_proj", "up_proj", "down_proj"} <= owners.keys()
-    return of_heads and gated and {"q_proj", "k_proj", "v_proj", "o_proj"} <= owners.keys()
+    return per_head and gated and {"q_proj", "k_proj", "v_proj", "o_proj"} <= owners.keys()
 
 
-def _summed(p: Parameter, job: Job, experts: bool) -> bool:
-    """Whether each tensor rank's gradient of a weight is a part."""
-    if _cut_dim(p.name) is not None:
-        return False
-    owner = p.name.rpartition(".")[0].rpartition(".")[2]
-    of_heads = owner in ("q_norm", "k_norm") or (owner in _ROWS and p.name.endswith("bias"))
-    return job.tensor_style == "megatron-sp" or of_heads or (experts and p.name.startswith("mlp."))
+def _has_experts(layer: LayerShape) -> bool:
+    return any(".experts." in p.name for p in layer.parameters)
 
 
-def _whole(tokens: int, model: ModelShape, job: Job, mesh: Mesh) -> tuple[int, int]:
-    """Bytes that a rank sends of the hidden states of so many tokens: in an AllReduce, and in half of one."""
+def _hidden_states(tokens: int, model: ModelShape, job: Job, mesh: Mesh) -> tuple[int, int]:
+    """Return the bytes that a rank sends of so many hidden states: in an AllReduce; in an AllGather."""
     t = mesh.tensor
     row = job.bytes_per_element * local_batch(job, mesh) * model.d_model
     return 2 * tokens * row * (t - 1) // t, -(-tokens // t) * row * (t - 1)
 
 
-def layer_tensor(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
-    """One layer and one micro-batch, forward and backward; of a prompt in chunks all of its forwards."""
+def layer_tensor_sent(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
+    """Return the traffic of one layer and one micro-batch, forward and backward; of a prompt, all its chunks."""
     if mesh.tensor == 1:
         return []
     sent = []
-    for tokens, times in forwards_of(job, mesh):
-        sent += [replace(one, calls=one.calls * times) for one in _layer(model, layer, job, mesh, tokens)]
+    for tokens, count in forwards_of(job, mesh):
+        sent += [replace(one, calls=one.calls * count) for one in _layer(model, layer, job, mesh, tokens)]
     if job.mode == "train":
-        sent += _gradients(layer.parameters, job, mesh, any(".experts." in p.name for p in layer.parameters))
+        sent += _gradients(layer.parameters, job, mesh, _has_experts(layer))
     return sent
 
 
 def _layer(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, tokens: int) -> list[Sent]:
-    t = mesh.tensor
-    forwards, backwards = passes(job)
-    experts = any(".experts." in p.name for p in layer.parameters)
-    # A layer that is computed again ends with its MLP's last product: only a norm behind it needs the sum.
+    t, experts = mesh.tensor, _has_experts(layer)
+    forwards, backwards = layer_passes(job)
+    # A recomputed layer ends with its MLP's last product. Only a norm behind it needs that product's sum again.
     last = forwards if any("post_feedforward" in p.name for p in layer.parameters) else 1
-    both, half = _whole(tokens, model, job, mesh)
+    both, half = _hidden_states(tokens, model, job, mesh)
     sent = []
     if job.tensor_style == "tp":
         calls = forwards + backwards if experts else forwards + last + 2 * backwards
@@ -100,11 +92,11 @@ def _layer(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, tokens: i
         if experts:
             sent.append(Sent("all_gather", "tensor", "tokens of a mixture of experts", half, last + backwards))
     else:
-        gathers = forwards + backwards if experts else 2 * (forwards + backwards)
-        scatters = forwards + backwards if experts else forwards + last + 2 * backwards
+        gather_calls = forwards + backwards if experts else 2 * (forwards + backwards)
+        scatter_calls = forwards + backwards if experts else forwards + last + 2 * backwards
         sent += [
-            Sent("all_gather", "tensor", "hidden states gathered", half, gathers),
-            Sent("reduce_scatter", "tensor", "hidden states summed", half, scatters),
+            Sent("all_gather", "tensor", "hidden states gathered", half, gather_calls),
+            Sent("reduce_scatter", "tensor", "hidden states summed", half, scatter_calls),
         ]
     if experts:
         rows = -(-tokens // t) * local_batch(job, mesh) * layer.mlp.per_token
@@ -113,23 +105,23 @@ def _layer(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, tokens: i
     return sent
 
 
-def around_tensor(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
-    """Embedding, head and loss of one micro-batch; of a prompt in chunks those of all of its forwards."""
+def outer_tensor_sent(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
+    """Return the traffic of embedding, head and loss for one micro-batch; of a prompt, all its chunks."""
     if mesh.tensor == 1:
         return []
     if job.mode == "train":
-        return _around(model, job, mesh, on_cpu)
+        return _training(model, job, mesh, on_cpu)
     sent = []
-    for tokens, times in forwards_of(job, mesh):
-        sent += [replace(one, calls=one.calls * times) for one in _around_a_forward(model, job, mesh, tokens)]
+    for tokens, count in forwards_of(job, mesh):
+        sent += [replace(one, calls=one.calls * count) for one in _forward(model, job, mesh, tokens)]
     return sent
 
 
-def _around_a_forward(model: ModelShape, job: Job, mesh: Mesh, tokens: int) -> list[Sent]:
-    """Embeddings, and the logits of the last token alone: with the residual stream cut by tokens it is found first."""
+def _forward(model: ModelShape, job: Job, mesh: Mesh, tokens: int) -> list[Sent]:
+    """Return embeddings, and the last token's logits. Megatron SP first finds the rank that holds the last token."""
     t = mesh.tensor
-    both, half = _whole(tokens, model, job, mesh)
-    _, last = _whole(1, model, job, mesh)
+    both, half = _hidden_states(tokens, model, job, mesh)
+    _, last = _hidden_states(1, model, job, mesh)
     logits = -(-model.vocab // t) * (t - 1) * job.bytes_per_element * local_batch(job, mesh)
     if job.tensor_style == "tp":
         stream = [Sent("all_reduce", "tensor", "embeddings", both, method=False)]
@@ -142,48 +134,49 @@ def _around_a_forward(model: ModelShape, job: Job, mesh: Mesh, tokens: int) -> l
     return [*stream, Sent("all_gather", "tensor", "logits of the last token", logits, method=False)]
 
 
-def _around(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
-    t = mesh.tensor
-    tokens = local_tokens(job, mesh)
-    both, half = _whole(tokens, model, job, mesh)
-    sent = []
-    if job.tensor_style == "tp":
-        sent.append(Sent("all_reduce", "tensor", "embeddings and the head's input", both, 2, method=False))
-    else:
-        sent += [
-            Sent(op, "tensor", "embeddings and the head's input", half, 2, method=False)
-            for op in ("all_gather", "reduce_scatter")
-        ]
-    for rows, times in _softmax_rows(tokens, -(-model.vocab // t), job, mesh, on_cpu).items():  # fp32, of each token
-        for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):
-            size = 2 * 4 * numbers * rows * (t - 1) // t
-            sent.append(Sent("all_reduce", "tensor", what, size, times, method=False))
+def _training(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> list[Sent]:
+    t, tokens = mesh.tensor, local_tokens(job, mesh)
+    both, half = _hidden_states(tokens, model, job, mesh)
+    ops = [("all_reduce", both)] if job.tensor_style == "tp" else [("all_gather", half), ("reduce_scatter", half)]
+    sent = [Sent(op, "tensor", "embeddings and the head's input", size, 2, method=False) for op, size in ops]
+    for rows, calls in _softmax_rows(tokens, -(-model.vocab // t), job, mesh, on_cpu).items():
+        for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):  # fp32, per token
+            sent.append(Sent("all_reduce", "tensor", what, 2 * 4 * numbers * rows * (t - 1) // t, calls, method=False))
     return sent + _gradients(tuple(p for p in model.root if len(p.shape) == 1), job, mesh, experts=False)
 
 
 def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bool) -> dict[int, int]:
-    """Tokens whose softmax is computed at a time, and how often: of a tile of logits, in half precision its parts."""
+    """Return {tokens per softmax: calls}: one per tile of logits, in half precision one per part of a tile."""
     rows = head_tile(vocabulary, on_cpu)
     sharded = job.weight_sharding and (mesh.weights > 1 or job.memory.cpu_offload)
-    if job.dtype == "fp32" or not sharded:  # under autocast logits are not narrow
-        return _cut(tokens, rows)
+    if job.dtype == "fp32" or not sharded:  # autocast computes logits in fp32
+        return _parts(tokens, rows)
     rows = min(tokens, 2 * rows)
     part = -(-rows // NARROW_PARTS)
     found: Counter[int] = Counter()
-    for tile, tiles in _cut(tokens, rows).items():
-        for size, times in _cut(tile, part).items():
-            found[size] += times * tiles
+    for tile, tiles in _parts(tokens, rows).items():
+        for size, count in _parts(tile, part).items():
+            found[size] += count * tiles
     return found
 
 
-def _cut(whole: int, part: int) -> dict[int, int]:
-    """The sizes of parts, the last one what is left, and how many there are of each."""
-    return {size: times for size, times in ((part, whole // part), (whole % part, 1)) if size and times}
+def _parts(total: int, part: int) -> dict[int, int]:
+    """Return {size: count} of the parts of `total`; the last part is the remainder."""
+    return {size: count for size, count in ((part, total // part), (total % part, 1)) if size and count}
 
 
 def _gradients(parameters: tuple[Parameter, ...], job: Job, mesh: Mesh, experts: bool) -> list[Sent]:
     t = mesh.tensor
     return [
         Sent("all_reduce", "tensor", "gradients of whole weights", 2 * size * (t - 1) // t, method=False)
-        for size in (p.numel * job.bytes_per_element for p in parameters if _summed(p, job, experts))
+        for size in (p.numel * job.bytes_per_element for p in parameters if _is_summed(p, job, experts))
     ]
+
+
+def _is_summed(p: Parameter, job: Job, experts: bool) -> bool:
+    """Whether each tensor rank computes only a part of a weight's gradient."""
+    if _cut_dim(p.name) is not None:
+        return False
+    owner = p.name.rpartition(".")[0].rpartition(".")[2]
+    per_head = owner in ("q_norm", "k_norm") or (owner in _ROWS and p.name.endswith("bias"))
+    return job.tensor_style == "megatron-sp" or per_head or (experts and p.name.startswith("mlp."))

@@ -1,162 +1,346 @@
-"""The seconds of a step: computing, and what communication adds because nothing hides it."""
+"""Seconds of a step: computing, by stated efficiencies or measured speeds, and communication that is not overlapped.
+
+A product of T tokens with W weights is 2*T*W FLOPs. Attention is 2*(D + Dv) FLOPs per query head and (query, key) pair
+that the mask allows. A backward is twice a product's forward and 2.5 times the attention's, as flash kernels recompute
+the scores (Dao 2023, arXiv:2307.08691). Checkpointing adds one forward, with or without the attention's mixing; a tiled
+MLP adds its own.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.communication import between, layer_method
-from longspan.plan.cost.compute import LayerSeconds, head_work, layer_seconds, loss_seconds, speed
-from longspan.plan.cost.per_rank import micro_batches, mixing_passes, runs_between
-from longspan.plan.cost.tensor import around_tensor, layer_tensor
-from longspan.plan.cost.weights import around_the_layers, layer_weights, sums_gradients, sums_gradients_once
+from longspan.plan.cost.communication import input_recompute_sent, method_sent
+from longspan.plan.cost.saved import recomputes_mlp_act
+from longspan.plan.cost.tensor import layer_tensor_sent, outer_tensor_sent
+from longspan.plan.cost.weights import (
+    elements_at_rest,
+    layer_weights_sent,
+    outer_weights_sent,
+    sums_gradients,
+    sums_gradients_once,
+)
+from longspan.plan.job import attention_passes, local_batch, local_tokens, micro_batches, recomputed_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from longspan.plan.cost.collective import Sent
-    from longspan.plan.cost.ring import RingSchedule
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import Job, Mesh
+    from longspan.plan.layers import Sent
+    from longspan.plan.layers.ring import RingSchedule
     from longspan.plan.models.shape import LayerShape, ModelShape
+
+NORM_BYTES = 32
+"""Memory traffic of a norm in eager torch, in bytes per feature: it computes in fp32, one operation at a time."""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs.
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one GPU: in products, in attention."""
+
+    matmul: float
+    attention: float
+
+
+def layer_work(layer: LayerShape, job: Job, mesh: Mesh) -> Work:
+    """Return one layer's forward FLOPs for one micro-batch, max over ranks."""
+    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
+    matmul = 2.0 * tokens * layer.matmul_params_active / mesh.tensor
+    return Work(matmul, layer.mixer.max_flops(job, mesh))
+
+
+def head_work(model: ModelShape, job: Job, mesh: Mesh) -> float:
+    """Return the head's forward FLOPs: every token in training, else the last one of a sequence."""
+    tokens = local_tokens(job, mesh) if job.mode == "train" else 1
+    return 2.0 * local_batch(job, mesh) * tokens * model.vocab * model.d_model / mesh.tensor
+
+
+def model_flops(model: ModelShape, job: Job) -> float:
+    """Return the FLOPs that a step needs over all GPUs, without recomputation (for model FLOP utilisation)."""
+    tokens = job.batch * (1 if job.mode == "decode" else job.context)
+    times = 3.0 if job.mode == "train" else 1.0
+    total = 2.0 * (tokens if job.mode == "train" else job.batch) * model.vocab * model.d_model * times
+    for layer, count in model.layer_kinds:
+        total += count * times * 2.0 * tokens * layer.matmul_params_active
+        total += layer.mixer.flops(job, count * times)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Computing.
+
+
+def matmul_speed(hardware: Hardware, job: Job) -> float:
+    """Return the FLOP/s of products."""
+    measured_in = hardware.measured_dtype or "bf16"
+    ratio = {("bf16", "fp32"): hardware.fp32_ratio, ("fp32", "bf16"): 1 / hardware.fp32_ratio}
+    return hardware.flops * ratio.get((measured_in, job.dtype), 1.0) * hardware.matmul_efficiency
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer and one micro-batch.
+
+    Attributes:
+        forward: of the forward.
+        backward: of the backward, recomputation included.
+        attention_forward: of one forward of the attention alone, which ring messages overlap with.
+        attention_backward: of its backward.
+    """
+
+    forward: float
+    backward: float
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+
+
+def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> LayerSeconds:
+    """Return the seconds of computing one layer for one micro-batch."""
+    work = layer_work(layer, job, mesh)
+    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
+    moved = tokens * _elementwise_bytes(model, layer, job, mesh) / hardware.memory_bandwidth
+    # The backward of elementwise work, like that of a product, takes about twice its forward.
+    matmul = work.matmul / matmul_speed(hardware, job) + moved
+    forward, both = _attention_seconds(work.attention * _kernel_overhead(layer, job, hardware), hardware, job)
+    backward = both - forward
+    if job.mode == "decode":
+        read = layer.active_params / mesh.tensor * job.bytes_per_element + layer.mixer.cache_bytes(job, mesh)
+        return LayerSeconds(max(matmul + forward, read / hardware.memory_bandwidth), 0.0)
+    accumulated, accumulated_back = layer.mixer.accumulated_bytes(job, mesh)
+    forward += accumulated / hardware.memory_bandwidth
+    backward += accumulated_back / hardware.memory_bandwidth
+    if job.mode == "prefill":
+        return LayerSeconds(matmul + forward, 0.0, forward)
+    recomputed = _recompute_seconds(model, layer, job, mesh, hardware, matmul, forward)
+    return LayerSeconds(matmul + forward, 2.0 * matmul + backward + recomputed, forward, backward)
+
+
+def _recompute_seconds(
+    model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware, matmul: float, attention: float
+) -> float:
+    """Return the seconds of what one layer's backward recomputes.
+
+    Args:
+        model: the model.
+        layer: one of its layers.
+        job: the job.
+        mesh: the mesh.
+        hardware: the kind of GPU.
+        matmul: seconds of the layer's forward without attention.
+        attention: seconds of the attention's forward.
+    """
+    memory, bandwidth = job.memory, hardware.memory_bandwidth
+    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
+    seconds = {"none": 0.0, "full": matmul + attention}.get(memory.checkpointing, matmul)
+    inputs = recomputed_inputs(len(model.layers), job) / len(model.layers)
+    seconds += inputs * (matmul + (attention if memory.checkpointing == "full" else 0.0))
+    if memory.tiled_mlp != 1:
+        weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
+        seconds += 2.0 * weights * tokens / mesh.tensor / matmul_speed(hardware, job)
+    if memory.tiled_norms:  # each norm for its own backward, and for that of the layer it feeds
+        seconds += tokens * 4 * NORM_BYTES * model.d_model / bandwidth
+    if recomputes_mlp_act(job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
+        seconds += tokens * 7 * job.bytes_per_element * layer.mlp.width / mesh.tensor / bandwidth
+    return seconds
+
+
+def _kernel_overhead(layer: LayerShape, job: Job, hardware: Hardware) -> float:
+    """Return attention's time over that of its FLOPs: for full blocks on the diagonal, and the softmax itself."""
+    if job.mode == "decode":
+        return 1.0
+    block = hardware.attention_block / layer.mixer.seen(job.context)
+    width = 2 * hardware.attention_width / (layer.mixer.head_dim + layer.mixer.v_head_dim)
+    return (1.0 + block) * (1.0 + width)
+
+
+def _elementwise_bytes(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> float:
+    """Return one token's memory traffic in a layer's forward, outside products and attention, in eager torch.
+
+    `NORM_BYTES` for a norm; in elements, 9 per element of Q and K for rotary embeddings, 3 for a residual, 5 for
+    SwiGLU, 2 each for packing and unpacking.
+    """
+    b = job.bytes_per_element
+    mixer = layer.mixer
+    q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
+    packed = 2 * b * (2 * q + kv) if mesh.ulysses > 1 else 0
+    heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
+    return 2 * NORM_BYTES * model.d_model + 6 * b * model.d_model + heads / mesh.tensor
+
+
+def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[float, float]:
+    """Return the seconds of the forward, and of forward and backward (3.5 times the FLOPs)."""
+    assumed = matmul_speed(hardware, job) / hardware.matmul_efficiency * hardware.attention_efficiency
+    return (
+        flops / (hardware.attention_forward_flops or assumed),
+        3.5 * flops / (hardware.attention_flops or assumed),
+    )
+
+
+def _loss_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the loss's time: forward and backward read and write the logits some eight times in fp32."""
+    if job.mode != "train":
+        return 0.0
+    return 32.0 * local_tokens(job, mesh) * model.vocab / mesh.tensor / hardware.memory_bandwidth
+
+
+def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the optimizer's time.
+
+    AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes; SGD moves 12.
+    """
+    if job.mode != "train":
+        return 0.0
+    moved = elements_at_rest(model, job, mesh) * (28.0 if job.optimizer == "adamw" else 12.0)
+    if job.memory.cpu_offload and not hardware.on_cpu:  # on the host, whose memory a node's ranks share
+        return moved * min(mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
+    return moved / hardware.memory_bandwidth
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step, and its exposed communication.
 
 
 def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of computing, and of communication that nothing hides, in one step (the optimizer left out)."""
-    computing = [layer_seconds(model, layer, job, mesh, hardware) for layer, _ in model.layer_kinds]
+    """Return the seconds of computing and of exposed communication in one step, without the optimizer."""
+    layers = [layer_seconds(model, layer, job, mesh, hardware) for layer, _ in model.layer_kinds]
     compute = sum(
         count * (seconds.forward + seconds.backward)
-        for (_, count), seconds in zip(model.layer_kinds, computing, strict=True)
+        for (_, count), seconds in zip(model.layer_kinds, layers, strict=True)
     )
-    head = head_work(model, job, mesh) / speed(hardware, job) * (3 if job.mode == "train" else 1)
-    head += loss_seconds(model, job, mesh, hardware)
+    head = head_work(model, job, mesh) / matmul_speed(hardware, job) * (3 if job.mode == "train" else 1)
+    head += _loss_seconds(model, job, mesh, hardware)
     micro = micro_batches(job, mesh)
-    summed = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
-    exposed = summed * _exposed(model, job, mesh, hardware, computing, sums=True)
-    if micro > summed:
-        exposed += (micro - summed) * _exposed(model, job, mesh, hardware, computing, sums=False)
+    sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
+    exposed = sums * _exposed(model, job, mesh, hardware, layers, sums=True)
+    if micro > sums:
+        exposed += (micro - sums) * _exposed(model, job, mesh, hardware, layers, sums=False)
     return micro * (compute + head), exposed
 
 
 def _exposed(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, of_layers: list[LayerSeconds], sums: bool
 ) -> float:
-    """Seconds of communication that nothing hides in one micro-batch; `sums`: whether gradients are summed after it."""
+    """Return the exposed communication of one micro-batch; `sums`: whether gradients are summed after it."""
     exposed = first_gather = 0.0
     for (layer, count), computing in zip(model.layer_kinds, of_layers, strict=True):
-        exposed += count * layer_exposed(model, layer, computing, job, mesh, hardware)
-        sharded = [sent for sent in layer_weights(layer, job, mesh) if sums or not sums_gradients(sent)]
-        exposed += count * job.forwards * _never_hidden(sharded, mesh, hardware)
-        # Weights of the next layer are gathered, gradients of the last one scattered, while this one computes.
-        gather, *rest = [job.forwards * _hideable([sent], mesh, hardware) for sent in sharded] or [0.0]
+        exposed += count * exposed_layer_seconds(model, layer, computing, job, mesh, hardware)
+        weights = [sent for sent in layer_weights_sent(layer, job, mesh) if sums or not sums_gradients(sent)]
+        exposed += count * job.forwards * _never_hidden(weights, mesh, hardware)
+        # While a layer computes, the next layer's weights are gathered, and the last one's gradients scattered.
+        gather, *rest = [job.forwards * _hideable([sent], mesh, hardware) for sent in weights] or [0.0]
         exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
-        # Before the first layer there is nothing to hide its gather.
+        # Nothing overlaps with the first layer's gather.
         first_gather = max(first_gather, min(gather, computing.forward))
-    # An input that nobody keeps is made again at once: only a ring has its attention beside it.
-    ring, waits = _ring_and_rest(between(model, job, mesh))
-    beside = of_layers[0].attention_forward * runs_between(len(model.layers), job)
-    exposed += seconds_of(waits, mesh, hardware) + _never_hidden(ring, mesh, hardware)
-    exposed += max(0.0, _hideable(ring, mesh, hardware) - beside)
-    around = [sent for sent in around_the_layers(model, job, mesh) if sums or not sums_gradients(sent)]
-    # What the tensor axis sends beside the layers' own sums: embeddings, head, softmax, gradients of whole weights.
-    tensor = around_tensor(model, job, mesh, hardware.on_cpu)
+    # Recomputed inputs are needed at once: only a ring overlaps, with its attention.
+    ring, blocking = _split_ring(input_recompute_sent(model, job, mesh))
+    attention = of_layers[0].attention_forward * recomputed_inputs(len(model.layers), job)
+    exposed += seconds_of(blocking, mesh, hardware) + _never_hidden(ring, mesh, hardware)
+    exposed += max(0.0, _hideable(ring, mesh, hardware) - attention)
+    outer = [sent for sent in outer_weights_sent(model, job, mesh) if sums or not sums_gradients(sent)]
+    # Tensor axis, besides the layers' own sums: embeddings, head, softmax, gradients of replicated weights.
+    tensor = outer_tensor_sent(model, job, mesh, hardware.on_cpu)
     for layer, count in model.layer_kinds:
-        of_layer = [sent for sent in layer_tensor(model, layer, job, mesh) if not sent.method]
+        of_layer = [sent for sent in layer_tensor_sent(model, layer, job, mesh) if not sent.method]
         tensor += [replace(sent, calls=sent.calls * count) for sent in of_layer]
     exposed += seconds_of(tensor, mesh, hardware)
-    return exposed + first_gather + job.forwards * seconds_of(around, mesh, hardware)
+    return exposed + first_gather + job.forwards * seconds_of(outer, mesh, hardware)
 
 
-def layer_exposed(
+def exposed_layer_seconds(
     model: ModelShape, layer: LayerShape, computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware
 ) -> float:
-    """Seconds that one layer's sequence and tensor methods communicate and nothing hides, in one micro-batch.
+    """Return the exposed communication of one layer's sequence and tensor methods in one micro-batch.
 
-    A ring's next block travels while the current one computes, and a chunk of heads while another does; an exchange of
-    all heads or an all-gather waits for its data. What of a message takes the cores (`Hardware.hideable`) is exposed
-    whatever computes meanwhile.
+    A ring's next block is sent while the current one computes, and a chunk of heads while another computes; an
+    all-to-all of all heads and an all-gather wait for their data. The part of a message that takes the cores
+    (`Hardware.hideable`) is always exposed.
 
     Args:
         model: the model.
         layer: one of its layers.
-        computing: of the layer.
+        computing: the layer's seconds.
         job: the job.
         mesh: the mesh.
-        hardware: on what.
+        hardware: the kind of GPU.
     """
-    ring, waits = _ring_and_rest(layer_method(model, layer, job, mesh))
-    exposed = seconds_of(waits, mesh, hardware) - _hidden_exchange(waits, computing, job, mesh, hardware)
+    ring, blocking = _split_ring(method_sent(model, layer, job, mesh))
+    exposed = seconds_of(blocking, mesh, hardware) - _hidden_exchange(blocking, computing, job, mesh, hardware)
     exposed += _never_hidden(ring, mesh, hardware)
     schedule = layer.mixer.ring_schedule(job, mesh) if ring else None
-    return exposed + (_not_hidden(ring, computing, schedule, job, mesh, hardware) if schedule is not None else 0.0)
+    return exposed + (_ring_waits(ring, computing, schedule, job, mesh, hardware) if schedule is not None else 0.0)
 
 
-def _ring_and_rest(sents: list[Sent]) -> tuple[list[Sent], list[Sent]]:
+def _split_ring(sents: list[Sent]) -> tuple[list[Sent], list[Sent]]:
     return [sent for sent in sents if sent.op == "p2p"], [sent for sent in sents if sent.op != "p2p"]
 
 
-def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of one layer's exchanges that the attention of other chunks of heads hides, forwards and backwards.
+_EXCHANGES = ("Q, K, V to heads", "O to tokens", "dO to heads", "dQ, dK, dV to tokens")
 
-    Of n chunks the first one's way there and the last one's way home are beside nothing; the others' run beside at the
-    best n - 1 of n parts of the attention. Where chunks share a KV head, it goes there with the first of them and its
-    gradient home with the last, so that these messages are larger than an n-th.
+
+def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds of one layer's all-to-alls that overlap with the attention of other chunks of heads.
+
+    The first chunk's scatter and the last chunk's gather overlap with nothing; the others with at most n - 1 of n parts
+    of the attention. If chunks share a KV head, it is sent with the first of them and its gradient with the last, so
+    that these messages are larger than an n-th.
     """
     exchanges = [sent for sent in sents if sent.op == "all_to_all"]
-    ways = {
-        name: [_hideable([sent], mesh, hardware) for sent in exchanges if sent.what.endswith(name)] for name in _WAYS
+    seconds = {
+        name: [_hideable([sent], mesh, hardware) for sent in exchanges if sent.what.endswith(name)]
+        for name in _EXCHANGES
     }
-    n = len(ways["O to tokens"])
+    n = len(seconds["O to tokens"])
     if n < 2 or job.overlap_chunks == 1:
         return 0.0
-    forwards, backwards = mixing_passes(job)
-    forward = sum(ways["Q, K, V to heads"][1:]) + sum(ways["O to tokens"][:-1])
-    backward = sum(ways["dO to heads"][1:]) + sum(ways["dQ, dK, dV to tokens"][:-1])
+    forwards, backwards = attention_passes(job)
+    forward = sum(seconds["Q, K, V to heads"][1:]) + sum(seconds["O to tokens"][:-1])
+    backward = sum(seconds["dO to heads"][1:]) + sum(seconds["dQ, dK, dV to tokens"][:-1])
     part = (n - 1) / n
     hidden = min(forward, forwards * computing.attention_forward * part)
     return hidden + min(backward, backwards * computing.attention_backward * part)
 
 
-_WAYS = ("Q, K, V to heads", "O to tokens", "dO to heads", "dQ, dK, dV to tokens")
-
-
-def _not_hidden(
+def _ring_waits(
     ring: list[Sent], computing: LayerSeconds, schedule: RingSchedule, job: Job, mesh: Mesh, hardware: Hardware
 ) -> float:
-    """Of the seconds of a ring's messages that can be hidden, those that the attention beside them does not hide, in
-    one layer's forwards and backwards.
+    """Return the seconds that one layer's forwards and backwards wait for ring messages.
 
     Args:
-        ring: the rows of `layer_method`, of each piece of the heads two: keys and values, gradients.
-        computing: of the layer.
+        ring: P2P messages of the layer, in pairs: keys and values, gradients.
+        computing: the layer's seconds.
         schedule: how its KV blocks go round.
         job: the job.
         mesh: the mesh.
-        hardware: on what.
+        hardware: the kind of GPU.
     """
     rounds = schedule.routes.rounds
     if rounds == 0:
         return 0.0
-    forwards, backwards = mixing_passes(job)
-    # Pieces one after the other are as one with messages of all of them: both sides of `waiting` grow alike.
+    forwards, backwards = attention_passes(job)
+    # Chunks of heads one after the other are like one with all their messages: both sides of `ring_wait` grow alike.
     kv, gradient = (_hideable(rows, mesh, hardware) / rounds for rows in (ring[::2], ring[1::2]))
     kv, gradient = kv / (forwards + backwards), gradient / max(1, backwards)
-    forward = waiting(kv, 0.0, computing.attention_forward, schedule.own, rounds)
-    return forwards * forward + backwards * waiting(kv, gradient, computing.attention_backward, schedule.own, rounds)
+    forward = ring_wait(kv, 0.0, computing.attention_forward, schedule.own, rounds)
+    return forwards * forward + backwards * ring_wait(kv, gradient, computing.attention_backward, schedule.own, rounds)
 
 
-def waiting(kv: float, gradient: float, attention: float, own: float, rounds: int) -> float:
-    """Seconds in which a rank of a ring waits for messages, in one forward or backward of an attention.
+def ring_wait(kv: float, gradient: float, attention: float, own: float, rounds: int) -> float:
+    """Return the seconds that a rank of a ring waits for messages in one forward or backward of an attention.
 
-    Round 0 computes the rank's own block, each further round one that has come. While a round computes, the next
-    round's block arrives, and from round 2 on a gradient of the round before. In a backward half of the own block waits
-    until the end, to hide the last gradient.
+    Round 0 computes the rank's own block, each further round a received block. While a round computes, the next
+    round's block arrives, and from round 2 on a gradient of the round before. A backward leaves half of its own block
+    for the end, to overlap with the last gradient.
 
     Args:
         kv: seconds of a message of keys and values.
         gradient: seconds of a message of gradients, 0 in a forward.
         attention: seconds of computing, all rounds together.
-        own: the share of it that is round 0's.
+        own: fraction of it in round 0.
         rounds: hops of the block that travels furthest, at least 1.
     """
     first, each = attention * own * (0.5 if gradient else 1.0), attention * (1 - own) / rounds
@@ -166,20 +350,24 @@ def waiting(kv: float, gradient: float, attention: float, own: float, rounds: in
 
 
 def seconds_of(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds in all."""
-    return sum(sent.calls * _each(sent, mesh, hardware) for sent in sents)
+    """Return the seconds of all calls."""
+    return sum(sent.calls * _seconds_of_call(sent, mesh, hardware) for sent in sents)
 
 
 def _hideable(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
-    """Of these the seconds that can run beside computing."""
-    return sum(sent.calls * _each(sent, mesh, hardware) * hardware.hideable(sent.op, sent.axis) for sent in sents)
+    """Return the seconds that can overlap with computing."""
+    return sum(
+        sent.calls * _seconds_of_call(sent, mesh, hardware) * hardware.hideable(sent.op, sent.axis) for sent in sents
+    )
 
 
 def _never_hidden(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
-    """Of these the seconds that no computing hides: the rest."""
-    return sum(sent.calls * _each(sent, mesh, hardware) * (1 - hardware.hideable(sent.op, sent.axis)) for sent in sents)
+    """Return the seconds that no computing overlaps with."""
+    return sum(
+        sent.calls * _seconds_of_call(sent, mesh, hardware) * (1 - hardware.hideable(sent.op, sent.axis))
+        for sent in sents
+    )
 
 
-def _each(sent: Sent, mesh: Mesh, hardware: Hardware) -> float:
-    """Seconds of one call."""
+def _seconds_of_call(sent: Sent, mesh: Mesh, hardware: Hardware) -> float:
     return hardware.seconds(sent.op, sent.axis, sent.bytes, mesh.stride(sent.axis), mesh.size(sent.axis))

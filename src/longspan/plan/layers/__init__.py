@@ -1,26 +1,31 @@
-"""Kinds of layers as objects: what mixes tokens (`Mixer`) and what follows it (`Mlp`), each with its costs.
+"""Kinds of layers: what mixes tokens (`Mixer`) and what follows it (`Mlp`), each with its costs.
 
-The totals in `longspan.plan.cost` ask these objects and know none of them by name. A new kind is a subclass of `Mixer`
-in a file of its own, and is used by naming it in a family (`longspan.plan.models.family`).
+The totals in `longspan.plan.cost` ask these objects and name none of them. A new kind of mixer is a subclass of `Mixer`
+in its own file; a family (`longspan.plan.models.family`) then names it.
 """
 
-from longspan.plan.layers.attended_keys import CAUSAL, Bidirectional, Causal, Chunk, Reach, Window
-from longspan.plan.layers.base import Mixer
+from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
+from longspan.plan.layers.base import Buffers, CostContext, Mixer, Parameter, SavedActivations, Sent
 from longspan.plan.layers.linear import Linear
 from longspan.plan.layers.mlp import Dense, Experts, Mlp
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [
     "CAUSAL",
+    "AttendedKeys",
     "Bidirectional",
+    "Buffers",
     "Causal",
     "Chunk",
+    "CostContext",
     "Dense",
     "Experts",
     "Linear",
     "Mixer",
     "Mlp",
-    "Reach",
+    "Parameter",
+    "SavedActivations",
+    "Sent",
     "Softmax",
     "Window",
 ]

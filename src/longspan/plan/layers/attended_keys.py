@@ -1,4 +1,4 @@
-"""What the queries of a softmax layer see: all tokens before them, the last few, or those of their chunk."""
+"""The keys that a query of a softmax layer attends to: all, all before it, a window, or those of its chunk."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from longspan.core.layout import Span
 from longspan.core.regions import Region
 
 MOST_CHUNKS = 1 << 18
-"""Chunks of a context that are planned: each is a region of its own."""
+"""Chunks of a context that can be planned: each is one region."""
 
 
 @dataclass(frozen=True)
-class Reach(ABC):
-    """What a query sees."""
+class AttendedKeys(ABC):
+    """The keys that a query attends to."""
 
     name: ClassVar[str]
-    """The kind of a layer that has it."""
+    """The kind of layer, in reports."""
 
     @property
     def limit(self) -> int | None:
-        """Tokens that a query sees at most, None for all."""
+        """The most keys that a query attends to; None: no limit."""
         return None
 
-    def limited_to(self, n: int) -> Reach:
-        """The same over `n` tokens: plainly causal where the limit is no less than these."""
+    def limited_to(self, n: int) -> AttendedKeys:
+        """Return the same mask over `n` tokens: plainly causal if the limit does not bind."""
         return self if self.limit is not None and self.limit < n else CAUSAL
 
     def seen(self, n: int) -> int:
-        """Tokens that a query sees at most, out of `n`."""
+        """Return the most keys out of `n` that a query attends to."""
         return min(n, self.limit or n)
 
-    def kept_from(self, n: int) -> int:
-        """The first of `n` tokens that the next one will see: what a KV cache begins with."""
+    def cached_from(self, n: int) -> int:
+        """Return the first of `n` tokens that the next query attends to: the start of a KV cache."""
         return 0
 
     def pairs(self, n: int) -> float:
-        """Pairs (query, key) of a sequence of `n` tokens."""
+        """Return the (query, key) pairs of a sequence of `n` tokens."""
         return self.limited_to(n)._pairs(n)
 
     @abstractmethod
     def _pairs(self, n: int) -> float:
-        """`pairs`, where the limit binds."""
+        """Return the pairs if the limit binds."""
 
     @abstractmethod
     def regions(self, run: Span, n: int) -> Iterator[Region]:
-        """The parts of the mask that tokens of `run` may lie in, as queries or as keys."""
+        """Yield the regions of the mask that may contain tokens of `run`, as queries or as keys."""
 
     def refusal(self, n: int) -> str | None:
-        """Why so long a sequence is not planned, None where it is."""
+        """Return the reason why `n` tokens cannot be planned, or None."""
         return None
 
 
 @dataclass(frozen=True)
-class Causal(Reach):
-    """Every token before it, and itself."""
+class Causal(AttendedKeys):
+    """The token itself and all before it."""
 
     name: ClassVar[str] = "full"
 
@@ -72,12 +72,12 @@ CAUSAL = Causal()
 
 
 @dataclass(frozen=True)
-class Bidirectional(Reach):
-    """Every token, before and behind it (BERT)."""
+class Bidirectional(AttendedKeys):
+    """All tokens (BERT)."""
 
     name: ClassVar[str] = "bidirectional"
 
-    def limited_to(self, n: int) -> Reach:
+    def limited_to(self, n: int) -> AttendedKeys:
         return self
 
     def _pairs(self, n: int) -> float:
@@ -88,8 +88,8 @@ class Bidirectional(Reach):
 
 
 @dataclass(frozen=True)
-class Window(Reach):
-    """The last `tokens` tokens, itself among them."""
+class Window(AttendedKeys):
+    """The last `tokens` tokens, including the query's own."""
 
     tokens: int
     name: ClassVar[str] = "sliding"
@@ -98,7 +98,7 @@ class Window(Reach):
     def limit(self) -> int | None:
         return self.tokens
 
-    def kept_from(self, n: int) -> int:
+    def cached_from(self, n: int) -> int:
         return max(0, n - self.tokens + 1)
 
     def _pairs(self, n: int) -> float:
@@ -110,8 +110,8 @@ class Window(Reach):
 
 
 @dataclass(frozen=True)
-class Chunk(Reach):
-    """The tokens of its chunk of `tokens` before it, and itself (Llama-4)."""
+class Chunk(AttendedKeys):
+    """The query's own token and those before it in its chunk of `tokens` (Llama-4)."""
 
     tokens: int
     name: ClassVar[str] = "chunked"
@@ -120,7 +120,7 @@ class Chunk(Reach):
     def limit(self) -> int | None:
         return self.tokens
 
-    def kept_from(self, n: int) -> int:
+    def cached_from(self, n: int) -> int:
         return n // self.tokens * self.tokens
 
     def _pairs(self, n: int) -> float:
@@ -135,4 +135,4 @@ class Chunk(Reach):
     def refusal(self, n: int) -> str | None:
         if n <= MOST_CHUNKS * self.tokens:
             return None
-        return f"a context of {n} has more chunks of {self.tokens} than the {MOST_CHUNKS} that are planned"
+        return f"a context of {n} has more chunks of {self.tokens} than the {MOST_CHUNKS} that can be planned"

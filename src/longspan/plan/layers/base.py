@@ -1,32 +1,135 @@
-"""What every kind of layer can be asked: the costs of the part that mixes tokens."""
+"""The interface of a mixer, and the values in which layers report their costs."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.plan.cost.saved import Buffers, SavedActivations
-
 if TYPE_CHECKING:
-    from longspan.plan.cost.collective import Sent
-    from longspan.plan.cost.ring import RingSchedule
-    from longspan.plan.cost.saved import Scale
     from longspan.plan.job import Job, Mesh
+    from longspan.plan.layers.ring import RingSchedule
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One weight tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class CostContext:
+    """The sizes of one job on one mesh that all memory formulas use.
+
+    Attributes:
+        tokens: on a rank, over all its sequences.
+        b: bytes per element.
+        d: hidden size.
+        on_cpu: whether ranks are processes on CPUs.
+        hidden_shards: tensor ranks that share the residual stream: Megatron SP shards it, plain TP replicates it.
+    """
+
+    tokens: int
+    b: int
+    d: int
+    on_cpu: bool
+    hidden_shards: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The bytes of one collective.
+
+    Attributes:
+        op: one of `longspan.plan.hardware.OPS`.
+        axis: mesh axis; `fsdp` is data x ring x ulysses together, `sequence` ring x ulysses.
+        what: what is sent.
+        bytes: sent by one GPU in one call, max over ranks.
+        calls: number of calls.
+        method: whether the sequence or tensor method sends it, rather than weights, gradients and loss.
+    """
+
+    op: str
+    axis: str
+    what: str
+    bytes: int
+    calls: int = 1
+    method: bool = True
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """Bytes that layers save for their backward."""
+
+    hidden: int = 0
+    attention: int = 0
+    mlp: int = 0
+
+    def __add__(self, other: SavedActivations) -> SavedActivations:
+        return SavedActivations(self.hidden + other.hidden, self.attention + other.attention, self.mlp + other.mlp)
+
+    def __sub__(self, other: SavedActivations) -> SavedActivations:
+        return self + other * -1
+
+    def __mul__(self, times: int) -> SavedActivations:
+        return SavedActivations(self.hidden * times, self.attention * times, self.mlp * times)
+
+    @property
+    def total(self) -> int:
+        """Sum of the three."""
+        return self.hidden + self.attention + self.mlp
+
+    def items(self) -> dict[str, int]:
+        """Return them under the names of `longspan.plan.cost.memory.ITEMS`."""
+        return {
+            "activations_hidden": self.hidden,
+            "activations_attention": self.attention,
+            "activations_mlp": self.mlp,
+        }
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes that attention holds besides saved activations: KV blocks in flight, and results being computed."""
+
+    comm: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of both."""
+        return self.comm + self.workspace
+
+    def items(self) -> dict[str, int]:
+        """Return them under the names of `longspan.plan.cost.memory.ITEMS`."""
+        return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
+
+
+def offloads(job: Job, c: CostContext) -> bool:
+    """Whether checkpoints leave this memory. Offload to the host does nothing on a CPU."""
+    return job.memory.offload == "disk" or (job.memory.offload == "host" and not c.on_cpu)
 
 
 @dataclass(frozen=True)
 class Mixer(ABC):
-    """The part of a layer in which tokens meet: attention, or a recurrence. Its sizes, and what it costs.
+    """The part of a layer that mixes tokens, attention or a recurrence: its sizes and its costs.
 
-    Bytes, FLOPs and calls are of one layer and one micro-batch on the GPU that has most. What a subclass leaves as it
-    is here costs nothing.
+    Bytes, FLOPs and calls are for one layer and one micro-batch, max over ranks. A method that a subclass does not
+    override costs nothing.
 
     Attributes:
-        q_heads: query heads, as an exchange deals them. Of linear attention: heads of the values.
-        kv_heads: key and value heads. With multi-head latent attention (MLA) those of the expanded keys, `q_heads`. Of
-            linear attention: heads of the queries and keys.
-        head_dim: elements of one query or key head (MLA: with and without position).
+        q_heads: query heads, which Ulysses shards. Linear attention: heads of the values.
+        kv_heads: key and value heads. MLA: those of the expanded keys, `q_heads`. Linear attention: heads of the
+            queries and keys.
+        head_dim: elements of one query or key head (MLA: rotary part included).
         v_head_dim: elements of one value head.
     """
 
@@ -36,12 +139,12 @@ class Mixer(ABC):
     v_head_dim: int
 
     runs: ClassVar[bool] = False
-    """Whether `longspan.parallelize` takes such layers in this version."""
+    """Whether `longspan.parallelize` supports such layers in this version."""
 
-    deals_heads: ClassVar[bool] = False
-    """Whether Ulysses ranks share out its heads; if not, every rank keeps its tokens with all heads."""
+    shards_heads: ClassVar[bool] = False
+    """Whether Ulysses shards the heads; if not, every rank holds all heads of its tokens."""
 
-    # What it is.
+    # Identity.
 
     @property
     @abstractmethod
@@ -50,109 +153,108 @@ class Mixer(ABC):
 
     @property
     def window(self) -> int | None:
-        """Tokens of its window or chunk, None where there is no limit."""
+        """Tokens of its window or chunk; None: no limit."""
         return None
 
     @property
     @abstractmethod
     def cached_per_token(self) -> int:
-        """Elements that the cache holds for one token more; 0 where a state takes the cache's place."""
+        """Elements that each further token adds to the cache; 0 for a recurrent state."""
 
     def seen(self, context: int) -> int:
-        """Tokens that one query sees at most, out of so many."""
+        """Return the most tokens of `context` that one query attends to."""
         return context
 
-    # What it computes.
+    # Compute.
 
     @abstractmethod
-    def flops(self, job: Job, scale: float) -> float:
-        """FLOPs of the mixing itself in a forward over the whole batch on all GPUs, times `scale`."""
+    def flops(self, job: Job, times: float) -> float:
+        """Return `times` the FLOPs of mixing in one forward, over the whole batch and all GPUs."""
 
     @abstractmethod
-    def busiest_flops(self, job: Job, mesh: Mesh) -> float:
-        """The same of one micro-batch on the GPU that computes most."""
+    def max_flops(self, job: Job, mesh: Mesh) -> float:
+        """Return the FLOPs of mixing in the forward of one micro-batch, max over ranks."""
 
-    def added_up(self, job: Job, mesh: Mesh) -> tuple[float, float]:
-        """Bytes moved through memory to add up partial results, in a forward and in a backward."""
+    def accumulated_bytes(self, job: Job, mesh: Mesh) -> tuple[float, float]:
+        """Return the memory traffic of accumulating partial results, in a forward and in a backward."""
         return 0.0, 0.0
 
-    # What it sends.
+    # Communication.
 
     @abstractmethod
     def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
-        """What the sequence methods send, forwards and backwards; P2P messages as two rows: K and V, gradients."""
+        """Return what the sequence methods send, forward and backward; P2P in pairs: K and V, then gradients."""
 
     def ring_schedule(self, job: Job, mesh: Mesh) -> RingSchedule | None:
-        """How KV blocks go round the ring; None where nothing does."""
+        """Return how KV blocks go round the ring; None if the mixer has no ring."""
         return None
 
     def ring_impls(self, job: Job, mesh: Mesh) -> set[str]:
-        """How the ranks' keys and values go round the ring, "p2p" or "allgather"; empty where nothing does."""
+        """Return the ring implementations in use, "p2p" or "allgather"; empty if the mixer has no ring."""
         return set()
 
-    # What it holds.
+    # Memory.
 
     @abstractmethod
     def cache_bytes(self, job: Job, mesh: Mesh) -> int:
-        """Its KV cache, or its state, on the GPU that holds most of it."""
+        """Return the bytes of its KV cache or state, max over ranks."""
 
     def staged_by_rank(self, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> list[int]:
-        """What its last `step` tokens see, on each rank of a sequence group, while they are computed: bytes that are
-        brought where the cache lies in the host's memory. See `Softmax.cache_by_rank`.
+        """Return, for each rank of a sequence group, the bytes of an offloaded cache that the last `step` tokens read.
+
+        Other arguments: see `Softmax.cache_by_rank`.
         """
         return [self.cache_bytes(job, mesh)] * mesh.sequence
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
-        """Keys and values that a GPU holds beyond an even share, because a KV head lies on several ranks."""
+        """Return the bytes of K and V beyond an even share, because KV heads are replicated."""
         return 0.0
 
     def chunks(self, job: Job, mesh: Mesh) -> int:
-        """Pieces in which its heads go through exchange and attention (`Memory.head_chunks`)."""
+        """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
         return 1
 
     @abstractmethod
-    def saved(self, mesh: Mesh, s: Scale, *, recompute_all_to_all: bool = False) -> int:
-        """Saved activations in bytes per token of a rank; see `Memory.recompute_all_to_all`."""
+    def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
+        """Return saved bytes per token of a rank, with or without the all-to-all recomputed in the backward."""
 
-    def kept(self, job: Job, mesh: Mesh, s: Scale) -> int:
-        """Of `saved`, what checkpointing keeps and does not compute again, in bytes per token of a rank."""
+    def checkpointed(self, job: Job, mesh: Mesh, c: CostContext) -> int:
+        """Return the part of `saved` that checkpointing saves rather than recomputes."""
         return 0
 
-    def freed(self, behind: SavedActivations, job: Job, mesh: Mesh, s: Scale) -> SavedActivations:
-        """Of a layer's saved activations per token, what is gone when the backward reaches the mixing itself.
+    def freed(self, after_mixer: SavedActivations, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+        """Return the saved bytes per token that a layer has freed when its backward reaches the mixing itself.
 
         Args:
-            behind: what the layer saves behind the mixer.
+            after_mixer: saved by the rest of the layer, behind the mixer.
             job: the job.
             mesh: the mesh.
-            s: the scale.
+            c: the cost context.
         """
         return SavedActivations()
 
-    def ring_buffers(self, job: Job, mesh: Mesh, s: Scale, *, backward: bool) -> Buffers:
-        """Bytes that a ring holds while it computes, at its worst moment."""
+    def ring_buffers(self, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
+        """Return a ring's peak buffers."""
         return Buffers()
 
-    def backward_buffers(self, job: Job, mesh: Mesh, s: Scale) -> Buffers:
-        """Bytes that the backward of the mixing holds beside what is saved, at its worst moment: a ring's, or those of
-        the kernel and the exchange.
-        """
+    def backward_buffers(self, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+        """Return the peak buffers of the backward of mixing, ring, kernel and all-to-all included."""
         return Buffers()
 
-    def in_cache(self, job: Job, mesh: Mesh) -> Mixer:
-        """What attends to a KV cache, where that is not the mixer itself."""
+    def cache_mixer(self, job: Job, mesh: Mesh) -> Mixer:
+        """Return the mixer that attends to the KV cache, if that is another one."""
         return self
 
-    def forward_buffers(self, mesh: Mesh, s: Scale) -> tuple[int, int, int]:
-        """In a forward alone: bytes of Q, K and V; of the output; of Q, K and V packed for an exchange."""
+    def forward_buffers(self, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
+        """Return a forward's bytes of Q, K and V; of the output; of Q, K and V packed for the all-to-all."""
         return 0, 0, 0
 
-    # What cannot be.
+    # Limits.
 
     def length_refusal(self, context: int) -> str | None:
-        """Why a context cannot be planned, None where it can."""
+        """Return the reason why a context cannot be planned, or None."""
         return None
 
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
-        """Why its heads cannot be dealt to the mesh's Ulysses ranks, None where they can."""
+        """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""
         return None

@@ -1,22 +1,21 @@
-"""Linear attention and its gated kin: a state of fixed size in place of keys and values."""
+"""Linear attention and its gated variants: a state of fixed size instead of a KV cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from longspan.plan.cost.collective import Sent
-from longspan.plan.cost.per_rank import local_batch, local_tokens, passes
-from longspan.plan.layers.base import Mixer
+from longspan.plan.job import layer_passes, local_batch, local_tokens
+from longspan.plan.layers.base import Mixer, Sent
 
 if TYPE_CHECKING:
-    from longspan.plan.cost.saved import Scale
     from longspan.plan.job import Job, Mesh
+    from longspan.plan.layers.base import CostContext
 
 
 @dataclass(frozen=True)
 class Linear(Mixer):
-    """A state of [head_dim, v_head_dim] per value head, read and updated once per token (chunked)."""
+    """A state of [head_dim, v_head_dim] per value head, read and updated once per token."""
 
     @property
     def name(self) -> str:
@@ -31,24 +30,24 @@ class Linear(Mixer):
         """Elements of the state."""
         return self.q_heads * self.head_dim * self.v_head_dim
 
-    def flops(self, job: Job, scale: float) -> float:
+    def flops(self, job: Job, times: float) -> float:
         tokens = job.batch * (1 if job.mode == "decode" else job.context)
-        return scale * 4.0 * tokens * self.state_elements
+        return times * 4.0 * tokens * self.state_elements
 
-    def busiest_flops(self, job: Job, mesh: Mesh) -> float:
+    def max_flops(self, job: Job, mesh: Mesh) -> float:
         return 4.0 * local_batch(job, mesh) * local_tokens(job, mesh) * self.state_elements / mesh.tensor
 
     def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
-        """One AllGather of the states, whatever the length (LASP-2: Sun et al. 2025, arXiv:2502.07563)."""
+        """Return one AllGather of the states, independent of the length (LASP-2: Sun et al. 2025, arXiv:2502.07563)."""
         p = mesh.sequence
         if p == 1 or job.mode == "decode":
             return []
         state = job.bytes_per_element * local_batch(job, mesh) * self.state_elements // mesh.tensor
-        return [Sent("all_gather", "sequence", "states of linear attention", state * (p - 1), sum(passes(job)))]
+        return [Sent("all_gather", "sequence", "states of linear attention", state * (p - 1), sum(layer_passes(job)))]
 
     def cache_bytes(self, job: Job, mesh: Mesh) -> int:
         return local_batch(job, mesh) * (self.state_elements // mesh.tensor) * job.bytes_per_element
 
-    def saved(self, mesh: Mesh, s: Scale, *, recompute_all_to_all: bool = False) -> int:
-        """An estimate: what goes in and out, and the gates."""
-        return s.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // mesh.tensor
+    def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
+        """Return an estimate: input, output and gates."""
+        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // mesh.tensor

@@ -1,4 +1,4 @@
-"""The MLP of a layer: dense, or experts of which a router chooses a few for each token."""
+"""The MLP of a layer: dense, or routed experts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longspan.plan.cost.saved import Scale
-    from longspan.plan.models.shape import Parameter
+    from longspan.plan.layers.base import CostContext, Parameter
 
 
 @dataclass(frozen=True)
 class Mlp(ABC):
-    """What follows the mixer of a layer.
+    """The part of a layer that follows the mixer.
 
     Attributes:
-        ffn: intermediate size of one MLP: the dense one, or each of the routed experts.
-        gated: whether it has three matrices (SwiGLU and its like) or two.
-        experts: routed experts; 1 where there is no router.
-        per_token: routed experts that compute one token.
+        ffn: intermediate size of the dense MLP, or of each routed expert.
+        gated: three matrices (SwiGLU and its like) rather than two.
+        experts: routed experts; 1 without a router.
+        per_token: routed experts per token.
     """
 
     ffn: int
@@ -30,27 +29,28 @@ class Mlp(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """Elements of one token's intermediate, over all experts that compute it."""
+        """Intermediate elements of one token, over all experts that compute it."""
 
     @property
     def matrices(self) -> int:
-        """Three if gated, else two."""
+        """Matrices of one MLP."""
         return 3 if self.gated else 2
 
     @property
     def saved_intermediates(self) -> int:
-        """Tensors of the intermediate size that autograd saves: gated four, else two. Half of them, the activation
-        function's result and what goes into the last product, follow from the others.
+        """Tensors of the intermediate size that autograd saves.
+
+        Half of them, the activation function's result and the input of the last product, follow from the others.
         """
         return 4 if self.gated else 2
 
     def active(self, p: Parameter) -> int:
-        """Elements of one of the layer's weights that one token meets."""
+        """Return the elements of one weight that one token uses."""
         return p.numel
 
     @abstractmethod
-    def saved(self, s: Scale) -> int:
-        """Saved activations in bytes per token."""
+    def saved(self, c: CostContext) -> int:
+        """Return the saved bytes per token."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class Dense(Mlp):
     def width(self) -> int:
         return self.ffn
 
-    def saved(self, s: Scale) -> int:
-        return self.saved_intermediates * s.b * self.ffn
+    def saved(self, c: CostContext) -> int:
+        return self.saved_intermediates * c.b * self.ffn
 
 
 @dataclass(frozen=True)
 class Experts(Mlp):
-    """A router, the experts it chooses from, and those that see every token.
+    """A router, routed experts, and shared experts.
 
     Attributes:
-        shared_ffn: intermediate size of the experts that see every token, together.
+        shared_ffn: intermediate size of all shared experts together.
     """
 
     shared_ffn: int = 0
@@ -83,7 +83,7 @@ class Experts(Mlp):
         # Routed experts are stacked along the first dimension.
         return p.numel // self.experts * self.per_token if p.name.startswith("mlp.experts.") else p.numel
 
-    def saved(self, s: Scale) -> int:
-        """An estimate: besides the intermediates, what goes into each chosen expert and comes out of it."""
-        routed = self.per_token * (self.saved_intermediates * s.b * self.ffn + 2 * s.b * s.d)
-        return self.saved_intermediates * s.b * self.shared_ffn + routed
+    def saved(self, c: CostContext) -> int:
+        """Return an estimate: the intermediates, and the input and output of each chosen expert."""
+        routed = self.per_token * (self.saved_intermediates * c.b * self.ffn + 2 * c.b * c.d)
+        return self.saved_intermediates * c.b * self.shared_ffn + routed

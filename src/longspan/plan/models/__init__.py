@@ -1,13 +1,14 @@
-"""Models: the shape that a `config.json` describes; families as data; the built-in configs.
+"""Models: from a `config.json` to the shape of every layer and weight.
 
-`family.py` says what a family is and has the registry; `mixing.py` and `weights.py` are what families are made of;
-`families/` has them; `read.py` reads; `shape.py` is the result.
+`read.py` reads a config into a `ModelShape` (`shape.py`), by the `Family` (`family.py`, which says how to add one) of
+its model type. `families/` holds the built-in families, made of `blocks.py`; `catalogue.py` the built-in configs.
 """
 
+from longspan.plan.layers import Parameter
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, MixerOf, MlpOf, register
 from longspan.plan.models.read import is_family, read_model, shape_from_config, shape_from_layers
-from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 __all__ = [
     "CONFIGS",

@@ -1,15 +1,108 @@
-"""A family of models as data: how transformers builds one model type, and the registry of all that are known."""
+"""A family of models as data: how transformers builds one `model_type`. The registry, and the config it reads.
+
+To add a family:
+
+1. Open transformers' `modeling_NAME.py` and `configuration_NAME.py`, and one file of `families/` (`llama.py` first).
+2. Write a `Family` from the blocks in `blocks.py`: `mixers` (one per layer type), `mlp`, and the config class's
+   `defaults`. Give `types`, `order`, `root` only if they differ from Llama's. A weight that no block yields is a small
+   generator of `Parameter`s, named and ordered as in transformers.
+3. Register it: a name in `families/__init__.py`, or `register("model_type", FAMILY)` in your own code.
+4. Compare every weight with transformers' own module, as `tests/test_plan_shapes.py` does: a missing bias is a silent
+   error.
+
+`docs/extending.md` does it for Cohere's Command R7B.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import Mixer, Mlp
-from longspan.plan.models.config import Config
-from longspan.plan.models.shape import Parameter
+from longspan.core.validation import LARGEST_COUNT, check_number, spell
+from longspan.plan.layers import Mixer, Mlp, Parameter
+
+_MOST_LAYERS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Config:
+    """A `config.json` with the defaults of its config class. Its methods check what they read.
+
+    Attributes:
+        values: keys of the file.
+        defaults: of the config class.
+        spellings: names of a key, the usual one first.
+        where: name of the config in messages.
+    """
+
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    spellings: Mapping[str, tuple[str, ...]]
+    where: str
+
+    def find(self, key: str) -> tuple[str, Any]:
+        """Return the spelling of `key` that the config has, and the value or its default."""
+        names = self.spellings.get(key, (key,))
+        for name in names:
+            if name in self.values:
+                return name, self.values[name]
+        return names[0], self.defaults.get(key)
+
+    def optional(self, key: str, minimum: int = 1) -> int | None:
+        """Return an integer, or None for null."""
+        name, value = self.find(key)
+        if value is None:
+            return None
+        most = _MOST_LAYERS if key == "num_hidden_layers" else LARGEST_COUNT
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise LongspanError(f"{self.where}: {name}={spell(value)} must be a whole number of at least {minimum}")
+        check_number(f"{self.where}: {name}", value, minimum, most)
+        return value
+
+    def count(self, key: str, minimum: int = 1) -> int:
+        """Return an integer."""
+        value = self.optional(key, minimum)
+        if value is None:
+            raise LongspanError(
+                f"{self.where}: {self.find(key)[0]} is null; it must be a whole number of at least {minimum}"
+            )
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Return a boolean; null is False."""
+        name, value = self.find(key)
+        if value is not None and not isinstance(value, bool):
+            raise LongspanError(f"{self.where}: {name}={value!r} must be true or false")
+        return bool(value)
+
+    @cached_property
+    def d(self) -> int:
+        """Hidden size."""
+        return self.count("hidden_size")
+
+    @cached_property
+    def ffn(self) -> int:
+        """Intermediate size; GPT-2 may leave it out."""
+        return self.optional("intermediate_size") or 4 * self.d
+
+    @cached_property
+    def experts(self) -> int:
+        """Routed experts of a sparse layer."""
+        return self.count("num_experts", minimum=0)
+
+    def divides(self, key: str, by: str, whole: int, parts: int) -> None:
+        """Raise unless `parts`, the value of `by`, divides `whole`, the value of `key`."""
+        if whole % parts:
+            near = [str(n * parts) for n in (whole // parts, whole // parts + 1) if n]
+            name = self.find(by)[0]
+            default = "" if name in self.values else " (the default)"
+            raise LongspanError(
+                f"{self.where}: {self.find(key)[0]}={whole} does not divide by {name}={parts}{default}; "
+                f"use {' or '.join(near)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -17,8 +110,8 @@ class MixerOf:
     """The mixer of one layer type.
 
     Attributes:
-        build: the mixer that a config describes.
-        weights: its weights, in the order of the module's own; given the config and the mixer.
+        build: returns the mixer of a config.
+        weights: yields its weights in the module's order, from the config and the mixer.
     """
 
     build: Callable[[Config], Mixer]
@@ -27,11 +120,11 @@ class MixerOf:
 
 @dataclass(frozen=True)
 class MlpOf:
-    """The MLP of the layers.
+    """The MLPs of a model.
 
     Attributes:
-        build: the MLP, or the experts, of a layer by its number.
-        weights: its weights, given the config and the MLP.
+        build: returns the MLP, or the experts, of layer number i.
+        weights: yields its weights, from the config and the MLP.
     """
 
     build: Callable[[Config, int], Mlp]
@@ -43,15 +136,16 @@ class Family:
     """How transformers builds one model type.
 
     Attributes:
-        mixers: the mixer by layer type, as `layer_types` in a config spells it.
-        mlp: the MLP.
-        defaults: of the config class, where they are not None; a size with a default need not be stated.
+        mixers: the mixer of each layer type, as `layer_types` in a config spells it.
+        mlp: the MLPs.
+        defaults: of the config class, if not None; a config need not state a size that has a default.
         spellings: other names of a key, the usual one of this model type first.
-        types: the layer type of each layer, where the config lists none.
+        types: returns the layer type of layer number i, if the config lists none.
         listed: whether transformers reads `layer_types`.
-        order: the parts of a layer in the order of its parameters; what is not the attention or the MLP is a norm.
-        root: names of the embedding, the learnt positions if any, and the final norm.
-        norm_bias: whether norms have a bias (LayerNorm) or not (RMSNorm).
+        order: the parts of a layer in the order of its parameters; parts other than the attention and the MLP are
+            norms.
+        root: names of the embedding, the learnt positions ("" for none), and the final norm.
+        norm_bias: norms have a bias (LayerNorm) or not (RMSNorm).
     """
 
     mixers: Mapping[str, MixerOf]
@@ -65,7 +159,7 @@ class Family:
     norm_bias: bool = False
 
     def missing(self, config: Mapping[str, Any]) -> list[str]:
-        """Sizes that the config must state and does not."""
+        """Return the sizes that the config must state and does not."""
         required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
         spellings = [self.spellings.get(key, (key,)) for key in required if key not in self.defaults]
         return [names[0] for names in spellings if all(config.get(name) is None for name in names)]
@@ -76,14 +170,14 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register(model_type: str, family: Family) -> None:
-    """Make a family known to `read_model` and `shape_from_config`.
+    """Add a family to those that `read_model` and `shape_from_config` know.
 
     Args:
-        model_type: as its `config.json` says it (of a multimodal model's text part without "_text").
-        family: how it is built.
+        model_type: as in its `config.json` (text part of a multimodal model: without "_text").
+        family: how transformers builds it.
 
     Raises:
-        LongspanError: if there is another family of that name.
+        LongspanError: if another family has that name.
     """
     if FAMILIES.setdefault(model_type, family) is not family:
-        raise LongspanError(f"model_type {model_type!r} is registered already; give the family a name of its own")
+        raise LongspanError(f"model_type {model_type!r} is registered already; give the family another name")

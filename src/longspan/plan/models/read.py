@@ -13,13 +13,12 @@ from typing import Any
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeState, rope_state
 from longspan.core.validation import existing_path, read_text, spell
-from longspan.plan.layers import Mlp
+from longspan.plan.layers import Mlp, Parameter
+from longspan.plan.models.blocks import norm
 from longspan.plan.models.catalogue import CONFIGS
-from longspan.plan.models.config import Config
 from longspan.plan.models.families.llama import EXPERT_COUNTS, LLAMA_LIKE, SPARSE_LLAMA_LIKE
-from longspan.plan.models.family import FAMILIES, Family, MixerOf
-from longspan.plan.models.shape import LayerShape, ModelShape, Parameter
-from longspan.plan.models.weights import norm
+from longspan.plan.models.family import FAMILIES, Config, Family, MixerOf
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 
 def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
@@ -201,7 +200,7 @@ def _shape(c: Config, family: Family, assumption: str | None) -> ModelShape:
     if not tied:
         root.append(Parameter("lm_head.weight", (vocab, c.d)))
     layers = tuple(distinct[slot] for slot in slots)
-    head_dim = next((layer.mixer.head_dim for layer in layers if layer.mixer.deals_heads), 0)
+    head_dim = next((layer.mixer.head_dim for layer in layers if layer.mixer.shards_heads), 0)
     state = _positions(c, max_position, rotary=not positions, head_dim=head_dim)
     return ModelShape(
         c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption, state, refused=_refused(c)

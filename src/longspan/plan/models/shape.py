@@ -1,8 +1,7 @@
-"""The shape of a causal language model: its layers and every weight. Sizes are elements, not bytes."""
+"""The shape of a causal language model: its layers and every weight. Sizes are in elements."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,30 +9,17 @@ from typing import TYPE_CHECKING
 from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
 
 if TYPE_CHECKING:
-    from longspan.plan.layers import Mixer, Mlp
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One weight tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
+    from longspan.plan.layers import Mixer, Mlp, Parameter
 
 
 @dataclass(frozen=True, eq=False)
 class LayerShape:
-    """One decoder layer. Equal layers of a model are one object, so that what is computed for one serves all.
+    """One decoder layer. Equal layers of a model are one object, so that each kind is costed once.
 
     Attributes:
-        mixer: the attention, or what takes its place.
-        mlp: what follows it.
-        parameters: every weight, named relative to the layer, in the order of the module's own.
+        mixer: attention or a recurrence.
+        mlp: dense or experts.
+        parameters: every weight, named relative to the layer, in the module's order.
     """
 
     mixer: Mixer
@@ -47,7 +33,7 @@ class LayerShape:
 
     @property
     def window(self) -> int | None:
-        """Tokens of the mixer's window or chunk; None where there is no limit."""
+        """Tokens of the mixer's window or chunk; None: no limit."""
         return self.mixer.window
 
     @cached_property
@@ -57,25 +43,22 @@ class LayerShape:
 
     @cached_property
     def active_params(self) -> int:
-        """Elements of the weights that one token meets: of the routed experts, only those chosen for it."""
+        """Elements of the weights that one token uses, of routed experts those chosen for it."""
         return sum(self.mlp.active(p) for p in self.parameters)
 
     @cached_property
     def matmul_params_active(self) -> int:
-        """Of `active_params`, what is multiplied with each token: matrices and convolutions, not norms, biases, sinks.
-
-        A forward pass computes 2 FLOPs per token with each, besides the attention itself.
-        """
+        """Elements of the matrices and convolutions that one token uses: 2 FLOPs each per token in a forward."""
         return sum(self.mlp.active(p) for p in self.parameters if len(p.shape) > 1 and not p.name.endswith("bias"))
 
     @cached_property
     def mlp_params(self) -> int:
-        """Elements of the MLP's matrices, experts that a token does not meet included."""
+        """Elements of the MLP's matrices, all experts included."""
         return sum(p.numel for p in self.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Elements that the cache holds for one token; 0 in a linear layer, whose state does not grow."""
+        """Elements that each token adds to the cache; 0 in a linear layer."""
         return self.mixer.cached_per_token
 
 
@@ -88,13 +71,13 @@ class ModelShape:
         d_model: hidden size.
         vocab: rows of the embedding.
         tied: whether the head is the embedding.
-        max_position: tokens the model is made for, None where the config does not say.
+        max_position: `max_position_embeddings`; None if the config does not say.
         layers: in order; repeated layers are the same object.
         root: weights outside the layers: embeddings, learnt positions, final norm, and the head unless tied.
-        assumption: what had to be assumed to read the config, None where nothing was.
-        positions: what the config says of them.
-        rope: the RoPE scaling that is asked for.
-        refused: what of it this version does not train, in words.
+        assumption: what reading the config assumed; None: nothing.
+        positions: what the config says about positions.
+        rope: the requested RoPE scaling.
+        refused: reasons why this version does not train it.
     """
 
     name: str
@@ -110,10 +93,10 @@ class ModelShape:
     refused: tuple[str, ...] = ()
 
     def scaling(self, context: int) -> RopeScaling | None:
-        """The RoPE scaling that a context needs, as `longspan train` decides it; None where positions suffice.
+        """Return the RoPE scaling that a context needs, as `longspan train` decides it, or None.
 
         Raises:
-            LongspanError: where the model cannot be given such positions, with the way out.
+            LongspanError: if no scaling reaches the context.
         """
         reach, asked = self.positions.reach, self.rope
         if asked.scaling != "as-is" and asked.factor is None and (reach is None or context <= reach):
@@ -122,7 +105,7 @@ class ModelShape:
 
     @property
     def furthest(self) -> int | None:
-        """The longest context that its positions reach with the scaling that is asked for; None: there is no end."""
+        """The longest context of its positions with the requested scaling; None: no limit."""
         return furthest(self.positions, self.rope)
 
     @cached_property
@@ -132,17 +115,17 @@ class ModelShape:
 
     @cached_property
     def params(self) -> int:
-        """Elements of all weights; a tied head counts once."""
+        """Elements of all weights; a tied head is counted once."""
         return self.root_params + sum(layer.params * count for layer, count in self.layer_kinds)
 
     @cached_property
     def active_params(self) -> int:
-        """Elements of the weights that one token meets, embedding and head included."""
+        """Elements of the weights that one token uses, embedding and head included."""
         return self.root_params + sum(layer.active_params * count for layer, count in self.layer_kinds)
 
     @cached_property
     def layer_kinds(self) -> list[tuple[LayerShape, int]]:
-        """Distinct layers in order of first appearance, and how often each occurs."""
+        """Distinct layers in order of first appearance, each with its count."""
         counts: dict[LayerShape, int] = {}
         for layer in self.layers:
             counts[layer] = counts.get(layer, 0) + 1
@@ -150,15 +133,15 @@ class ModelShape:
 
     @cached_property
     def q_heads(self) -> int:
-        """Largest number of query heads of a softmax attention layer; of any layer where there is no such."""
-        return max(mixer.q_heads for mixer in self._dealt)
+        """Most query heads of a softmax layer; of any layer if none is softmax."""
+        return max(mixer.q_heads for mixer in self._with_heads)
 
     @cached_property
     def kv_heads(self) -> int:
-        """Largest number of key and value heads, of the same layers as `q_heads`."""
-        return max(mixer.kv_heads for mixer in self._dealt)
+        """Most KV heads of the same layers."""
+        return max(mixer.kv_heads for mixer in self._with_heads)
 
     @property
-    def _dealt(self) -> list[Mixer]:
+    def _with_heads(self) -> list[Mixer]:
         distinct = [layer.mixer for layer, _ in self.layer_kinds]
-        return [mixer for mixer in distinct if mixer.deals_heads] or distinct
+        return [mixer for mixer in distinct if mixer.shards_heads] or distinct

@@ -10,9 +10,8 @@ from longspan.core.formatting import parameters
 from longspan.core.layout import Span
 from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
-from longspan.plan.cost.per_rank import heads_of
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import AXES, Job, Mesh, layout_of
+from longspan.plan.job import AXES, Job, Mesh, head_shards, layout_of
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
@@ -168,14 +167,14 @@ def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
 
     A share is [first query head, end, first KV head, end], counted within what tensor parallelism leaves the rank.
     """
-    dealt = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.deals_heads]
+    dealt = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.shards_heads]
     mixed = 0 < len(dealt) < len(model.layer_kinds)
     if not dealt:
         return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}, "mixed": mixed}
     q, kv = dealt[0].q_heads, dealt[0].kv_heads
     shares = {}
     for tensor, ulysses in sorted({(mesh.tensor, mesh.ulysses) for mesh in meshes}):
-        of_ranks = heads_of(q, kv, tensor, ulysses)[:RANKS_SHOWN]
+        of_ranks = head_shards(q, kv, tensor, ulysses)[:RANKS_SHOWN]
         shares[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in of_ranks]
     return {"q": q, "kv": kv, "shares": shares, "mixed": mixed}
 

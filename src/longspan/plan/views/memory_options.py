@@ -1,4 +1,4 @@
-"""The memory options on one mesh as plain data, and what others have published beside it."""
+"""Each memory option on one mesh, as JSON and as a table, besides longest contexts that others have published."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from longspan.core.formatting import seconds, size
 from longspan.plan.memory_search import MemoryRow
+from longspan.plan.views.columns import Column, Columns
 
 
 @dataclass(frozen=True)
 class Published:
-    """A longest context that others have published; measured by them, with their code.
+    """A longest context that others have published, measured by them with their code.
 
     Attributes:
-        method: theirs.
-        source: where it stands.
-        model: theirs, as they call it.
-        params: about how many, to tell whether a plan is of such a model.
-        gpus: how many.
-        gpu: of which kind, as in `longspan.plan.hardware.CATALOGUE`; "" for any.
+        method: their method.
+        source: the paper.
+        model: as they call it.
+        params: approximate number of parameters, to match models.
+        gpus: number of GPUs.
+        gpu: kind of GPU, as in `longspan.plan.hardware.CATALOGUE`; "" for any.
         context: tokens.
-        note: what they say besides.
+        note: their remark.
     """
 
     method: str
@@ -43,7 +45,7 @@ PUBLISHED = (
 
 
 def published(rows: Sequence[MemoryRow], gpus: int) -> list[Published]:
-    """Those of about the same model on as many GPUs of the kind."""
+    """Return the published contexts of a model of about the same size on as many GPUs of the same kind."""
     if not rows:
         return []
     model, hardware = rows[0].plan.model, rows[0].plan.hardware
@@ -55,7 +57,7 @@ def published(rows: Sequence[MemoryRow], gpus: int) -> list[Published]:
 
 
 def memory_options_dict(rows: Sequence[MemoryRow], gpus: int) -> dict[str, Any]:
-    """The rows as the JSON has them: sizes in bytes, times in seconds."""
+    """Return the rows as plain data: sizes in bytes, times in seconds."""
     return {
         "mesh": asdict(rows[0].plan.mesh),
         "rows": [
@@ -75,3 +77,42 @@ def memory_options_dict(rows: Sequence[MemoryRow], gpus: int) -> dict[str, Any]:
         ],
         "published": [asdict(found) for found in published(rows, gpus)],
     }
+
+
+def memory_table(rows: Sequence[MemoryRow], gpus: int) -> Columns:
+    """Return the table of `longspan plan --memory-options`: a row per memory option, then published contexts."""
+    first = rows[0].plan
+    theirs = published(rows, gpus)
+    blank = [""] * len(theirs)
+    notes = [f"; {found.note}" if found.note else "" for found in theirs]
+    names = [f"theirs, not planned: {t.method} ({t.source}), {t.model}{n}" for t, n in zip(theirs, notes, strict=True)]
+    stored = [row.plan.offloaded for row in rows]
+    columns = [
+        Column("memory option", [*(row.name for row in rows), *names], folds=True),
+        Column("memory", [*(size(row.plan.memory_total_bytes) for row in rows), *blank], right=True),
+        Column("saved", [*(_saved(row.saved_bytes) for row in rows), *blank], spare=4, right=True),
+        Column("host / node", [*(_size(s.host_node_bytes) for s in stored), *blank], spare=2, right=True),
+        Column("disk / node", [*(_size(s.disk_node_bytes) for s in stored), *blank], spare=3, right=True),
+        Column("step", [*(seconds(row.plan.step_seconds) for row in rows), *blank], right=True),
+        Column("fits", [*("yes" if row.plan.fits else "no" for row in rows), *blank]),
+        Column(
+            "longest context",
+            [*(f"{row.max_context:,}" for row in rows), *(f"{found.context:,}" for found in theirs)],
+            right=True,
+        ),
+        Column("on", [*(str(row.max_mesh or "") for row in rows), *blank], spare=1),
+    ]
+    return Columns(
+        f"memory options on {first.mesh}, {first.job.context:,} tokens, GPUs of {size(first.hardware.memory_bytes)}",
+        columns,
+        [*(None if row.plan.fits else "red" for row in rows), *("dim" for _ in theirs)],
+        [len(rows)] if theirs else [],
+    )
+
+
+def _size(number: int) -> str:
+    return size(number) if number else "-"
+
+
+def _saved(number: int) -> str:
+    return f"-{size(-number)}" if number < 0 else _size(number)

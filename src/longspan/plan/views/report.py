@@ -15,7 +15,7 @@ from longspan.plan.methods import Method
 from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search
-from longspan.plan.suggestions import WouldDo
+from longspan.plan.suggestions import Suggestions
 
 SCHEMA = "longspan.plan/3"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
@@ -29,7 +29,7 @@ def to_dict(
     hardware: Hardware,
     methods: Sequence[Method] = (),
     memory_options: dict[str, Any] | None = None,
-    advice: WouldDo | None = None,
+    advice: Suggestions | None = None,
 ) -> dict[str, Any]:
     """Everything that was found. Sizes in bytes, times in seconds; documented in docs/plan.md."""
     return {
@@ -42,11 +42,11 @@ def to_dict(
         "rejected": [{"mesh": mesh_dict(mesh), "reasons": [reason]} for mesh, reason in found.rejected],
         "methods": [method_dict(method) for method in methods],
         "memory_options": memory_options,
-        "would_do": None if advice is None else would_do_dict(advice),
+        "suggestions": None if advice is None else suggestions_dict(advice),
     }
 
 
-def would_do_dict(advice: WouldDo) -> dict[str, Any]:
+def suggestions_dict(advice: Suggestions) -> dict[str, Any]:
     """What would do where nothing is recommended; each part null where there is none."""
     parts = {
         "memory_options": advice.memory_options,

@@ -13,13 +13,12 @@ from itertools import product
 from typing import Any
 
 from longspan.core.memory import CHECKPOINTING, FASTEST, Memory
-from longspan.plan.cost.compute import model_flops, optimizer_seconds
 from longspan.plan.cost.memory import ITEMS, memory
-from longspan.plan.cost.offload import offloaded, outside
-from longspan.plan.cost.times import step_times
+from longspan.plan.cost.offload import offload_cost, offloaded_bytes
+from longspan.plan.cost.times import model_flops, optimizer_seconds, step_times
 from longspan.plan.hardware import CATALOGUE, Hardware
 from longspan.plan.job import AXES, Job, Mesh, RingImpl
-from longspan.plan.limits import not_in_this_version, refusal
+from longspan.plan.limits import refusal, unsupported
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import WORTH, fits_in_memory, meshes, planned
 from longspan.plan.views.curves import contexts, gpu_counts, six
@@ -179,7 +178,7 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
             "hardware": 0,
             "batch": chosen.batches.index(job.batch),
         },
-        "runs": not not_in_this_version(model, job, Mesh()),
+        "runs": not unsupported(model, job, Mesh()),
         "asked": _flags(job),
         "flags": [
             [" ".join(memory_flags(chosen.memory(each, name))) for name in chosen.memory_options]
@@ -246,7 +245,7 @@ def _order(plan: _Timed) -> tuple[float, int]:
 
 def _timed(model: ModelShape, job: Job, mesh: Mesh, items: tuple[int, ...], hardware: Hardware) -> _Timed | None:
     """What `planned` says of a mesh, without its collectives and notes; None where it does not fit."""
-    fits = sum(items) <= hardware.memory_bytes and outside(model, job, mesh, hardware).fits(hardware)
+    fits = sum(items) <= hardware.memory_bytes and offloaded_bytes(model, job, mesh, hardware).fits(hardware)
     ways: tuple[RingImpl, ...] = ("p2p", "allgather")
     other = [replace(job, ring_impl=way) for way in ways] if mesh.ring > 1 and job.ring_impl == "auto" else []
     if not fits and not other:
@@ -268,4 +267,4 @@ def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple
     """Seconds of a step, of computing, of communication that is waited for; as `longspan.plan.search.cost` has them."""
     compute, exposed = step_times(model, job, mesh, hardware)
     compute += optimizer_seconds(model, job, mesh, hardware)
-    return compute + exposed + offloaded(model, job, mesh, hardware).seconds, compute, exposed
+    return compute + exposed + offload_cost(model, job, mesh, hardware).seconds, compute, exposed

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from longspan.core.formatting import parameters
+from longspan.core.formatting import parameters, seconds, size
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, layout_of
-from longspan.plan.limits import GB, not_in_this_version
+from longspan.plan.limits import GB, unsupported
 from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import Plan, Search, spelled_items
+from longspan.plan.search import Plan, Search, format_items
 from longspan.plan.views.columns import Column, Columns
-from longspan.plan.views.memory_table import memory_table
+from longspan.plan.views.memory_options import memory_table
 from longspan.plan.views.report import command
-from longspan.plan.views.units import seconds, size
 
 REASONS = 3
 """Reasons against meshes that are printed; the JSON has all."""
@@ -206,13 +205,13 @@ def _nothing_fits(found: Search, advice: str) -> Text:
     )
     said = (
         f"nothing fits; the nearest is {nearest.mesh}: {nearest.short_of(0)[0]}. Item by item: "
-        f"{spelled_items(nearest.memory_bytes)}. As it was asked for, {so_far}. {advice}"
+        f"{format_items(nearest.memory_bytes)}. As it was asked for, {so_far}. {advice}"
     )
     return Text(said.rstrip(), style="bold red")
 
 
 def _nothing_runs(best: Plan, advice: str) -> Text:
-    why = "; ".join(not_in_this_version(best.model, best.job, best.mesh))
+    why = "; ".join(unsupported(best.model, best.job, best.mesh))
     return Text(f"nothing that fits is recommended: {why}. {advice}".rstrip(), style="bold red")
 
 

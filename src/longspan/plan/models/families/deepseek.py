@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import Experts, Mlp, Softmax
-from longspan.plan.models.config import Config
-from longspan.plan.models.family import Family
-from longspan.plan.models.mixers import experts, softmax
-from longspan.plan.models.shape import Parameter
-from longspan.plan.models.weights import gated, linear, norm, routed_experts
+from longspan.plan.layers import Experts, Mlp, Parameter, Softmax
+from longspan.plan.models.blocks import experts, gated, linear, norm, routed_experts, softmax
+from longspan.plan.models.family import Config, Family
 
 
 def _latent(c: Config) -> Softmax:

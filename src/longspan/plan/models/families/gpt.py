@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from longspan.plan.layers import Experts, Mlp, Softmax
-from longspan.plan.models.config import Config
+from longspan.plan.layers import Experts, Mlp, Parameter, Softmax
+from longspan.plan.models.blocks import (
+    all_of_hidden,
+    attention,
+    dense,
+    experts,
+    grouped,
+    linear,
+    sliding_first,
+    softmax,
+)
 from longspan.plan.models.families.llama import LOCAL_EXPERTS
-from longspan.plan.models.family import Family
-from longspan.plan.models.mixers import all_of_hidden, dense, experts, grouped, sliding_first, softmax
-from longspan.plan.models.shape import Parameter
-from longspan.plan.models.weights import attention, linear
+from longspan.plan.models.family import Config, Family
 
 
 def _transposed(name: str, inputs: int, outputs: int) -> Iterator[Parameter]:

@@ -1,4 +1,4 @@
-"""Llama and its nearest kin: Mistral, Mixtral, Phi-3, OLMo-2, and what is read as a Llama's."""
+"""Llama and models with its layers: Mistral, Mixtral, Phi-3, OLMo-2, Gemma 2 and 3; unknown types are read as Llama."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from longspan.plan.layers import Mlp, Softmax
-from longspan.plan.models.config import Config
-from longspan.plan.models.family import Family
-from longspan.plan.models.mixers import dense, experts, sliding_everywhere, softmax
-from longspan.plan.models.shape import Parameter
-from longspan.plan.models.weights import attention, gated, gated_mlp, linear, routed_experts
+from longspan.plan.layers import Mlp, Parameter, Softmax
+from longspan.plan.models.blocks import (
+    attention,
+    dense,
+    experts,
+    full_at_intervals,
+    gated,
+    gated_mlp,
+    linear,
+    routed_experts,
+    sliding_everywhere,
+    sliding_first,
+    softmax,
+)
+from longspan.plan.models.family import Config, Family
 
 
 def _llama_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
@@ -52,6 +61,15 @@ SPARSE_LLAMA_LIKE = replace(
     },
 )
 
+_FOUR_NORMS = (
+    "attention",
+    "mlp",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
 FAMILIES = {
     "llama": Family(softmax(attention), dense(_llama_mlp), {"max_position_embeddings": 2048}),
     "mistral": Family(
@@ -78,5 +96,37 @@ FAMILIES = {
         dense(gated_mlp),
         {"max_position_embeddings": 2048},
         order=("attention", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    "gemma2": Family(
+        softmax(attention),
+        dense(gated_mlp),
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        types=sliding_first,
+        listed=True,
+        order=_FOUR_NORMS,
+    ),
+    "gemma3": Family(
+        softmax(partial(attention, qk_norm="head")),
+        dense(gated_mlp),
+        {
+            # The published configs of 4B to 27B leave some of these sizes out.
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "vocab_size": 262208,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        types=partial(full_at_intervals, "sliding_window_pattern", "sliding_attention"),
+        listed=True,
+        order=_FOUR_NORMS,
     ),
 }

@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import Linear
-from longspan.plan.models.config import Config
+from longspan.plan.layers import Linear, Parameter
+from longspan.plan.models.blocks import attention, experts, grouped, linear, norm, routed_experts, softmax
 from longspan.plan.models.families.llama import LOCAL_EXPERTS
-from longspan.plan.models.family import Family, MixerOf
-from longspan.plan.models.mixers import experts, grouped, softmax
-from longspan.plan.models.shape import Parameter
-from longspan.plan.models.weights import attention, linear, norm, routed_experts
+from longspan.plan.models.family import Config, Family, MixerOf
 
 
 def _types(c: Config, layer: int) -> str:

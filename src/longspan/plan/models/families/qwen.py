@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from longspan.plan.layers import Experts, Linear, Mlp
-from longspan.plan.models.config import Config
-from longspan.plan.models.family import Family, MixerOf
-from longspan.plan.models.mixers import (
+from longspan.plan.layers import Experts, Linear, Mlp, Parameter
+from longspan.plan.models.blocks import (
+    attention,
     dense,
     every_step,
     experts,
     full_at_intervals,
+    gated,
+    gated_mlp,
+    linear,
+    norm,
+    routed_experts,
     sliding_everywhere,
     sliding_window,
     softmax,
 )
-from longspan.plan.models.shape import Parameter
-from longspan.plan.models.weights import attention, gated, gated_mlp, linear, norm, routed_experts
+from longspan.plan.models.family import Config, Family, MixerOf
 
 
 def _sliding_after(c: Config, layer: int) -> str:

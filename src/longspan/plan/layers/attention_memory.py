@@ -1,0 +1,127 @@
+"""What softmax attention holds besides saved activations, in bytes: buffers of the ring, the kernel, the all-to-all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from longspan.plan.job import local_batch, local_tokens
+from longspan.plan.layers import exchange
+from longspan.plan.layers.base import Buffers, offloads
+
+if TYPE_CHECKING:
+    from longspan.plan.job import Job, Mesh
+    from longspan.plan.layers.attention import Attention
+    from longspan.plan.layers.base import CostContext
+
+KERNEL_DQ = 4
+"""Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
+
+
+def _kernel_backward(layer: Attention, mesh: Mesh, c: CostContext) -> int:
+    """Return the bytes of the flash backward itself, for all heads of the rank."""
+    if c.on_cpu:
+        return 0
+    heads = layer.max_heads(mesh)
+    # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
+    per_query_head = c.b * (heads.q + heads.out) if heads.q_heads > heads.kv_heads else 0
+    return c.tokens * mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head)
+
+
+def backward_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+    """Return the largest of three peaks: sending gradients to heads; the kernel or the ring; sending gradients back.
+
+    With head chunks each peak is one chunk's, and the gradients received so far lie besides.
+    """
+    heads, mine = layer.max_heads(mesh), layer.local_heads(mesh)
+    chunks, u = exchange.chunk_count(layer, job, mesh), mesh.ulysses
+    exchanged, lean = u > 1, job.memory.recompute_all_to_all and u > 1
+    in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
+    gradients = in_heads * (heads.q + heads.kv)
+    received = in_heads * (heads.q + heads.kv + heads.out) if lean else 0  # by the recomputed all-to-all
+    result = in_tokens * (mine.q + mine.kv)
+    d_out = in_tokens * mine.out
+    stays = d_out + (result if chunks > 1 else 0)
+    kernel = _kernel_backward(layer, mesh, c)
+    if mesh.ring > 1:  # its sums include the output's gradient in head layout
+        ring = ring_buffers(layer, job, mesh, c, backward=True)
+        computing = ring.workspace + -(-(kernel + received) // chunks)
+        return Buffers(ring.comm, computing + (stays if lean or chunks > 1 else 0))
+    computing = received + gradients + in_heads * heads.out * exchanged + kernel
+    sending = received + in_heads * heads.out + d_out + (result + d_out if lean else 0)
+    # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
+    held = job.memory.checkpointing == "save_attention" and not offloads(job, c)
+    freed = 0 if lean or held else in_heads * (heads.q + heads.kv + heads.out)
+    returning = 2 * gradients + (result if chunks == 1 else 0) - freed
+    if chunks == 1 and not lean:  # the incoming gradient is freed when it has been sent
+        return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
+    peaks = [computing, *((sending, returning) if exchanged else ())]
+    return Buffers(0, stays + -(-max(peaks) // chunks))
+
+
+def ring_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
+    """Return the buffers of a ring, or of a chunk of a prompt over a KV cache."""
+    if job.mode == "prefill" and job.prefill_chunk is not None:
+        return _prompt_chunk(layer, job, mesh)
+    if mesh.ring == 1 or job.mode == "decode":
+        return Buffers()
+    buffers = (_ring_backward if backward else _ring_forward)(layer, job, mesh, c)
+    chunks = exchange.chunk_count(layer, job, mesh)
+    return Buffers(-(-buffers.comm // chunks), -(-buffers.workspace // chunks))
+
+
+# Both rings below are for the rank whose block is one run of tokens: the tile on its diagonal is the whole block. A CPU
+# computes its tiles in fp32.
+
+
+def _block_tokens(job: Job, mesh: Mesh) -> int:
+    return local_tokens(job, mesh) * local_batch(job, mesh) * mesh.ulysses
+
+
+def _ring_forward(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+    heads, tokens = layer.max_heads(mesh), _block_tokens(job, mesh)
+    tile_bytes = 4 if c.on_cpu else c.b
+    sums = tokens * 4 * (heads.out + heads.q_heads)
+    casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
+    tile = tokens * heads.out * (tile_bytes + 4)  # a tile's output, and its weighted copy in fp32
+    gathered = exchange.ring_impl(layer, job, mesh, heads.kv_heads) == "allgather"
+    # The rank's own block, packed to be sent, and either all blocks, or the current and the next one.
+    blocks = 1 + (mesh.ring if gathered else min(exchange.schedule(layer, job, mesh).routes.rounds, 2))
+    return Buffers(blocks * c.b * heads.kv * tokens, sums + casts + tile)
+
+
+def _ring_backward(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+    heads, tokens = layer.max_heads(mesh), _block_tokens(job, mesh)
+    tile_bytes = 4 if c.on_cpu else c.b
+    block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
+    # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
+    sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
+    casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
+    tile = tokens * tile_bytes * (heads.q + heads.kv)
+    if exchange.ring_impl(layer, job, mesh, heads.kv_heads) == "allgather":
+        received = mesh.ring * block + (mesh.ring - 1) * gradient
+        reduced = mesh.ring * gradient * (2 if c.on_cpu else 1)  # gloo copies its input
+        query_casts = tokens * 4 * (heads.q + 2 * heads.out) * (c.b < tile_bytes)
+        peaks = [Buffers(received, sums + casts + tile), Buffers(received + reduced, sums + query_casts)]
+    else:
+        routes = exchange.schedule(layer, job, mesh).routes
+        directions, rounds = any(routes.right) + any(routes.left), routes.rounds
+        # (KV blocks, gradients) while a tile is computed. Round 0: the rank's own block. Then a received block, to
+        # which it adds a gradient; from round 2 on another gradient arrives and one leaves. At the end one leaves and
+        # the local gradient arrives.
+        held = [(1, 0), (min(rounds, 2), 1)] + [(1 + (rounds > 2), 3)] * (rounds > 1)
+        peaks = [Buffers(directions * (n * block + m * gradient), sums + casts + tile) for n, m in held]
+        peaks.append(Buffers(directions * (block + 2 * gradient), sums))
+    return max(peaks, key=lambda buffers: buffers.total)
+
+
+def _prompt_chunk(layer: Attention, job: Job, mesh: Mesh) -> Buffers:
+    """Return the buffers of a chunk (the job's context) over a KV cache, besides those of the all-to-all.
+
+    Over a ring the queries of all blocks; and three fp32 outputs with their log-sum-exps: the running sum, the next
+    partial output, and their weighted sum (over a ring: computed, sent, received).
+    """
+    layer = layer.cache_mixer(job, mesh)
+    heads = layer.max_heads(mesh)
+    tokens = local_tokens(job, mesh) * local_batch(job, mesh) * mesh.sequence
+    queries = tokens * heads.q * job.bytes_per_element if mesh.ring > 1 else 0
+    return Buffers(comm=queries, workspace=3 * tokens * heads.q_heads * (layer.v_head_dim + 1) * 4)
