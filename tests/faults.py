@@ -158,7 +158,8 @@ FAULTS = (
     Fault("rank_beyond_the_world_accepted", "ranks/rendezvous.py", '_integer("RANK", 0, world_size - 1)',
           '_integer("RANK", 0, None)', "tests/test_agreement.py -k variables"),
     # plan
-    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", '"weights of a layer", shard * (f - 1)', '"weights of a layer", shard * f',
+    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", '"weights of a layer", shard * (f - 1)',
+          '"weights of a layer", shard * f',
           "tests/test_plan_counts.py -k training_step"),
     Fault("ulysses_bytes_of_all_ranks", "plan/layers/exchange.py", "rows * (all_packed - packed), forwards",
           "rows * all_packed, forwards", "tests/test_plan_counts.py -k ulysses_attention"),
