@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
-from longspan.verify.compare import NUDGES
-from longspan.verify.runs import keep_furthest, nudged
+from longspan.verify.judge import NUDGES
+from longspan.verify.unsharded import keep_furthest, nudged
 from tests.tolerance import excess, excess_of_rows
 
 BASE = {

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace, values
 from longspan.verify import VerifyConfig, run, worker
-from longspan.verify.compare import SHARPNESS, Criterion, Sums, judge
+from longspan.verify.compare import ErrorSums
 from longspan.verify.inputs import build_model, load_model_config, make_batch
-from longspan.verify.report import Report, diagnosis, equality, print_json, print_table
+from longspan.verify.judge import SHARPNESS, Criterion, judge
+from longspan.verify.report import Report, diagnosis, equality, print_json
+from longspan.verify.table import print_table
 from tests.choose import confirming, each_value, pairwise
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
@@ -123,7 +125,7 @@ def test_replicas_with_batches_of_their_own_pass(models: dict[str, Path], pool4:
     report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp, **memory_options))[0]
     assert report.passed, _failing(report)
     assert ("layers_per_checkpoint=2, offload=disk" in report.setup["memory"]) == fsdp
-    assert report.places == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
+    assert report.rank_tokens == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
 
 
 @pytest.mark.parametrize(("fp64", "name"), each_value([True, False], ["bert", "one_key"]), ids=str)
@@ -132,7 +134,7 @@ def test_a_gradient_whose_terms_cancel_is_measured_beside_them(
 ) -> None:
     report = pool2.run(worker, _config(models[name], 2, fp64=fp64))[0]
     assert report.passed, _failing(report)
-    assert report.unsharp is None
+    assert report.wide_limit is None
     assert max(max(check.sharded) for check in report.checks) < SHARPNESS
 
 
@@ -155,10 +157,10 @@ def test_a_ring_passes(
     text = _table(report, capsys)
     assert f"data 1 x ring {config.parallel.ring} x ulysses {config.parallel.ulysses}, {dtype}" in text
     assert f"blocks of the ring {layout}, keys and values by {config.parallel.ring_impl}" in text
-    held = sorted(run for _, runs in report.places for run in runs)
+    held = sorted(run for _, runs in report.rank_tokens for run in runs)
     assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
     if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
-        assert report.places[0] == (0, ((0, 8), (56, 59))) and report.places[3] == (0, ((24, 40),))
+        assert report.rank_tokens[0] == (0, ((0, 8), (56, 59))) and report.rank_tokens[3] == (0, ((24, 40),))
         assert "0-7, 56-58" in text
 
 
@@ -166,7 +168,7 @@ def test_a_ring_with_windows_and_replicas_passes(models: dict[str, Path], pool4:
     config = _config(models["gemma2"], 1, ring=2, data_degree=2, fsdp=False)
     report = pool4.run(worker, config)[0]
     assert report.passed, _failing(report)
-    assert [replica for replica, _ in report.places] == [0, 0, 1, 1]
+    assert [replica for replica, _ in report.rank_tokens] == [0, 0, 1, 1]
 
 
 def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
@@ -187,9 +189,9 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_the_long_runs(
 
 
 def _no_unsharded_run(patch: pytest.MonkeyPatch) -> None:
-    from longspan.verify import runs
+    from longspan.verify import unsharded
 
-    patch.delattr(runs, "run_unsharded")
+    patch.delattr(unsharded, "run_unsharded")
 
 
 def test_one_process_without_a_group_passes(models: dict[str, Path]) -> None:
@@ -445,7 +447,7 @@ def _verify_with(
 
 def _logits_pass_on(report: Report) -> list[bool]:
     (logits,) = (check for check in report.checks if check.name == "logits")
-    return [logits.passed_on(rank) for rank in range(len(report.places))]
+    return [logits.passed_on(rank) for rank in range(len(report.rank_tokens))]
 
 
 DTYPES = pytest.mark.parametrize("dtype", ["fp32", *confirming(["bf16"])])
@@ -627,12 +629,12 @@ def test_other_weights_on_a_rank_are_refused_on_every_rank(models: dict[str, Pat
 
 
 def _out_of_memory(patch: pytest.MonkeyPatch) -> None:
-    from longspan.verify import runs
+    from longspan.verify import unsharded
 
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    patch.setattr(runs, "run_unsharded", fail)
+    patch.setattr(unsharded, "run_unsharded", fail)
 
 
 def test_no_memory_for_the_reference_is_said_on_every_rank_with_the_way_out(
@@ -680,12 +682,12 @@ def test_bad_input_is_refused_before_any_rank_starts(
 def test_arithmetic_that_is_not_fp32_is_no_proof(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the unsharded run is off by what a fault may be, nothing can be said."""
     report = _made_up(2, 2, ())
-    assert report.passed and report.unsharp is None
-    off = Sums(sharded=1.0, unsharded=1.0, reference=1e8, elements=10)  # 1e-4 each, as with products in bf16
+    assert report.passed and report.wide_limit is None
+    off = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e8, elements=10)  # 1e-4 each, as with products in bf16
     names = [check.name for check in report.checks if check.name != "logits, worst token"]
     blind = replace(report, checks=judge({name: [off, off] for name in names}, report.criterion))
     assert all(check.passed for check in blind.checks)
-    assert not blind.passed and blind.exit_code == 1 and blind.unsharp == pytest.approx(4e-4, rel=0.01)
+    assert not blind.passed and blind.exit_code == 1 and blind.wide_limit == pytest.approx(4e-4, rel=0.01)
     text = _table(blind, capsys)
     assert "fault of 0.0001" in text and "ONEDNN_DEFAULT_FPMATH_MODE" in text and "disagree" not in text
     bf16 = replace(blind, setup={**blind.setup, "dtype": "bf16"})
@@ -697,7 +699,7 @@ def test_arithmetic_that_is_not_fp32_is_no_proof(capsys: pytest.CaptureFixture[s
 
 def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     """A report of many ranks and layers, where `wrong` ranks have one wrong gradient."""
-    good = Sums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, max_abs=1e-6, worst_row=0)
+    good = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, max_abs=1e-6, worst_row=0)
     bad = replace(good, sharded=1e6)
     names = [f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(layers) for x in "qkvo"]
     sums = {name: [good] * ranks for name in ["loss", "logits", *names]}

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.verify.compare import Criterion, Part, Sums, compare_rows, group_of, judge, layer_of, relative, row_pieces
+from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, relative, row_chunks
+from longspan.verify.judge import Criterion, group_of, judge, layer_of
 
 FP32 = Criterion.of("fp32", "fp64")
 
 
-def _whole(x: torch.Tensor) -> Part:
-    return Part(torch.arange(len(x)), x)
+def _whole(x: torch.Tensor) -> LocalRows:
+    return LocalRows(torch.arange(len(x)), x)
 
 
-def _sums(sharded: torch.Tensor, reference: torch.Tensor, unsharded: torch.Tensor | None = None) -> Sums:
+def _sums(sharded: torch.Tensor, reference: torch.Tensor, unsharded: torch.Tensor | None = None) -> ErrorSums:
     return compare_rows(_whole(sharded), 0, reference, reference if unsharded is None else unsharded)
 
 
@@ -35,19 +36,19 @@ def test_pieces_add_up_to_the_whole_for_any_rows_held() -> None:
     reference = torch.randn(11, 3, 2, dtype=torch.float64)
     unsharded = reference + 1e-4 * torch.randn_like(reference)
     rows = torch.tensor([1, 2, 6, 7, 10])
-    part = Part(rows, (reference[rows] + 1e-3 * torch.randn(5, 3, 2)).float())
+    part = LocalRows(rows, (reference[rows] + 1e-3 * torch.randn(5, 3, 2)).float())
     whole = compare_rows(part, 0, reference, unsharded)
-    total = Sums()
-    for start, stop in row_pieces(reference.shape, elements=20):
+    total = ErrorSums()
+    for start, stop in row_chunks(reference.shape, elements=20):
         total += compare_rows(part, start, reference[start:stop], unsharded[start:stop])
     for field in ("sharded", "unsharded", "reference", "max_abs", "worst_row_sharded", "worst_row_unsharded"):
         assert getattr(total, field) == pytest.approx(getattr(whole, field))
     assert total.worst_row == whole.worst_row and whole.worst_row in rows
 
 
-def test_row_pieces_cover_every_row_once_and_are_bounded() -> None:
+def test_row_chunks_cover_every_row_once_and_are_bounded() -> None:
     for shape, elements in [((10, 4), 12), ((3, 100), 7), ((5,), 2), ((0, 4), 8), ((4, 0), 8)]:
-        pieces = list(row_pieces(shape, elements))
+        pieces = list(row_chunks(shape, elements))
         assert [row for start, stop in pieces for row in range(start, stop)] == list(range(shape[0]))
         assert all((stop - start) * math.prod(shape[1:]) <= elements or stop - start == 1 for start, stop in pieces)
 
@@ -75,8 +76,8 @@ def test_nan_and_infinity_fail_in_whichever_piece_they_are(bad: float) -> None:
     for row in (0, 4, 8):
         sharded = reference.clone()
         sharded[row] = bad
-        total = Sums()
-        for start, stop in row_pieces(reference.shape, elements=6):
+        total = ErrorSums()
+        for start, stop in row_chunks(reference.shape, elements=6):
             total += compare_rows(_whole(sharded), start, reference[start:stop], reference[start:stop])
         logits, worst_token = judge({"logits": [total]}, FP32)
         assert not logits.passed and not worst_token.passed
@@ -91,10 +92,10 @@ def test_an_infinite_limit_passes_nothing() -> None:
 
 
 def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly() -> None:
-    loud = Sums(sharded=4.0, unsharded=4.0, reference=1e8, elements=300)
-    lucky = Sums(sharded=2.0, unsharded=0.0, reference=1e8, elements=100)
-    small = Sums(sharded=2.0, unsharded=0.0, reference=1e4, elements=100)
-    none = Sums()
+    loud = ErrorSums(sharded=4.0, unsharded=4.0, reference=1e8, elements=300)
+    lucky = ErrorSums(sharded=2.0, unsharded=0.0, reference=1e8, elements=100)
+    small = ErrorSums(sharded=2.0, unsharded=0.0, reference=1e4, elements=100)
+    none = ErrorSums()
     criterion = Criterion(factor=4.0, floor=1e-5)
     (check,) = judge({"w": [loud, lucky, small, none]}, criterion)
     noise2, even2 = 10 / 50 * 4.0, 10 / 50 * (2e8 + 1e4)  # of all 500 numbers a fifth: of noise, of gradient
@@ -110,30 +111,30 @@ def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly()
 
 
 def test_where_terms_cancel_errors_are_relative_to_comparable_gradients() -> None:
-    right = Sums(sharded=1e-10, unsharded=1e-10, reference=1e4, elements=100)  # rounding of 1e-7
+    right = ErrorSums(sharded=1e-10, unsharded=1e-10, reference=1e4, elements=100)  # rounding of 1e-7
     layer = {f"layers.0.{name}.weight": [right] for name in "abc"}
     for reference in (0.0, 1e-28):  # zero but for the rounding of fp64
         for unsharded in (0.0, 1e-10):  # one device may have it right by luck
-            cancelled = Sums(sharded=1e-10, unsharded=unsharded, reference=reference, elements=100)
+            cancelled = ErrorSums(sharded=1e-10, unsharded=unsharded, reference=reference, elements=100)
             check = judge({**layer, "layers.0.key.bias": [cancelled]}, FP32)[-1]
             assert check.passed and check.sharded == pytest.approx((1e-7,))
             wrong = dataclasses.replace(cancelled, sharded=1e-4)  # 1e-4 of its neighbours
             assert not judge({**layer, "layers.0.key.bias": [wrong]}, FP32)[-1].passed
-    small = Sums(sharded=1e-18, unsharded=1e-18, reference=1e-4, elements=100)  # small, but no rounding
+    small = ErrorSums(sharded=1e-18, unsharded=1e-18, reference=1e-4, elements=100)  # small, but no rounding
     assert judge({**layer, "layers.0.small": [small]}, FP32)[-1].sharded == pytest.approx((1e-7,))
 
 
 def test_few_numbers_may_be_right_by_luck() -> None:
-    usual = {f"layers.0.{name}.weight": [Sums(1e-8, 1e-8, 1e4, 1000)] for name in "abc"}  # rounding of 1e-6
+    usual = {f"layers.0.{name}.weight": [ErrorSums(1e-8, 1e-8, 1e4, 1000)] for name in "abc"}  # rounding of 1e-6
     for elements, passes in ((4, True), (1000, False)):  # a thousand are not
-        lucky = Sums(sharded=4e-12, unsharded=4e-14, reference=1.0, elements=elements)
+        lucky = ErrorSums(sharded=4e-12, unsharded=4e-14, reference=1.0, elements=elements)
         assert judge({**usual, "layers.0.router.bias": [lucky]}, FP32)[-1].passed is passes
-    wrong = Sums(sharded=1e-8, unsharded=4e-14, reference=1.0, elements=4)  # 1e-4
+    wrong = ErrorSums(sharded=1e-8, unsharded=4e-14, reference=1.0, elements=4)  # 1e-4
     assert not judge({**usual, "layers.0.router.bias": [wrong]}, FP32)[-1].passed
 
 
 def test_a_slice_that_should_be_zero_is_measured_beside_the_rest_of_its_tensor() -> None:
-    full, none = Sums(1e-10, 1e-10, 1e4, 100), Sums(1e-10, 0.0, 0.0, 100)
+    full, none = ErrorSums(1e-10, 1e-10, 1e4, 100), ErrorSums(1e-10, 0.0, 0.0, 100)
     (check,) = judge({"w": [full, none]}, FP32)
     assert check.passed and check.sharded[1] == pytest.approx(math.sqrt(1e-10 / 5e3))
     (check,) = judge({"w": [full, dataclasses.replace(none, sharded=1e-4)]}, FP32)
@@ -141,8 +142,8 @@ def test_a_slice_that_should_be_zero_is_measured_beside_the_rest_of_its_tensor()
 
 
 def test_check_names_the_rank_that_is_furthest_over_its_limit() -> None:
-    fine = Sums(sharded=1.0, unsharded=1.0, reference=1e12, elements=1)
-    wrong = Sums(sharded=1e6, unsharded=1.0, reference=1e12, elements=1)
+    fine = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=1)
+    wrong = ErrorSums(sharded=1e6, unsharded=1.0, reference=1e12, elements=1)
     (check,) = judge({"loss": [fine, wrong, fine]}, FP32)
     assert (check.passed, check.worst_rank) == (False, 1)
     assert [check.passed_on(rank) for rank in range(3)] == [True, False, True]

@@ -1,12 +1,16 @@
 """`longspan verify`: does the sharded run compute what one process computes, on your model and your machines?
 
-The same batch goes through the pristine Hugging Face model on one process (twice: in fp64, and in the dtype asked for)
-and through the parallelized one on all ranks. Loss, logits and every gradient are compared with fp64, and the sharded
-run may be off by no more than a few times what the unsharded run in the same dtype is off.
+The same batch runs through the Hugging Face model on one process (in fp64, and in the verified dtype) and through the
+sharded model on all ranks. Loss, logits and every gradient are compared with fp64; the sharded run's error may be a few
+times that of the unsharded run in the same dtype.
 
-`config` is what can be asked for, `inputs` makes the model and the batch, `runs` runs them without and with sharding,
-`compare` measures and judges, `report` prints. Importing this package does not import torch: the command line builds
-its help from `VerifyConfig`.
+- `config`: the flags.
+- `inputs`: the model and the batch.
+- `unsharded`, `sharded`: the runs.
+- `compare`: errors of tensors; `judge`: their limits.
+- `report`, `table`: the output.
+
+Importing this package does not import torch, as the command line builds its help from `VerifyConfig`.
 """
 
 from longspan.verify.config import VerifyConfig

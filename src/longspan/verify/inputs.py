@@ -1,4 +1,4 @@
-"""The model and the batch that a `VerifyConfig` names.
+"""The model and the batch of a `VerifyConfig`.
 
 Shape suffixes: B rows of the global batch, S tokens.
 """
@@ -34,12 +34,12 @@ from longspan.verify.config import VerifyConfig
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is to be verified, opened and checked; no weights are loaded yet.
+    """The checked inputs of a verification; weights are not loaded yet.
 
     Attributes:
         model_config: the Hugging Face config, without dropout and cache.
         batch_BS: the global batch.
-        checkpoint: where the weights come from (`--resume`), or None.
+        checkpoint: source of the weights with `--resume`, else None.
     """
 
     model_config: Any
@@ -48,10 +48,10 @@ class Inputs:
 
 
 def open_inputs(config: VerifyConfig, found: Checkpoint | None = None) -> Inputs:
-    """Open everything but the checkpoint, which `find_checkpoint` has `found`.
+    """Open and check the inputs; `found` is the checkpoint of `--resume`.
 
     Raises:
-        LongspanError: for a missing or unfit model, tokenizer or text, or a model that `--tensor` cannot cut.
+        LongspanError: for a missing or unsuitable model, tokenizer or text, or a model that `--tensor` cannot shard.
     """
     model_config = load_model_config(config, found)
     if config.parallel.tensor > 1:
@@ -61,15 +61,15 @@ def open_inputs(config: VerifyConfig, found: Checkpoint | None = None) -> Inputs
 
 
 def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) -> Inputs:
-    """As `open_inputs`, with the checkpoint that `--resume` names. Collective where there is a process group.
+    """Open the checkpoint of `--resume`, then the inputs. Collective if there is a process group.
 
     Args:
         config: with `resume`.
-        ranks: who takes part.
-        content: compare the content of the checkpoint's files with their checksums.
+        ranks: the ranks that read the checkpoint.
+        content: verify the checksums of the checkpoint's files.
 
     Raises:
-        LongspanError: on every rank, for a checkpoint that is damaged, or of another model than `--config`.
+        LongspanError: on every rank, for a damaged checkpoint, or one of another model than `--config`.
     """
     assert config.resume is not None
     found = checkpoint.newest(path_of("--resume", config.resume), ranks, content=content)
@@ -77,13 +77,11 @@ def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) ->
 
 
 def load_model_config(config: VerifyConfig, found: Checkpoint | None = None) -> Any:
-    """The model's Hugging Face config, with dropout and the cache switched off.
-
-    Dropout draws other numbers on other ranks by design, so a comparison runs without; a cache only costs memory.
+    """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache.
 
     Raises:
-        LongspanError: if there is none, it is not that of the checkpoint `found`, its position range is shorter than
-            the context, or it is a mixture of experts in bf16.
+        LongspanError: for a missing config, one that differs from the checkpoint's, fewer positions than the context,
+            or a mixture of experts in bf16.
     """
     name, opened = _open_config(config, found)
     text = opened.get_text_config()
@@ -98,7 +96,7 @@ def load_model_config(config: VerifyConfig, found: Checkpoint | None = None) -> 
 
 
 def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, Any]:
-    """What the config is of, for messages, and the config."""
+    """Return a name of the model for messages, and its config."""
     if found is not None and config.config is None:
         name, opened = f"checkpoint {found.path}", kept_model_config(found)
         check_language_model(name, opened, config.context)
@@ -112,38 +110,38 @@ def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, A
 
 
 def build_model(config: VerifyConfig, model_config: Any) -> Any:
-    """The pristine Hugging Face model on the CPU, in training mode, its weights in the dtype asked for.
+    """Return the unsharded Hugging Face model on the CPU, in training mode and in the verified dtype.
 
     Raises:
-        LongspanError: if transformers cannot make such a model of it.
+        LongspanError: if transformers cannot build the model.
     """
     return model_origin(config, model_config).build().train()
 
 
 def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
-    """What the model is made from.
+    """Return the source of the model's weights and class.
 
-    A masked LM where the config's `architectures` name one (BERT), else a causal LM; of a checkpoint always a causal
-    LM, since `longspan train` trains no other. There, weights are random until `checkpoint.load_weights` has read them.
+    It is a masked LM if the config's `architectures` name one (BERT), else a causal LM. A checkpoint always has a causal
+    LM, as `longspan train` trains no other; its weights are random until `checkpoint.load_weights`.
 
-    Its attention is transformers' own `sdpa`, or `eager` for a model that has no `sdpa`, or has a softcap (Gemma-2),
-    which the `sdpa` of older versions leaves out without a word. Random weights (`--config`) depend on the seed alone.
+    Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which the `sdpa`
+    of older versions silently ignores. Random weights (`--config`) depend on the seed alone.
 
     Raises:
-        LongspanError: if transformers cannot make such a model of it.
+        LongspanError: if transformers cannot build the model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging
 
     from longspan.compat.transformers_api import has_no_sdpa
 
-    logging.disable_progress_bar()  # every rank loads the model, and more than once
+    logging.disable_progress_bar()  # every rank loads the model, some twice
     architectures = getattr(model_config, "architectures", None) or ()
     classifier = next((name for name in architectures if name.endswith("Classification")), None)
     if classifier is not None:
         raise LongspanError(
             f"{config.model or config.config or config.resume} is a {classifier}; longspan verify compares language "
-            f"models: give it the one that this was made from, whose layers are the same"
+            f"models: give the language model that it was made from, which has the same layers"
         )
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
@@ -168,14 +166,13 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
 
 
 def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tensor]:
-    """The global batch, the same on every rank: `input_ids` and `labels`, int64 [B, S].
+    """Return the global batch, the same on every rank: `input_ids` and `labels`, int64 [B, S].
 
-    Labels are masked (-100) unevenly: the first 40 % of a sequence, as a prompt, a little less in each further one,
-    and a tenth of the rest at random. So ranks have different numbers of tokens that count, some none, and a mean of
-    means is not the mean.
+    Labels are masked (-100) unevenly: the first 40 % of the first sequence, less in each further one, and 10 % of the
+    rest at random. So ranks have different numbers of unmasked tokens, some none, and a mean of means is wrong.
 
     Raises:
-        LongspanError: for text that is missing or too short, or a tokenizer that does not belong to the model.
+        LongspanError: for missing or too little text, or a tokenizer of another model.
     """
     draw = torch.Generator().manual_seed(config.seed)
     rows, tokens = config.batch * config.parallel.data_degree, config.tokens
@@ -188,7 +185,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tenso
     labels_BS[torch.rand(rows, tokens, generator=draw) < 0.1] = -100
     for row in range(rows):
         labels_BS[row, : int(0.4 * tokens * (rows - row) / rows)] = -100
-    labels_BS[:, -1] = input_ids_BS[:, -1]  # at least one counts
+    labels_BS[:, -1] = input_ids_BS[:, -1]  # at least one is unmasked
     return {"input_ids": input_ids_BS, "labels": labels_BS}
 
 

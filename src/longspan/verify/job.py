@@ -1,4 +1,4 @@
-"""The job as a whole: check the input once, start the ranks, compare, print."""
+"""The job of `longspan verify`: check the config, start the ranks, compare, print."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def run(config: VerifyConfig) -> int:
-    """Verify on data x ring x ulysses ranks, started here or by torchrun, and print the report.
+    """Verify on ranks started here or by torchrun, and print the report.
 
     Returns:
-        The exit code: 0 if everything agrees, 1 if something does not. The same on every rank.
+        The exit code, the same on every rank: 0 if everything agrees, else 1.
 
     Raises:
         LongspanError: on bad input.
@@ -35,9 +35,10 @@ def run(config: VerifyConfig) -> int:
         check_processes(config.parallel.ranks, config.parallel.flags)
     from longspan.checkpoint import Ranks
     from longspan.verify.inputs import open_inputs, open_resumed
-    from longspan.verify.report import print_json, print_table
+    from longspan.verify.report import print_json
+    from longspan.verify.table import print_table
 
-    if not launch.under_torchrun():  # what can be refused is refused before any rank starts
+    if not launch.under_torchrun():  # fail before any rank starts
         open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
     report: Report = launch.launch(_verify_rank, config, nproc=config.parallel.ranks)
     if launch.is_first_rank():
@@ -46,16 +47,15 @@ def run(config: VerifyConfig) -> int:
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
-    with launch.stdout_to_stderr(), launch.joined(config.timeout, config.start_timeout) as heart:
-        return worker(config, heart)
+    with launch.stdout_to_stderr(), launch.joined(config.timeout, config.start_timeout) as heartbeat:
+        return worker(config, heartbeat)
 
 
-def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
+def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     """Verify on this rank; every rank of the job calls it and returns the same report.
 
     Raises:
-        LongspanError: on bad input, a checkpoint that is damaged, if the ranks were not given the same, or do not hold
-            the same weights.
+        LongspanError: on bad input, a damaged checkpoint, or ranks with different inputs or weights.
     """
     import torch
 
@@ -63,11 +63,13 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
     from longspan.checkpoint import Ranks
     from longspan.comm.mesh import make_sharding
     from longspan.verify.inputs import model_origin
-    from longspan.verify.runs import Link, logits_part, make_models, make_report, sharded_parts, unsharded_runs
+    from longspan.verify.sharded import logits_part, make_models, make_report, sharded_parts
+    from longspan.verify.unsharded import unsharded_runs
+    from longspan.verify.world import World
 
-    inputs, ranks = _agreed_inputs(config, heart)
+    inputs, ranks = _agreed_inputs(config, heartbeat)
     sp = make_sharding(config.parallel)
-    link = Link.of(sp)
+    world = World.of(sp)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
     alone = Ranks.alone()
 
@@ -75,24 +77,24 @@ def worker(config: VerifyConfig, heart: Heartbeat | None = None) -> Report:
         if inputs.checkpoint is not None:
             checkpoint.load_weights(inputs.checkpoint, whole, alone)
 
-    models = make_models(model_origin(config, inputs.model_config), config, sp, link, load)
-    references = unsharded_runs(models.whole, batch_BS, config, link)
+    models = make_models(model_origin(config, inputs.model_config), config, sp, world, load)
+    references = unsharded_runs(models.whole, batch_BS, config, world)
     model = models.shard()
     del models
-    if inputs.checkpoint is not None:  # once more, now as `train --resume` reads them: each rank its shards
+    if inputs.checkpoint is not None:  # again, now each rank its shards, as `train --resume` does
         checkpoint.load_weights(inputs.checkpoint, model, ranks)
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     out = model(**{name: x[mine] for name, x in batch_BS.items()})
     out.loss.backward()
     parts = dict(sharded_parts(sp, model, out.loss))
-    with torch.no_grad():  # in training none are made
+    with torch.no_grad():  # in training, the model returns no logits
         out = model(**{name: x[mine] for name, x in batch_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)
-    return make_report(config, sp, link, references, parts, inputs.checkpoint)
+    return make_report(config, sp, world, references, parts, inputs.checkpoint)
 
 
-def _agreed_inputs(config: VerifyConfig, heart: Heartbeat | None) -> tuple[Inputs, Ranks]:
-    """What is to be verified, once it is known to be alike on every rank; the process group; and who reads files."""
+def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat | None) -> tuple[Inputs, Ranks]:
+    """Return the inputs once all ranks agree on them, and the ranks that read files. Starts the process group."""
     import torch
 
     from longspan.checkpoint import Ranks
@@ -101,8 +103,8 @@ def _agreed_inputs(config: VerifyConfig, heart: Heartbeat | None) -> tuple[Input
     from longspan.verify.inputs import open_inputs, open_resumed
 
     config.check()
-    alive = heart is not None
-    peers = meet(config.timeout, config.start_timeout) if heart is None else heart.peers
+    alive = heartbeat is not None
+    peers = meet(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
     inputs = None
     with agreement.refusing_together(peers, alive=alive):
         if config.resume is None:
@@ -113,5 +115,5 @@ def _agreed_inputs(config: VerifyConfig, heart: Heartbeat | None) -> tuple[Input
     agreement.agree(peers, facts, alive=alive)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     ranks = Ranks.apart()
-    # Its files are shared out over the ranks, which takes a process group; its marker is compared between them.
+    # Reading a checkpoint needs the process group: ranks divide its files and compare its marker.
     return inputs if inputs is not None else open_resumed(config, ranks), ranks

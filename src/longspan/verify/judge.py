@@ -1,0 +1,258 @@
+"""Whether the error of a sharded run is more than rounding.
+
+An error alone says little: in bf16 a correct gradient is off by a percent. So the *unsharded* run in the same dtype is
+measured too, and the sharded run may be no worse than `FACTOR` times that plus `floor` (see `Criterion`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from longspan.verify.compare import ErrorSums, nan_as_inf, relative
+
+FACTOR = 4.0
+"""The most that a correct sharded run's error may be, in units of the unsharded run's.
+
+The sharded run rounds as often as the unsharded one, but elsewhere: partial sums over ranks, other shapes of matrix
+products. Of 13,752 measured comparisons (Llama, Qwen2, Qwen3, Mistral, Phi-3, OLMo-2, GPT-NeoX; 4 ranks with FSDP, fp32
+and bf16) 99 % were below 1.6, and the largest was 2.8, on 16 numbers. Faults in fp32 are hundreds to millions of times
+the noise.
+"""
+
+NUDGES = 2
+"""Additional unsharded fp32 runs that estimate the size of rounding errors.
+
+One run is one sample: if a single number near the end of a model (a norm's statistics of one token) causes most of a
+gradient's error, that run may have it right by chance. The additional runs change each weight in its last place, like
+one more rounding.
+"""
+
+FEW = 64
+"""A tensor of fewer numbers may have a small error by chance."""
+
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+
+SHARPNESS = 1e-4
+"""The relative fault that an fp32 comparison must be able to detect.
+
+The limit follows the rounding of the unsharded run. If a setting computes "fp32" products in bf16 or TF32, rounding is
+a thousand times larger, and the comparison would pass faults of that size.
+"""
+
+HALF_STEP = {"int8": 4 / 254, "fp8": 1 / 16}
+"""Rounding of a compressed all-to-all relative to a vector: half a quantization step. For int8 that is 1/254 of the
+largest number, which is assumed to be four times the typical one."""
+
+ROUNDINGS = 8
+"""Roundings per layer of a compressed all-to-all: q, k, v and the output, and their gradients."""
+
+_GROUPS: tuple[tuple[str, str], ...] = (
+    # The first match wins: "embed_out" is a head, and "query_key_value" not a query alone.
+    ("norms", r"norm|(^|[._])ln(_|\d|\.)"),
+    ("lm head", r"(^|\.)(lm_head|embed_out|output)\."),
+    ("embeddings", r"embed|wte|wpe"),
+    ("attention qkv", r"qkv|query_key_value|c_attn"),
+    ("attention q", r"q_proj|\.q_[ab]_|\.(wq|query)\."),
+    ("attention k", r"k_proj|\.(wk|key)\."),
+    ("attention v", r"v_proj|\.(wv|value)\."),
+    ("attention o", r"(attn|attention)\.(o_proj|out_proj|dense|c_proj|wo)"),
+    ("mlp", r"mlp|ffn|feed_forward|expert|fc\d|gate|up_proj|down_proj|dense_h_to_4h|dense_4h_to_h"),
+)
+
+GROUP_ORDER = (
+    "loss",
+    "logits",
+    "embeddings",
+    *("attention qkv", "attention q", "attention k", "attention v", "attention o"),
+    *("mlp", "norms", "lm head", "other"),
+)
+
+
+def group_of(name: str) -> str:
+    """Return the group of a parameter by its name, such as "attention k" or "norms"; "other" for an unknown name."""
+    return next((group for group, pattern in _GROUPS if re.search(pattern, name)), "other")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the decoder layer of a parameter: the first number in its dotted name, or None."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """When an error is a fault: `sharded > factor * unsharded + floor`, in relative errors.
+
+    - A small slice may be right by chance: `unsharded` is the error of the unsharded run on the slice, or the slice's
+      share of the whole tensor's error spread evenly, whichever is larger. `floor` likewise.
+    - Some gradients are zero up to rounding because their terms cancel, such as those of a key bias, which softmax
+      ignores. A gradient smaller than `floor` times the gradients of its layer is measured relative to as many numbers
+      of their typical size (the median of their root mean squares). So is a slice that is this small within its tensor.
+    - In fp32, `unsharded` is the elementwise largest error of the unsharded run and `NUDGES` runs with weights changed
+      in the last place.
+    - A tensor of fewer than `FEW` numbers may be right by chance as a whole: its `unsharded` is at least the relative
+      error that 90 % of the gradients stay below.
+    """
+
+    factor: float
+    floor: float
+
+    def lossy(self, code: str, layers: int) -> Criterion:
+        """Return the criterion for a compressed all-to-all: independent half steps add up to the root of their number.
+
+        This estimate tells quantization from a coarse fault; it cannot detect small ones.
+        """
+        return Criterion(self.factor, self.floor + HALF_STEP[code] * math.sqrt(ROUNDINGS * max(1, layers)))
+
+    @classmethod
+    def of(cls, dtype: Literal["fp32", "bf16"], reference: Literal["fp64", "fp32"]) -> Criterion:
+        """Return the criterion for a run in `dtype` measured against `reference`.
+
+        The floor is for quantities that the unsharded run has right by chance (a loss is one number). fp32: 8 unit
+        roundoffs, as sums over tokens round at each step. bf16: 1, as sums are in fp32 and only results are rounded.
+        fp32 against fp32: 512 unit roundoffs (3e-5), as the unsharded run is the reference and shows no noise.
+        """
+        steps = 1 if dtype == "bf16" else 8 if reference == "fp64" else 512
+        return cls(FACTOR, steps * UNIT_ROUNDOFF[dtype])
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor compared, on every rank.
+
+    Attributes:
+        name: "loss", "logits", "logits, worst token", or a parameter for its gradient.
+        group: row of the table.
+        layer: decoder layer, or None.
+        sharded: relative error of the sharded run, by rank.
+        unsharded: relative error of the unsharded run in the same dtype on the same slice, by rank.
+        limit: largest `sharded` that counts as rounding, by rank.
+        max_abs: largest absolute error of the sharded run, by rank.
+        worst_row: row with the largest error, by rank; for logits the token `batch_row * tokens + position`.
+    """
+
+    name: str
+    group: str
+    layer: int | None
+    sharded: tuple[float, ...]
+    unsharded: tuple[float, ...]
+    limit: tuple[float, ...]
+    max_abs: tuple[float, ...]
+    worst_row: tuple[int, ...]
+
+    def passed_on(self, rank: int) -> bool:
+        """Whether the error on `rank` is finite and within its limit."""
+        return math.isfinite(self.sharded[rank]) and self.sharded[rank] <= self.limit[rank]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it passed on every rank."""
+        return all(self.passed_on(rank) for rank in range(len(self.sharded)))
+
+    def severity(self, rank: int) -> float:
+        """Return the error on `rank` in units of its limit; infinity for an error that is not finite."""
+        return nan_as_inf(self.sharded[rank] / self.limit[rank]) if math.isfinite(self.sharded[rank]) else math.inf
+
+    @property
+    def worst_rank(self) -> int:
+        """The rank with the largest error in units of its limit."""
+        return max(range(len(self.sharded)), key=self.severity)
+
+
+def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check, ...]:
+    """Return a check for every tensor, from its sums by rank.
+
+    "logits" also yields "logits, worst token", as one wrong token among thousands hardly changes their norm.
+    """
+    checks = []
+    totals = {name: functools.reduce(operator.add, per_rank) for name, per_rank in sums.items()}
+    typical, usual = _typical_squares(totals), _usual_noise(totals)
+    for name, per_rank in sums.items():
+        group = name if name in ("loss", "logits") else group_of(name)
+        whole = totals[name]
+        sizes = [_scale2(s, whole, typical.get(layer_of(name), 0.0), criterion) for s in per_rank]
+        errors, noise = (
+            [relative(error, size) for error, size in zip(squares, sizes, strict=True)]
+            for squares in ([s.sharded for s in per_rank], [s.unsharded for s in per_rank])
+        )
+        least = usual if group not in ("loss", "logits") and whole.elements < FEW else 0.0
+        limits = tuple(_limit(s, whole, size, criterion, least) for s, size in zip(per_rank, sizes, strict=True))
+        checks.append(_check(name, group, errors, noise, limits, per_rank))
+        if name == "logits":
+            errors, noise = [s.worst_row_sharded for s in per_rank], [s.worst_row_unsharded for s in per_rank]
+            limits = (criterion.factor * whole.worst_row_unsharded + criterion.floor,) * len(noise)
+            checks.append(_check("logits, worst token", group, errors, noise, limits, per_rank))
+    return tuple(checks)
+
+
+def wide_limit(checks: Iterable[Check]) -> float | None:
+    """Return the median limit of the gradients if a fault of `SHARPNESS` would pass in most of them, else None."""
+    limits = [max(check.limit) for check in checks if check.group not in ("loss", "logits")]
+    median = statistics.median(limits) if limits else 0.0
+    return median if median > SHARPNESS else None
+
+
+def _typical_squares(totals: dict[str, ErrorSums]) -> dict[int | None, float]:
+    """Return by layer (None outside of layers) the median of its gradients' mean squares."""
+    squares: dict[int | None, list[float]] = {}
+    for name, whole in totals.items():
+        if name not in ("loss", "logits") and whole.elements:
+            squares.setdefault(layer_of(name), []).append(whole.reference / whole.elements)
+    return {layer: statistics.median(found) for layer, found in squares.items()}
+
+
+def _scale2(part: ErrorSums, whole: ErrorSums, typical: float, criterion: Criterion) -> float:
+    """Return the squared norm that a slice's errors are relative to: its own, or a typical one if terms cancel."""
+    terms, even = part.elements * typical, _even_share(part.reference, part, whole, whole.reference)
+    negligible = criterion.floor**2
+    if even < negligible * terms:
+        return terms
+    return even if part.reference < negligible * even else part.reference
+
+
+def _usual_noise(totals: dict[str, ErrorSums]) -> float:
+    """Return the relative error of the unsharded run that 90 % of the gradients stay below."""
+    noise = sorted(whole.unsharded_error for name, whole in totals.items() if name not in ("loss", "logits"))
+    found = noise[int(0.9 * (len(noise) - 1))] if noise else 0.0
+    return found if math.isfinite(found) else 0.0
+
+
+def _limit(part: ErrorSums, whole: ErrorSums, size2: float, criterion: Criterion, usual: float) -> float:
+    """Return the largest error of a slice, relative to `size2`, that counts as rounding; see `Criterion`."""
+    if size2 == 0.0:
+        return criterion.floor
+    own = math.sqrt(_even_share(part.unsharded, part, whole, whole.unsharded))
+    noise = criterion.factor * max(own, usual * math.sqrt(size2))
+    floor = criterion.floor * math.sqrt(max(size2, _even_share(part.reference, part, whole, whole.reference)))
+    return (noise + floor) / math.sqrt(size2)
+
+
+def _even_share(mine: float, part: ErrorSums, whole: ErrorSums, all_: float) -> float:
+    """Return `mine`, or the slice's share of `all_` spread evenly over the tensor, whichever is larger."""
+    return max(mine, part.elements / whole.elements * all_) if whole.elements else mine
+
+
+def _check(
+    name: str,
+    group: str,
+    sharded: Iterable[float],
+    unsharded: Iterable[float],
+    limits: tuple[float, ...],
+    per_rank: list[ErrorSums],
+) -> Check:
+    return Check(
+        name,
+        group,
+        layer_of(name),
+        tuple(sharded),
+        tuple(unsharded),
+        limits,
+        tuple(s.max_abs for s in per_rank),
+        tuple(s.worst_row for s in per_rank),
+    )
