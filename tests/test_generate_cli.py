@@ -23,7 +23,7 @@ from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
-from longspan.generate.job import opened, spell_report
+from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, Progress, progress_line
@@ -73,7 +73,7 @@ def _generate(config: GenerateConfig) -> dict[str, Any]:
     from longspan.ranks.heartbeat import Heartbeat
     from longspan.ranks.rendezvous import meet
 
-    return Generation(config, Heartbeat(meet(60), lambda *_: None), opened(config)).run()
+    return Generation(config, Heartbeat(meet(60), lambda *_: None), open_fitting_prompt(config)).run()
 
 
 def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, 
         assert abs(report["reused_tokens"] - reused) < 3  # the line ends between text and question
     (kept,) = (tmp_path / "kept").iterdir()
     others: tuple[dict[str, Any], ...] = ({"question": "Who?"}, {"question": "Who?", "cache": "int8"}, {})
-    assert [opened(replace(config, **more)).key == kept.name for more in others] == [True, False, False]
+    assert [open_fitting_prompt(replace(config, **more)).key == kept.name for more in others] == [True, False, False]
 
 
 def test_an_adapter_is_generated_scored_and_verified_with_its_base(
@@ -153,7 +153,7 @@ def test_text_streams_as_one_process_writes_it(
         assert max(report["cache_bytes"]) == report["planned_cache_bytes"]
         if "cache_offload" in mesh:
             assert max(report["device_cache_bytes"]) == report["planned_device_cache_bytes"]
-            assert f"at once on the device (planned {report['planned_device_cache_bytes']:,} b" in spell_report(report)
+            assert f"at once on the device (planned {report['planned_device_cache_bytes']:,} b" in format_report(report)
         if "ring" in mesh:  # each has all KV heads, and some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
         assert pool2.run(_generate, _config(folder, **drawn, **mesh))[0]["ids"] == sampled
@@ -171,14 +171,16 @@ def test_a_prompt_comes_from_stdin_a_file_or_a_chat(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     with_bytes = ByT5Tokenizer()(PROMPT.rstrip() + "\n\nWho?", add_special_tokens=False)["input_ids"]
     for given in ({"file": book}, {}):
-        found = opened(_config(folder, **{"prompt": None, "question": "Who?", **given}))
+        found = open_fitting_prompt(_config(folder, **{"prompt": None, "question": "Who?", **given}))
         assert found.ids.tolist() == with_bytes
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}>>"
     tokenizer.save_pretrained(tmp_path / "chat")
-    chat = opened(_config(folder, tokenizer=str(tmp_path / "chat"), prompt="x", question="Who?"))
+    chat = open_fitting_prompt(_config(folder, tokenizer=str(tmp_path / "chat"), prompt="x", question="Who?"))
     assert _text(chat.ids.tolist()) == "<user>x\n\nWho?>>"
-    plain = opened(_config(folder, tokenizer=str(tmp_path / "chat"), prompt="x", question="Who?", template="none"))
+    plain = open_fitting_prompt(
+        _config(folder, tokenizer=str(tmp_path / "chat"), prompt="x", question="Who?", template="none")
+    )
     assert _text(plain.ids.tolist()) == "x\n\nWho?"
 
 
@@ -262,13 +264,13 @@ def test_what_makes_no_sense_is_refused(folder: Path, changes: dict[str, Any], m
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) -> None:
     said = r"--max-new-tokens 4000 behind .* 4,096 positions .* give --max-new-tokens \d+ or less.*--rope-scaling auto"
     with pytest.raises(LongspanError, match=said):
-        opened(_config(folder, max_new_tokens=4000))
+        open_fitting_prompt(_config(folder, max_new_tokens=4000))
     with pytest.raises(LongspanError, match=r"the text has [\d,]+ tokens, .* 4,096 positions .*a factor of 4"):
-        opened(_config(folder, prompt=PROMPT * 80))
+        open_fitting_prompt(_config(folder, prompt=PROMPT * 80))
     with pytest.raises(LongspanError, match="--template chat: the tokenizer bytes has no chat template"):
-        opened(_config(folder, template="chat"))
+        open_fitting_prompt(_config(folder, template="chat"))
     with pytest.raises(LongspanError, match=r"do not fit on one GPU of .*Item by item: .*ranks of this kind would do"):
-        opened(_config(folder, rank_memory=0.00027))
+        open_fitting_prompt(_config(folder, rank_memory=0.00027))
     with pytest.raises(
         LongspanError, match=r"do not fit on one GPU of .*Item by item: .*logits.*tokens fit \(--max-tok"
     ):
@@ -286,7 +288,7 @@ def test_rope_scaling_reaches_further(folder: Path, pool2: RankPool) -> None:
     config.save_pretrained(short)
     asked: dict[str, Any] = {"rope_scaling": "linear", "rope_factor": 4.0}
     with pytest.raises(LongspanError, match=r"64 positions.*--rope-scaling auto"):
-        opened(_config(short))
+        open_fitting_prompt(_config(short))
     with pytest.raises(LongspanError, match=r"--rope-factor 4.0 is of a RoPE scaling"):
         _config(short, rope_factor=4.0).check()
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
@@ -367,7 +369,7 @@ def test_a_rank_killed_in_mid_generation_ends_the_job_and_is_named(folder: Path,
     config = _config(folder, ring=2, fsdp=False, temperature=0.0, out=out)
     start = time.monotonic()
     with pytest.raises(launch.RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
-        launch.launch(_generate_until_rank_1_is_killed, config, opened(config), nproc=2)
+        launch.launch(_generate_until_rank_1_is_killed, config, open_fitting_prompt(config), nproc=2)
     assert time.monotonic() - start < 300  # not the hours of a hang; loading is in it
     written = out.read_bytes().decode(errors="ignore")
     assert written and _text(_plain(folder)).startswith(written)

@@ -1,9 +1,10 @@
-"""`longspan generate` and `longspan score`: text from a model over several ranks, and how likely it finds a text.
+"""`longspan generate` and `longspan score`: text from a model over several ranks, and the likelihood of a text.
 
-`config` is what can be asked for, `prompt` turns it into token ids (and refuses what cannot be), `fit` asks the planner
-whether it fits, `start` loads the model on every rank, `rank` generates, `stream` shows it; `score` is the other
-command.
-Importing this package does not import torch: the command line builds its help from `GenerateConfig`.
+- `config`: the flags; `prompt`: token ids of the text; `fit`: whether they fit in memory, by the planner.
+- `start`: loads the model on every rank; `rank`: generates; `stream`: prints text and progress.
+- `score`: the other command.
+
+Importing this package does not import torch, as the command line builds its help from `GenerateConfig`.
 """
 
 from longspan.generate.config import GenerateConfig

@@ -1,4 +1,4 @@
-"""Everything `longspan generate` can be asked for, and what `longspan score` shares with it."""
+"""The flags of `longspan generate`, and those that `longspan score` shares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "layout")
 @flags_last
 @dataclass(frozen=True)
 class ModelFlags(RopeFlags):
-    """A model with its tokenizer, and the ranks that it runs on."""
+    """A model, its tokenizer and its ranks."""
 
     model: str = ""
     """Name or folder of a Hugging Face causal LM, with its weights; also RUN/hf of `longspan train`."""
@@ -37,32 +37,32 @@ class ModelFlags(RopeFlags):
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"only": AXES_OF_A_REPLICA})
     """How ranks share the work, and a KV cache: ring ranks by tokens, ulysses and tensor ranks by KV heads."""
     nproc: int | None = None
-    """Ranks on this machine; by default as many as the degrees need."""
+    """Ranks on this machine. Default: the product of the axes."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of weights and computing. auto: as the model's config says."""
+    """dtype of weights and computing. auto: the one in the model's config."""
     fsdp: bool = True
-    """Shard the weights over all ranks (FSDP2): they are gathered, layer by layer, for every chunk of the prompt and
-    for every new token. Off: every rank holds all of them."""
+    """Shard the weights over all ranks (FSDP2) and gather them layer by layer, for every chunk of the prompt and every
+    new token. Off: every rank holds all weights."""
     kernel: Literal[
         "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
     ] = "auto"
     """Local attention kernel."""
     json: bool = False
-    """Print the report as JSON, and nothing else, on stdout (schema: docs/generate.md, docs/score.md)."""
+    """Print only the report, as JSON, to stdout (schema: docs/generate.md, docs/score.md)."""
     timeout: int | None = None
-    """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
-    300. Loading may take longer."""
+    """Seconds after which a rank that does not respond is named and ends the job. Default: 60, with GPUs 300. Loading
+    may take longer."""
     start_timeout: int = START_TIMEOUT_S
     """Seconds within which all ranks must have started."""
     rank_memory: float | None = None
-    """GB that a rank may take for weights, activations and a cache, where it is planned beforehand whether they fit. By
-    default those of its GPU, or on a CPU its share of the machine's."""
+    """GB that the planner assumes for a rank's weights, activations and cache. Default: the memory of its GPU, or its
+    share of the machine's."""
 
     def check_job(self, command: str) -> None:
-        """Refuse what makes no sense of model and ranks.
+        """Raise on an invalid model or ranks.
 
         Raises:
-            LongspanError: with the numbers and the way out.
+            LongspanError: with the numbers and a fix.
         """
         if not self.model:
             raise LongspanError(f"{command} needs --model: the name or folder of a model with its weights")
@@ -82,62 +82,60 @@ class ModelFlags(RopeFlags):
 
 @dataclass(frozen=True)
 class GenerateConfig(ModelFlags):
-    """Continue a text, or answer a question about it, with a KV cache that lies over all ranks.
+    """Continue a text, or answer a question about it, with a KV cache sharded over all ranks.
 
-    The text streams to stdout, progress and the report go to stderr. Alone, this starts its ranks itself; under
-    torchrun (several machines) it joins them. Ctrl-C ends all ranks, and what was written stays.
+    The text streams to stdout; progress and the report go to stderr. The command starts its ranks; under torchrun
+    (several machines) it joins them. Ctrl-C ends all ranks and keeps the text written so far.
     """
 
     prompt: str | None = None
-    """The text to go on from. Give this or --file; without either it is read from stdin."""
+    """The text to continue. Without it and --file, the text is read from stdin."""
     file: Path | None = None
-    """A text file (UTF-8) to go on from."""
+    """A text file (UTF-8) to continue."""
     question: str | None = None
-    """A question about the text, which is put behind it, with an empty line between."""
+    """A question about the text, appended after an empty line."""
     template: Literal["auto", "chat", "none"] = "auto"
-    """Whether text and question are put into the tokenizer's chat template, as a user's message. auto: where there is a
-    --question, and the tokenizer has one."""
+    """Wrap text and question as a user's message in the tokenizer's chat template. auto: with --question, if the
+    tokenizer has a template."""
     max_new_tokens: int = 256
-    """New tokens, unless the model ends its text before."""
+    """Most tokens to generate; the model may end its text earlier."""
     prefill_chunk: int | None = None
-    """Tokens of the prompt that go through the model at once, over all ranks: what bounds the memory of a long prompt.
-    By default 8k for each rank."""
+    """Tokens of the prompt per forward, over all ranks; bounds the memory of a long prompt. Default: 8k per rank."""
     cache: CacheDtype = "exact"
-    """How keys and values are kept. exact: as the model computes them. int8, fp8: a byte per element and an fp32 scale
-    per head and token, an approximation (docs/cache.md has its error)."""
+    """dtype of the KV cache. exact: the model's. int8, fp8: an approximation, one byte per element and an fp32 scale
+    per head and token (errors: docs/cache.md)."""
     cache_offload: CacheOffload = "none"
-    """Where keys and values lie. host: in the host's memory; each layer's come to the GPU when it runs, the next one's
-    meanwhile, so that the GPU has two layers of the cache at a time. What is generated is the same."""
+    """Where the KV cache is stored. host: in host memory; the GPU holds two layers of it at a time, the running one and
+    the next. The text is the same."""
     cache_latent: bool = True
-    """Of DeepSeek's attention (MLA) the KV cache holds the vectors that keys and values are made of, where that is less
-    on these ranks. --no-cache-latent: keys and values, as of any attention."""
+    """For DeepSeek's attention (MLA), cache the latent vectors if they take less memory on these ranks.
+    --no-cache-latent: cache keys and values."""
     cache_dir: Path | None = None
-    """Folder in which to save the KV cache of the text, without the --question: the next question about the same text
-    loads it instead of reading the text again, on any mesh. It takes as much disk as the cache takes memory; with
-    several machines, all of them must see the folder."""
+    """Folder to save the KV cache of the text in, without the --question: the next question about the same text loads
+    it, on any mesh. It takes as much disk as the cache takes memory. All machines must see the folder."""
     temperature: float | None = None
-    """0: always the likeliest token. Above: draw, with logits divided by it. By default as the model's
-    generation_config.json says."""
+    """0: always the most likely token. Above 0: sample from the logits divided by it. Default: the model's
+    generation_config.json."""
     top_k: int | None = None
-    """Draw from so many of the likeliest tokens. 0: from all. By default as the model's generation_config.json says."""
+    """Sample from this many of the most likely tokens. 0: from all. Default: the model's generation_config.json."""
     top_p: float | None = None
-    """Draw from the likeliest tokens whose probabilities sum up to this. By default as the model's
-    generation_config.json says."""
+    """Sample from the most likely tokens whose probabilities sum up to this. Default: the model's
+    generation_config.json."""
     seed: int = 0
-    """Seed of what is drawn; the same text on any mesh."""
+    """Seed of the sampling; any mesh gives the same text."""
     out: Path | None = None
-    """Write the text to this file as well, as it comes."""
+    """Also write the text to this file, token by token."""
 
     @property
     def chunk(self) -> int:
-        """Tokens of the prompt at once."""
+        """Tokens of the prompt per forward."""
         return self.prefill_chunk or 8192 * self.parallel.ranks
 
     def check(self) -> None:
-        """Refuse what makes no sense, as far as it can be seen without reading anything.
+        """Raise on invalid values, without reading any file.
 
         Raises:
-            LongspanError: with the numbers and the way out.
+            LongspanError: with the numbers and a fix.
         """
         self.check_job("generate")
         if self.prompt is not None and self.file is not None:
@@ -155,11 +153,11 @@ class GenerateConfig(ModelFlags):
         if self.top_p is not None:
             check_number("--top-p", self.top_p, 0, 1, above=True)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise LongspanError("--temperature 0 draws nothing, and --top-k and --top-p are of drawing; leave one out")
+            raise LongspanError("--temperature 0 does not sample, so --top-k and --top-p have no effect; leave one out")
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         if self.out is not None:
             check_output("--out", self.out, example="text.txt")
         if self.cache_dir is not None:
             check_output("--cache-dir", self.cache_dir, folder=True)
             if not self.cache_latent:
-                raise LongspanError("--cache-dir does not go with --no-cache-latent; leave one of them out")
+                raise LongspanError("--cache-dir does not support --no-cache-latent; leave one of them out")

@@ -1,4 +1,4 @@
-"""Whether a prompt and its cache fit, by the planner, before anything is loaded."""
+"""Ask the planner whether a prompt and its cache fit in memory, before loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def job_of(config: ModelFlags, model_config: Any, tokens: int) -> Job:
-    """What the planner is asked: so many tokens, in a cache or scored."""
+    """Return the planner's job: this many tokens in a cache, or scored."""
     import torch
 
     dtype = config.dtype
@@ -36,23 +36,25 @@ def job_of(config: ModelFlags, model_config: Any, tokens: int) -> Job:
     )
 
 
-def _cached(config: GenerateConfig, model_config: Any, tokens: int) -> Job:
+def _cached_job(config: GenerateConfig, model_config: Any, tokens: int) -> Job:
     return replace(job_of(config, model_config, tokens), cache=config.cache, cache_latent=config.cache_latent)
 
 
 def hardware_for(config: ModelFlags) -> Hardware:
-    """This machine's devices, with the memory that a rank may take."""
+    """Return this machine's devices, with the memory of a rank."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    held = None if config.rank_memory is None else 1e9 * config.rank_memory
-    if held is None and device.type == "cpu" and not launch.under_torchrun():
-        held = max(device_memory(device) / (config.nproc or config.parallel.ranks) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4)
-    return hardware_of(device, held)
+    memory = None if config.rank_memory is None else 1e9 * config.rank_memory
+    if memory is None and device.type == "cpu" and not launch.under_torchrun():
+        memory = max(
+            device_memory(device) / (config.nproc or config.parallel.ranks) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4
+        )
+    return hardware_of(device, memory)
 
 
 def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
-    """Refuse a prompt that will not fit.
+    """Raise if a prompt and its cache do not fit.
 
     Args:
         config: of the command.
@@ -60,10 +62,10 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
         tokens: of the prompt.
 
     Returns:
-        What the planner says of it, in a line.
+        The planned memory in a line.
 
     Raises:
-        LongspanError: with the sum, item by item, and what would do.
+        LongspanError: with the planned memory by item, and a fix.
     """
     total = tokens + config.max_new_tokens
     try:
@@ -71,22 +73,22 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     except LongspanError as error:
         return f"the planner cannot read this model, so whether it fits was not checked ({error})"
     job, mesh, hardware = (
-        replace(_cached(config, model_config, total), cache_offload=config.cache_offload),
+        replace(_cached_job(config, model_config, total), cache_offload=config.cache_offload),
         Mesh(*config.parallel.degrees.values()),
         hardware_for(config),
     )
     check_fits(shape, job, mesh, hardware, config.chunk)
     items = peak_items(shape, job, mesh, hardware, config.chunk)
-    there = offloaded_bytes(shape, job, mesh, hardware).host_bytes.get("kv_cache", 0)
-    beside = f"; {there / 1e9:.2f} GB of cache lie in the host's memory" if there else ""
+    on_host = offloaded_bytes(shape, job, mesh, hardware).host_bytes.get("kv_cache", 0)
+    host = f"; {on_host / 1e9:.2f} GB of cache are in host memory" if on_host else ""
     return (
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
-        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens{beside}"
+        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens{host}"
     )
 
 
 def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> None:
-    """Raise if a text cannot be scored in memory; not checked for a model that the planner cannot read.
+    """Raise if scoring a text does not fit; a model that the planner cannot read is not checked.
 
     Args:
         config: of the command.
@@ -94,7 +96,7 @@ def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> No
         tokens: of the text.
 
     Raises:
-        LongspanError: with the sum, item by item, and what would do.
+        LongspanError: with the planned memory by item, and a fix.
     """
     try:
         shape = shape_of(model_config)
@@ -105,13 +107,13 @@ def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> No
 
 
 def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> int | None:
-    """Bytes of keys and values on the rank that holds most, by the planner; None for a model that it cannot read.
+    """Return the planned bytes of the cache on the rank with most; None for a model that the planner cannot read.
 
     Args:
         config: of the command.
         model_config: the Hugging Face config.
-        prompt: tokens of the prompt that are held.
-        generated: tokens behind them.
+        prompt: cached tokens of the prompt.
+        generated: cached tokens after them.
     """
     try:
         shape = shape_of(model_config)
@@ -119,7 +121,7 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
         return None
     mesh, job = (
         Mesh(*config.parallel.degrees.values()),
-        _cached(config, model_config, max(1, prompt)),
+        _cached_job(config, model_config, max(1, prompt)),
     )
     totals = [0] * mesh.sequence
     for layer, count in shape.layer_kinds:
@@ -132,10 +134,10 @@ def planned_cache_bytes(config: GenerateConfig, model_config: Any, prompt: int, 
 
 
 def planned_device_bytes(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> int | None:
-    """Of a cache in the host's memory the most bytes that a rank's device has of it; arguments and None as above."""
+    """Return the planned bytes of a cache in host memory that are on a device at a time; otherwise as above."""
     try:
         shape = shape_of(model_config)
     except LongspanError:
         return None
-    mesh, job = Mesh(*config.parallel.degrees.values()), _cached(config, model_config, max(1, prompt))
+    mesh, job = Mesh(*config.parallel.degrees.values()), _cached_job(config, model_config, max(1, prompt))
     return staged_bytes(shape, job, mesh, generated, config.chunk)

@@ -1,4 +1,4 @@
-"""`longspan generate` as a whole: check everything once, start the ranks, generate, print the report."""
+"""The job of `longspan generate`: check the config, start the ranks, generate, print the report."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ if TYPE_CHECKING:
 
 
 def run(config: GenerateConfig) -> int:
-    """Generate, on ranks that are started here or by torchrun.
+    """Generate on ranks started here or by torchrun.
 
     Returns:
         The exit code 0.
 
     Raises:
-        LongspanError: on bad input; nearly always before any rank is started.
+        LongspanError: on bad input; nearly always before any rank starts.
         longspan.ranks.launch.RankFailed: if a rank died or was lost.
-        longspan.ranks.launch.Stopped: if a signal ended it early; the text so far is written.
+        longspan.ranks.launch.Stopped: if a signal ended the job early; the text so far is written.
     """
     config.check()
     launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
     prompt: Prompt | None = None
-    if not launch.under_torchrun():  # there the ranks check once they have met
+    if not launch.under_torchrun():  # under torchrun, the ranks check after the rendezvous
         check_names(config.model, None, None, config.tokenizer)
         check_processes(config.parallel.ranks, config.parallel.flags)
-        prompt = opened(config)
+        prompt = open_fitting_prompt(config)
     try:
         report: dict[str, Any] = launch.launch(_generate_rank, config, prompt, nproc=config.parallel.ranks)
     except launch.Stopped as stop:
         if stop.why_not:
-            print("longspan: the ranks were ended in the middle; the text so far is all there is", file=sys.stderr)
+            print("longspan: the ranks were ended while they computed; the text stops here", file=sys.stderr)
         raise
     if not config.json and launch.is_first_rank():
-        print(spell_report(report), file=sys.stderr)
+        print(format_report(report), file=sys.stderr)
     return 0
 
 
-def opened(config: GenerateConfig) -> Prompt:
-    """The prompt, once it is known to fit the model and, by the planner, the ranks.
+def open_fitting_prompt(config: GenerateConfig) -> Prompt:
+    """Return the prompt; raise if it does not fit the model or, by the planner, memory.
 
     Raises:
         LongspanError: as `open_prompt` and `check_memory`.
@@ -54,17 +54,17 @@ def opened(config: GenerateConfig) -> Prompt:
     from longspan.generate.prompt import open_prompt
 
     prompt = open_prompt(config)
-    said = check_memory(config, prompt.model_config, prompt.tokens)
+    planned = check_memory(config, prompt.model_config, prompt.tokens)
     if launch.is_first_rank():
-        print(f"prompt: {prompt.tokens:,} tokens; {said}", file=sys.stderr, flush=True)
+        print(f"prompt: {prompt.tokens:,} tokens; {planned}", file=sys.stderr, flush=True)
     return prompt
 
 
 def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
         from longspan.generate.rank import Generation
 
-        generation = Generation(config, heart, prompt)
+        generation = Generation(config, heartbeat, prompt)
         try:
             return generation.run()
         finally:
@@ -72,10 +72,10 @@ def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, A
                 print(json.dumps(generation.report), flush=True)
 
 
-def spell_report(report: dict[str, Any]) -> str:
-    """The report in lines."""
-    away = "device_cache_bytes" in report
-    where = " in the host's memory" if away else ""
+def format_report(report: dict[str, Any]) -> str:
+    """Return the report as lines of text."""
+    offloaded = "device_cache_bytes" in report
+    where = " in host memory" if offloaded else ""
     reused = f" ({report['reused_tokens']:,} from --cache-dir)" if report["reused_tokens"] else ""
     lines = [
         f"prompt  {report['prompt_tokens']:,} tokens{reused}, {report['prefill_tokens_per_s']:,.0f} tokens/s; first "
@@ -83,15 +83,15 @@ def spell_report(report: dict[str, Any]) -> str:
         f"new     {report['new_tokens']:,} tokens, ended by {report['ended_by']}"
         + (f"; {report['tokens_per_s']:,.1f} tokens/s" if report["tokens_per_s"] is not None else ""),
         f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens "
-        f"({_beside(report['planned_cache_bytes'])})",
+        f"({_planned(report['planned_cache_bytes'])})",
     ]
-    if away:
+    if offloaded:
         most = _bytes(max(report["device_cache_bytes"]))
-        lines.append(f"        {most} of it at once on the device ({_beside(report['planned_device_cache_bytes'])})")
+        lines.append(f"        {most} of it at once on the device ({_planned(report['planned_device_cache_bytes'])})")
     return "\n".join(lines)
 
 
-def _beside(planned: int | None) -> str:
+def _planned(planned: int | None) -> str:
     return "no plan for this model" if planned is None else f"planned {_bytes(planned)}"
 
 

@@ -1,4 +1,4 @@
-"""The text that a command was given, as token ids; what cannot be run is refused before any weight is loaded."""
+"""The text of a command as token ids, checked before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is run.
+    """A model's config and the tokens to run.
 
     Attributes:
         model_config: the Hugging Face config.
-        ids: the token ids, int64 [S].
-        text_tokens: how many of the first tokens belong to the text, whatever the question.
-        key: name of the cache of these tokens in `--cache-dir`; "" without that option.
+        ids: token ids, int64 [S].
+        text_tokens: first tokens that do not depend on the question.
+        key: name of their cache in `--cache-dir`; "" without it.
     """
 
     model_config: Any
@@ -47,33 +47,33 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Number of tokens."""
         return len(self.ids)
 
 
 def tokenizer_name(config: ModelFlags) -> str:
-    """The tokenizer that is used."""
+    """Return the name or folder of the tokenizer."""
     if config.tokenizer is not None:
         return config.tokenizer
     name = tokenizer_of("--model", config.model)
     return name if has_tokenizer(name) else BYTES
 
 
-def read_given(text: str | None, file: Path | None, flag: str) -> str:
-    """The text of a flag, a file, or stdin.
+def read_text(text: str | None, file: Path | None, flag: str) -> str:
+    """Return the text of a flag, a file or stdin.
 
     Args:
-        text: that was given.
-        file: to read it from.
-        flag: of `text`, for messages.
+        text: value of the flag.
+        file: file to read.
+        flag: name of the flag, for messages.
 
     Raises:
-        LongspanError: where there is none, or it is no UTF-8.
+        LongspanError: if there is no text, or it is not UTF-8.
     """
     if text is not None:
         return text
     if file is None and launch.started_elsewhere():
-        raise LongspanError(f"ranks that torchrun has started have no common stdin; give {flag} or --file")
+        raise LongspanError(f"ranks started by torchrun share no stdin; give {flag} or --file")
     if file is None and sys.stdin.isatty():
         raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in")
     where = "stdin" if file is None else f"--file {file}"
@@ -90,15 +90,14 @@ def read_given(text: str | None, file: Path | None, flag: str) -> str:
 
 
 def open_prompt(config: GenerateConfig) -> Prompt:
-    """The prompt that a `GenerateConfig` gives; no weights are loaded.
+    """Return the prompt of a `GenerateConfig`; no weights are loaded.
 
     Raises:
-        LongspanError: for a missing or unfit model, tokenizer or text, and for more tokens than the model has
-            positions.
+        LongspanError: for a missing or unsuitable model, tokenizer or text, or more tokens than positions.
     """
     model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
-    text = read_given(config.prompt, config.file, "--prompt")
+    text = read_text(config.prompt, config.file, "--prompt")
     if config.question is not None:
         text = f"{text.rstrip()}\n\n{config.question}"
     ids = _encoded(config, tokenizer, text)
@@ -107,14 +106,14 @@ def open_prompt(config: GenerateConfig) -> Prompt:
     if config.cache_dir is None:
         return Prompt(model_config, ids)
     other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
-    length = min(len(ids) - 1, len(other))  # one token is left to compute, for the first new one
+    length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
     differs = np.flatnonzero(ids[:length] != other[:length])
     kept = int(differs[0]) if len(differs) else length
     return Prompt(model_config, ids, kept, _cache_key(config, model_config, ids[:kept]))
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
-    """Return a digest of what keys and values depend on: tokens, config, files, dtypes, transformers' version."""
+    """Return a digest of what the cache depends on: tokens, config, files, dtypes, version of transformers."""
     import transformers
 
     names = {config.model, base_of("--model", config.model)}
@@ -129,12 +128,12 @@ def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]
 
 
 def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.int64]:
-    has_one = getattr(tokenizer, "chat_template", None) is not None
-    if config.template == "chat" and not has_one:
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if config.template == "chat" and not has_template:
         raise LongspanError(
             f"--template chat: the tokenizer {tokenizer_name(config)} has no chat template; use --template none"
         )
-    if config.template == "none" or not has_one or (config.template == "auto" and config.question is None):
+    if config.template == "none" or not has_template or (config.template == "auto" and config.question is None):
         return text_ids(tokenizer, text)
     message = [{"role": "user", "content": text}]
     written = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -143,14 +142,17 @@ def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.in
 
 
 def text_ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
-    """The ids of a text that does not end: with the token for its beginning where the tokenizer puts one."""
-    made = TextTokenizer(tokenizer)
-    parts = [made.ids(part, first=number == 0, last=False) for number, part in enumerate(made.parts(text))]
+    """Return the ids of a text with the tokenizer's first token, if it has one, and without an end token."""
+    text_tokenizer = TextTokenizer(tokenizer)
+    parts = [
+        text_tokenizer.ids(part, first=number == 0, last=False)
+        for number, part in enumerate(text_tokenizer.parts(text))
+    ]
     return np.concatenate(parts)
 
 
 def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> None:
-    """Refuse ids that the model has no embedding for, and no ids at all.
+    """Raise if there are no ids, or the model has no embedding for one.
 
     Raises:
         LongspanError: with the numbers.
@@ -166,16 +168,16 @@ def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> 
 
 
 def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
-    """Give the model the RoPE scaling that is asked for, and refuse more tokens than it then knows positions.
+    """Apply the requested RoPE scaling, then raise if the model has fewer positions than tokens.
 
     Args:
-        config: names the model, and the scaling.
-        model_config: its Hugging Face config; changed in place where a scaling is taken.
+        config: names the model and the scaling.
+        model_config: its Hugging Face config; a scaling changes it in place.
         tokens: of the text.
-        new: that are generated behind them.
+        new: tokens to generate.
 
     Raises:
-        LongspanError: with the numbers and the way out.
+        LongspanError: with the numbers and a fix.
     """
     rope = config.rope()
     if rope.scaling != "as-is":
@@ -185,7 +187,7 @@ def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int =
         return
     if new and tokens < limit:
         raise LongspanError(
-            f"--max-new-tokens {new} behind the {tokens:,} tokens of the prompt are more than the {limit:,} positions "
+            f"--max-new-tokens {new} and the {tokens:,} tokens of the prompt are more than the {limit:,} positions "
             f"of --model {config.model} (max_position_embeddings); give --max-new-tokens {limit - tokens} or less"
             f"{_rope_hint(model_config, tokens + new, limit)}"
         )
@@ -196,7 +198,7 @@ def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int =
 
 
 def _rope_hint(model_config: Any, wanted: int, limit: int) -> str:
-    """How a model with rotary positions reaches further."""
+    """Return a hint to scale rotary positions, if the model has them."""
     rope = getattr(model_config.get_text_config(), "rope_parameters", None)
     if not isinstance(rope, dict):
         return ""

@@ -1,4 +1,4 @@
-"""Generation on one rank: every rank makes the same calls, the first one writes."""
+"""Generation on one rank: every rank makes the same calls, and the first one writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspan.comm.consistency import host_group
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
 from longspan.generate.fit import planned_cache_bytes, planned_device_bytes
-from longspan.generate.job import opened
+from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
 from longspan.generate.start import start
 from longspan.generate.stream import Progress, TextStream
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """What one rank holds while it generates.
+    """The generation of one rank.
 
     Args:
-        config: what is wanted.
-        heart: tells the other ranks where this one is.
-        prompt: that the launcher has opened; None where each rank does.
+        config: of the command.
+        heartbeat: reports this rank's phase.
+        prompt: opened by the launcher; None if each rank opens it.
 
     Attributes:
         first: whether this rank writes.
-        report: what came of it, once it has ended; see docs/generate.md.
+        report: the results after the end; see docs/generate.md.
 
     Raises:
         LongspanError: as `longspan.generate.start.start`.
     """
 
-    def __init__(self, config: GenerateConfig, heart: Heartbeat, prompt: Prompt | None) -> None:
-        self.config, self._heart = config, heart
+    def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
+        self.config, self._heartbeat = config, heartbeat
         self.report: dict[str, Any] | None = None
-        self.prompt, self.sp, self.model = start(config, heart, prompt, lambda: opened(config))
+        self.prompt, self.sp, self.model = start(config, heartbeat, prompt, lambda: open_fitting_prompt(config))
         self.first = self.sp.replica_rank == 0
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))
@@ -70,18 +70,16 @@ class Generation:
             The report.
 
         Raises:
-            Stopped: if a signal reached any rank; all ranks end behind the same token.
+            Stopped: if a signal reached any rank; all ranks end after the same token.
         """
         settings, config = self.settings(), self.config
         ids = torch.from_numpy(self.prompt.ids)[None].to(self.sp.device)
         torch.manual_seed(config.seed)
-        shown = None if config.json or not self.first else sys.stdout
-        stream = TextStream(self._tokenizer if self.first else None, shown, config.out)
+        output = None if config.json or not self.first else sys.stdout
+        stream = TextStream(self._tokenizer if self.first else None, output, config.out)
         stream.before = self._progress.clear
         began = time.perf_counter()
-        with StopRequest(
-            stops="stopping after this token", late=("not ended", "the text so far is all there is")
-        ) as stop:
+        with StopRequest(stops="stopping after this token", late=("not ended", "the text stops here")) as stop:
             hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
             try:
                 if config.cache_dir is not None and self.prompt.text_tokens:
@@ -101,15 +99,15 @@ class Generation:
         return self.report
 
     def _read_text(self, ids: Tensor, folder: Path) -> None:
-        """Fill the cache with the text: from the folder where an earlier run saved it, else by the model. Collective.
+        """Fill the cache with the text: load an earlier run's cache, or run the model and save it. Collective.
 
         Raises:
             LongspanError: on every rank, if the saved cache is damaged, or a new one cannot be written.
         """
-        there = torch.tensor(int((folder / INDEX).is_file()))
+        saved = torch.tensor(int((folder / INDEX).is_file()))
         if self._hosts is not None:
-            dist.all_reduce(there, dist.ReduceOp.MIN, group=self._hosts)
-        if there:
+            dist.all_reduce(saved, dist.ReduceOp.MIN, group=self._hosts)
+        if saved:
             room = self.prompt.tokens + self.config.max_new_tokens
             self._cache = ShardedCache.load(folder, self.model, room, self.config.cache_offload)
             self._reused = self._cache.get_seq_length()
@@ -117,12 +115,12 @@ class Generation:
             return
         name = cache_name(type(self.model).forward)
         with torch.no_grad():
-            for piece in ids.split(self.config.chunk, dim=1):
-                self.model(input_ids=piece, use_cache=True, logits_to_keep=1, **{name: self._cache})
+            for chunk in ids.split(self.config.chunk, dim=1):
+                self.model(input_ids=chunk, use_cache=True, logits_to_keep=1, **{name: self._cache})
         self._cache.save(folder)
 
     def settings(self) -> Any:
-        """The model's generation config, with what the flags say."""
+        """Return the model's generation config, updated by the flags."""
         config, found = self.config, copy.deepcopy(self.model.generation_config)
         found.update(
             max_new_tokens=config.max_new_tokens,
@@ -151,19 +149,19 @@ class Generation:
         return found
 
     def _forward_done(self, stop: StopRequest) -> None:
-        """After each forward, of a chunk or of a token: how far, and whether any rank was told to stop."""
+        """After each forward, report progress and stop if a signal reached any rank."""
         held, prefill = self._cache.get_seq_length(), self.prompt.tokens
         if held <= prefill and self.sp.device.type == "cuda":
-            torch.cuda.synchronize()  # else the progress would be that of the launches
+            torch.cuda.synchronize()  # kernels are launched ahead of the progress
         signum = stop.signum or 0
         if self._hosts is not None:
-            said = torch.tensor(signum)
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._hosts)
-            signum = int(said)
+            most = torch.tensor(signum)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._hosts)
+            signum = int(most)
         if held <= prefill:
             self._progress.at(held)
         self._forwards += 1
-        self._heart.at("prompt" if held < prefill else "new tokens", self._forwards)
+        self._heartbeat.at("prompt" if held < prefill else "new tokens", self._forwards)
         if signum:
             raise Stopped(signum)
 
@@ -177,7 +175,7 @@ class Generation:
         stream.close()
         new = len(stream.ids)
         prompt = min(held, self.prompt.tokens)
-        asked = self.config, self.prompt.model_config, prompt, held - prompt
+        planned = self.config, self.prompt.model_config, prompt, held - prompt
         first_s = (stream.times[0] if stream.times else time.perf_counter()) - began
         later_s = stream.times[-1] - stream.times[0] if new > 1 else 0.0
         self.report = {
@@ -192,7 +190,10 @@ class Generation:
             "tokens_per_s": (new - 1) / later_s if later_s else None,
             "cached_tokens": held,
             "cache_bytes": each,
-            "planned_cache_bytes": planned_cache_bytes(*asked),
+            "planned_cache_bytes": planned_cache_bytes(*planned),
         }
         if self.config.cache_offload != "none":
-            self.report |= {"device_cache_bytes": on_device, "planned_device_cache_bytes": planned_device_bytes(*asked)}
+            self.report |= {
+                "device_cache_bytes": on_device,
+                "planned_device_cache_bytes": planned_device_bytes(*planned),
+            }

@@ -1,4 +1,4 @@
-"""`longspan score`: how likely a model finds a text, token by token, the text sharded over the ranks."""
+"""`longspan score`: log-probabilities of a text's tokens, the text sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _ENDINGS = (".jsonl", ".npz", ".parquet")
 
 @dataclass(frozen=True)
 class ScoreConfig(ModelFlags):
-    """Perplexity of a long text, and the log-probability of each of its tokens given all before it.
+    """Perplexity of a long text, and the log-probability of each token given all before it.
 
-    The numbers are those of one process, on any mesh.
+    Any mesh gives the numbers of one process.
     """
 
     parallel: ParallelConfig = field(
@@ -39,20 +39,20 @@ class ScoreConfig(ModelFlags):
     )
     """How ranks share the text."""
     text: str | None = None
-    """The text. Give this or --file; without either it is read from stdin."""
+    """The text. Without it and --file, the text is read from stdin."""
     file: Path | None = None
     """A text file (UTF-8)."""
     max_tokens: int | None = None
-    """Score so many tokens of the beginning alone."""
+    """Score only this many first tokens."""
     out: Path | None = None
-    """Write the ids of the tokens and their log-probabilities, in order, to this file: .jsonl, .npz or .parquet. The
-    first token has none."""
+    """Write token ids and log-probabilities to this file: .jsonl, .npz or .parquet. The first token has no
+    log-probability."""
 
     def check(self) -> None:
-        """Refuse what makes no sense, as far as it can be seen without reading anything.
+        """Raise on invalid values, without reading any file.
 
         Raises:
-            LongspanError: with the numbers and the way out.
+            LongspanError: with the numbers and a fix.
         """
         self.check_job("score")
         if self.text is not None and self.file is not None:
@@ -70,13 +70,13 @@ class ScoreConfig(ModelFlags):
 
 
 def run(config: ScoreConfig) -> int:
-    """Score a text, on ranks that are started here or by torchrun, and print the report.
+    """Score a text on ranks started here or by torchrun, and print the report.
 
     Returns:
         The exit code 0.
 
     Raises:
-        LongspanError: on bad input; nearly always before any rank is started.
+        LongspanError: on bad input; nearly always before any rank starts.
         longspan.ranks.launch.RankFailed: if a rank died or was lost.
     """
     config.check()
@@ -88,12 +88,12 @@ def run(config: ScoreConfig) -> int:
         opened = open_text(config)
     report: dict[str, Any] = launch.launch(_score_rank, config, opened, nproc=config.parallel.ranks)
     if launch.is_first_rank():
-        print(json.dumps(report) if config.json else spell_report(report))
+        print(json.dumps(report) if config.json else format_report(report))
     return 0
 
 
-def spell_report(report: dict[str, Any]) -> str:
-    """The report in lines."""
+def format_report(report: dict[str, Any]) -> str:
+    """Return the report as lines of text."""
     return (
         f"tokens                {report['tokens']:,} ({report['scored_tokens']:,} of them scored)\n"
         f"mean log-probability  {report['mean_logprob']:.6f}\n"
@@ -103,11 +103,11 @@ def spell_report(report: dict[str, Any]) -> str:
 
 
 def open_text(config: ScoreConfig) -> Prompt:
-    """The text that a `ScoreConfig` gives, as ids; no weights are loaded.
+    """Return the token ids of a `ScoreConfig`'s text; no weights are loaded.
 
     Raises:
-        LongspanError: for a missing or unfit model, tokenizer or text, for more tokens than the model has positions,
-            and for what by the planner does not fit.
+        LongspanError: for a missing or unsuitable model, tokenizer or text, more tokens than positions, or, by the
+            planner, too little memory.
     """
     from longspan.data import load_tokenizer
     from longspan.generate.fit import check_score_memory
@@ -115,7 +115,7 @@ def open_text(config: ScoreConfig) -> Prompt:
         Prompt,
         check_ids,
         fit_positions,
-        read_given,
+        read_text,
         text_ids,
         tokenizer_name,
     )
@@ -123,12 +123,12 @@ def open_text(config: ScoreConfig) -> Prompt:
 
     model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
-    ids = text_ids(tokenizer, read_given(config.text, config.file, "--text"))[: config.max_tokens]
+    ids = text_ids(tokenizer, read_text(config.text, config.file, "--text"))[: config.max_tokens]
     check_ids(config, model_config, ids)
     fit_positions(config, model_config, len(ids))
     if len(ids) < max(2, config.parallel.ranks):
         raise LongspanError(
-            f"the text has {len(ids)} tokens; score needs 2, the second given the first, and one for each of the "
+            f"the text has {len(ids)} tokens; score needs at least 2, and one for each of the "
             f"{config.parallel.ranks} ranks of {config.parallel.flags}"
         )
     check_score_memory(config, model_config, len(ids))
@@ -136,11 +136,11 @@ def open_text(config: ScoreConfig) -> Prompt:
 
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as heart:
-        return score_rank(config, heart, opened)
+    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
+        return score_rank(config, heartbeat, opened)
 
 
-def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> dict[str, Any]:
+def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None) -> dict[str, Any]:
     """Score on this rank; every rank of the job calls it and returns the same report.
 
     Raises:
@@ -153,8 +153,8 @@ def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> 
     from longspan.hf.logprobs import token_logprobs
     from longspan.hf.support import decoder_layers
 
-    prompt, sp, model = start(config, heart, opened, lambda: open_text(config))
-    heart.at("scoring", 1)
+    prompt, sp, model = start(config, heartbeat, opened, lambda: open_text(config))
+    heartbeat.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
     progress = Progress(prompt.tokens, sp.replica_rank == 0)
@@ -176,12 +176,12 @@ def score_rank(config: ScoreConfig, heart: Heartbeat, opened: Prompt | None) -> 
 
 
 def write(path: Path, ids: NDArray[np.int64], logprobs: NDArray[np.float64]) -> None:
-    """Ids and log-probabilities in order; that of the first token is null (jsonl, parquet) or NaN (npz).
+    """Write ids and log-probabilities in order; the first token's is null (jsonl, parquet) or NaN (npz).
 
     Args:
-        path: with the ending of its kind.
+        path: its suffix chooses the format.
         ids: int64 [S].
-        logprobs: fp64 [S - 1], of ids 1 to S - 1.
+        logprobs: fp64 [S - 1], of ids[1:].
     """
     import numpy as np
 

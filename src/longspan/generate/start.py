@@ -1,4 +1,4 @@
-"""A model on every rank of a job that runs it without training: the ranks agree, meet, and load."""
+"""Start a job without training on every rank: compare the inputs, make the process group, load the model."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 def start(
-    config: ModelFlags, heart: Heartbeat, opened: Prompt | None, open_here: Callable[[], Prompt]
+    config: ModelFlags, heartbeat: Heartbeat, opened: Prompt | None, open_here: Callable[[], Prompt]
 ) -> tuple[Prompt, SequenceSharding, Any]:
-    """What is run, the sharding, and the parallelized model. Collective.
+    """Return the prompt, the sharding and the parallelized model. Collective.
 
     Args:
         config: of the command.
-        heart: of this rank.
-        opened: what the launcher has opened; None where each rank does.
-        open_here: does.
+        heartbeat: of this rank.
+        opened: prompt opened by the launcher; None if each rank opens it.
+        open_here: opens it.
 
     Raises:
-        LongspanError: on every rank alike: for what `open_here` refuses, ranks that were not given the same, and a
-            model that cannot be loaded or sharded.
+        LongspanError: on every rank: if `open_here` raises, ranks have different inputs, or the model cannot be loaded
+            or sharded.
     """
-    heart.at("start", long=True)
-    with agreement.refusing_together(heart.peers, alive=True):
+    heartbeat.at("start", long=True)
+    with agreement.refusing_together(heartbeat.peers, alive=True):
         prompt = open_here() if opened is None else opened
     facts = {
         **agreement.settings(config),
@@ -46,9 +46,9 @@ def start(
         **agreement.model_facts(prompt.model_config),
         "tokens of the text": f"{prompt.tokens} #{zlib.crc32(prompt.ids.tobytes()):08x}",
     }
-    agreement.agree(heart.peers, facts, alive=True)
-    heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    heart.at("loading", long=True)
+    agreement.agree(heartbeat.peers, facts, alive=True)
+    heartbeat.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    heartbeat.at("loading", long=True)
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr():
@@ -59,7 +59,7 @@ def start(
         sp = make_sharding(config.parallel)
         own = prompt.model_config.dtype or torch.float32
         dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-        # From the config that was opened: it may have another RoPE scaling than the folder's.
+        # From the opened config, whose RoPE scaling may differ from the folder's.
         said = f"--model {config.model}"
         base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
         origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, base, said=said, adapter=adapter)

@@ -1,4 +1,4 @@
-"""What a user sees while text is generated: the text as it comes, and before it how far the prompt is."""
+"""Output during generation: progress of the prompt, then the text as it is generated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 EVERY_S = 5.0
-"""Seconds between lines of progress where there is no terminal, which rewrites one line."""
+"""Seconds between lines of progress without a terminal; on a terminal one line is rewritten."""
 
 
 class Decoder:
-    """Token ids to text, as they come: what a token adds may depend on those before it, and a character may take
-    several tokens.
+    """Decode tokens one by one: a token's text may depend on those before it, and a character may take several.
 
     Args:
         tokenizer: the Hugging Face tokenizer.
@@ -26,21 +25,21 @@ class Decoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._ids = tokenizer, list[int]()
-        self._start = self._shown = 0
+        self._start = self._decoded = 0
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these ids add to what was given out; "" while a character is not whole."""
+        """Return the text that these ids add; "" while a character is incomplete."""
         self._ids += ids
-        before, now = self._text(self._start, self._shown), self._text(self._start, len(self._ids))
+        before, now = self._text(self._start, self._decoded), self._text(self._start, len(self._ids))
         if now.endswith("\ufffd") or len(now) <= len(before):
             return ""
-        self._start, self._shown = self._shown, len(self._ids)
+        self._start, self._decoded = self._decoded, len(self._ids)
         return now[len(before) :]
 
     def end(self) -> str:
-        """What is left, whole or not."""
-        before, now = self._text(self._start, self._shown), self._text(self._start, len(self._ids))
-        self._start = self._shown = len(self._ids)
+        """Return the remaining text, even an incomplete character."""
+        before, now = self._text(self._start, self._decoded), self._text(self._start, len(self._ids))
+        self._start = self._decoded = len(self._ids)
         return now[len(before) :]
 
     def _text(self, start: int, end: int) -> str:
@@ -51,31 +50,31 @@ class Decoder:
 
 
 class TextStream:
-    """A streamer for `generate`: counts tokens, and on the first rank writes their text as it comes.
+    """A streamer for `generate`: counts tokens and, on the first rank, writes their text.
 
     Args:
-        tokenizer: the Hugging Face tokenizer, on the rank that writes; None on the others.
-        shown: where the text goes; None: nowhere.
-        out: a file that it goes to as well, anew.
+        tokenizer: the Hugging Face tokenizer on the rank that writes; None on the others.
+        output: stream to write to, if any.
+        out: file to write to as well, if any.
 
     Attributes:
         ids: of the new tokens.
-        times: when the first and the last of them came, in seconds of `time.perf_counter`.
-        text: of all of them, on the rank that writes.
+        times: `time.perf_counter` at the first and the last new token.
+        text: of all new tokens, on the rank that writes.
     """
 
-    def __init__(self, tokenizer: Any | None, shown: TextIO | None, out: Path | None) -> None:
+    def __init__(self, tokenizer: Any | None, output: TextIO | None, out: Path | None) -> None:
         self.ids, self.text, self.times = list[int](), "", list[float]()
         self.before: Any = None  # called once, before the first text
         self._decoder = None if tokenizer is None else Decoder(tokenizer)
-        self._shown, self._prompt = shown, True
+        self._output, self._prompt = output, True
         self._file = None
         if out is not None and tokenizer is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             self._file = out.open("w", encoding="utf-8", newline="")
 
     def put(self, value: Any) -> None:
-        """The ids of the prompt, and then those of each new token."""
+        """Take the ids of the prompt, then those of each new token."""
         if self._prompt:
             self._prompt = False
             return
@@ -86,15 +85,15 @@ class TextStream:
             self._write(self._decoder.add(ids))
 
     def end(self) -> None:
-        """No more tokens come."""
+        """Do nothing: `close` ends the stream."""
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining text and close the file."""
         if self._decoder is not None:
             self._write(self._decoder.end())
-            if self._shown is not None and self.text and not self.text.endswith("\n"):
-                self._shown.write("\n")
-                self._shown.flush()
+            if self._output is not None and self.text and not self.text.endswith("\n"):
+                self._output.write("\n")
+                self._output.flush()
         if self._file is not None:
             self._file.close()
 
@@ -103,29 +102,29 @@ class TextStream:
         if self.before is not None:
             self.before()
             self.before = None
-        for stream in (self._file, self._shown):
+        for stream in (self._file, self._output):
             if stream is not None and text:
                 stream.write(text)
                 stream.flush()
 
 
 class Progress:
-    """How far a prompt is, on stderr: a line that is rewritten on a terminal, else one every few seconds.
+    """Progress of the prompt on stderr: one rewritten line on a terminal, else a line every few seconds.
 
     Args:
         tokens: of the prompt.
-        shown: whether this rank says it.
+        enabled: whether this rank prints.
     """
 
-    def __init__(self, tokens: int, shown: bool) -> None:
-        self._tokens, self._shown = tokens, shown
-        self._start = self._said = time.perf_counter()
-        self._live = shown and sys.stderr.isatty()
+    def __init__(self, tokens: int, enabled: bool) -> None:
+        self._tokens, self._enabled = tokens, enabled
+        self._start = self._printed = time.perf_counter()
+        self._live = enabled and sys.stderr.isatty()
         self._read = 0
         self._hooks: list[Any] = []
 
     def follow(self, layers: Sequence[nn.Module], chunk: int) -> None:
-        """Also show progress within a forward, layer by layer: the first chunk of a long prompt takes minutes.
+        """Also print progress after each layer: the first chunk of a long prompt takes minutes.
 
         Args:
             layers: the model's layers, in order.
@@ -139,36 +138,36 @@ class Progress:
 
             return hook
 
-        if self._shown:
+        if self._enabled:
             self._hooks = [layer.register_forward_hook(after(i)) for i, layer in enumerate(layers, 1)]
 
     def at(self, done: int) -> None:
-        """So many tokens of the prompt are in the cache."""
+        """Report that `done` tokens of the prompt are in the cache."""
         self._read = done
         self._show(done)
 
     def _show(self, done: int) -> None:
         now = time.perf_counter()
-        if not self._shown or (not self._live and (now - self._said < EVERY_S or done >= self._tokens)):
+        if not self._enabled or (not self._live and (now - self._printed < EVERY_S or done >= self._tokens)):
             return
-        self._said = now
+        self._printed = now
         line = progress_line(done, self._tokens, now - self._start)
         sys.stderr.write(f"\r\x1b[2K{line}" if self._live else f"{line}\n")
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Remove the line, and show no more progress."""
+        """Remove the line and print no more progress."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if self._live:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
-            self._live = self._shown = False
+            self._live = self._enabled = False
 
 
 def progress_line(done: int, tokens: int, seconds: float) -> str:
-    """How far, how fast, and how long the rest takes at the speed so far."""
+    """Return share, speed and the estimated remaining seconds as text."""
     rate = max(done, 1) / max(seconds, 1e-9)
     share = f"reading {100 * done // tokens} %"
     return f"{share}: {done:,} of {tokens:,} tokens, {rate:,.0f} tokens/s, {(tokens - done) / rate:,.0f} s left"

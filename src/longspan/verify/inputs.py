@@ -121,8 +121,8 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
 def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     """Return the source of the model's weights and class.
 
-    It is a masked LM if the config's `architectures` name one (BERT), else a causal LM. A checkpoint has a causal LM, as
-    `longspan train` trains no other; its weights are random until `checkpoint.load_weights`.
+    It is a masked LM if the config's `architectures` name one (BERT), else a causal LM. A checkpoint of `longspan
+    train` always has a causal LM; its weights are random until `checkpoint.load_weights`.
 
     Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
     versions of `sdpa` silently ignore. Random weights (`--config`) depend on the seed alone.
