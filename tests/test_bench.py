@@ -25,7 +25,7 @@ from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attenti
 from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.hardware_file import MeasuredHardware, as_toml, print_table
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make, replace
+from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import method_sent
 from longspan.ranks import launch
@@ -433,8 +433,8 @@ def test_help_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for field in dataclasses.fields(BenchConfig)[1:]:
-        assert f"--{field.name.replace('_', '-')}" in done.stdout
+    for option in list(options(BenchConfig).values())[1:]:
+        assert f"--{option.flag}" in done.stdout
     assert "{link,collectives,attention,step}" in done.stdout
 
 

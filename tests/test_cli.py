@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 from longspan import cli
 from longspan.cli_help import field_texts
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
+from longspan.core.sections import make, options
 from longspan.ranks.launch import RankFailed, Stopped
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig
@@ -124,52 +123,61 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
 def test_a_file_gives_values_and_flags_win(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        'data = "pydoc"\ncontext = "8k"\n'
-        "fsdp = false\ngrad-checkpointing = true\nmicro_batch = 2\n"
-        "lr = 1e-3\nbetas = [0.8, 0.9]\nshuffle = 0\n"
+        'context = "8k"\n'
+        "fsdp = false\nmicro_batch = 2\n"
+        '[data]\ndata = "pydoc"\nshuffle = 0\n'
+        "[memory]\ngrad-checkpointing = true\n"
+        "[optimizer]\nlr = 1e-3\nbetas = [0.8, 0.9]\n"
         '[parallel]\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\nulysses = 4\n',
     )
     config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--lr=0.5")
-    assert (config.data, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
+    assert (config.data.data, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
     parallel = config.parallel
     assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
-    assert (config.lr, config.betas, config.micro_batch) == (0.5, (0.8, 0.9), 2)
-    assert config.grad_checkpointing and config.shuffle == 0
+    assert (config.optimizer.lr, config.optimizer.betas, config.micro_batch) == (0.5, (0.8, 0.9), 2)
+    assert config.memory.grad_checkpointing and config.data.shuffle == 0
     assert _parse(f"--from={path}").fsdp is False
 
 
 def test_a_flag_with_underscores_wins_too(tmp_path: Path) -> None:
-    path = _file(tmp_path, "micro_batch = 2\ngrad_checkpointing = true")
+    path = _file(tmp_path, "micro_batch = 2\n[memory]\ngrad_checkpointing = true")
     config = _parse("--from", path, "--micro_batch", "3", "--no-grad-checkpointing")
-    assert (config.micro_batch, config.grad_checkpointing) == (3, False)
+    assert (config.micro_batch, config.memory.grad_checkpointing) == (3, False)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("ulysses = 4", r"line 1: ulysses belongs in the table \[parallel\]; move it there"),
-        ("[parallel]\nlr = 4", r"line 2: lr belongs above all tables"),
+        ("[parallel]\nsteps = 4", r"line 2: steps belongs above all tables"),
+        ("[parallel]\nlr = 4", r"line 2: lr belongs in the table \[optimizer\]"),
         ("[parallel]\nulysses = 1.5", r"line 2: ulysses = 1.5 will not do: give a whole number"),
         ("[parallel]\nulyses = 4", r"line 2: unknown key 'ulyses'; did you mean 'ulysses'\?"),
         ("zzz = 4", r"unknown key 'zzz'; longspan train --help lists all"),
         ("learning_rate = 1e-4", r"line 1: unknown key 'learning_rate'; did you mean 'lr'\?"),
         ("gradient_accumulation_steps = 4", r"did you mean 'batch'\?"),
         ("[train]\nulysses = 4", r"unknown key 'train'; "),
-        ("lr = {a = 1}", r"line 1: lr = {'a': 1} will not do: give a number"),
+        ("seed = {a = 1}", r"line 1: seed = {'a': 1} will not do: give a whole number"),
         ("ulysses = ", r"run\.toml is not TOML: "),
-        ("lr = 1\nsave_every = 3\nsave-every = 4", r"line 3: save-every is also set in .*line 2, spelled differently"),
+        (
+            "[checkpoint]\nsave_every = 3\nsave-every = 4",
+            r"line 3: save-every is also set in .*line 2, spelled differently",
+        ),
         ("lr = 1\nlr = 2", r"is not TOML: .*line 2"),
-        ("# first\nlr = '0.1'", r"line 2: lr = '0.1' will not do: give a number"),
+        ("[optimizer]\nlr = '0.1'", r"line 2: lr = '0.1' will not do: give a number"),
         ("steps = 1.5", r"line 1: steps = 1.5 will not do: give a whole number"),
         ("steps = '8kk'", r"steps = '8kk' will not do: '8kk' is not an integer"),
         ("steps = true", r"steps = True will not do"),
         ("fsdp = 'no'", r"fsdp = 'no' will not do: give true or false"),
         ("out = 5", r"out = 5 will not do: give a path"),
-        ("data = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] will not do: give text"),
-        ("betas = [0.9]", r"betas = \[0.9\] will not do: give a list of 2 numbers"),
-        ("betas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
-        ("betas = [0.9, '--lr=9']", r"give a number"),
-        ("schedule = 'Linear'", r"schedule = 'Linear' will not do: choose one of 'cosine', 'linear', 'constant'"),
+        ("[data]\ndata = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] will not do: give text"),
+        ("[optimizer]\nbetas = [0.9]", r"betas = \[0.9\] will not do: give a list of 2 numbers"),
+        ("[optimizer]\nbetas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
+        ("[optimizer]\nbetas = [0.9, '--lr=9']", r"give a number"),
+        (
+            "[optimizer]\nschedule = 'Linear'",
+            r"schedule = 'Linear' will not do: choose one of 'cosine', 'linear', 'constant'",
+        ),
         ("'lr=3 --steps' = 1", r"unknown key 'lr=3 --steps'"),
         ("no-fsdp = true", r"unknown key 'no-fsdp'; did you mean 'fsdp'"),
         ("from = 'x.toml'", r"unknown key 'from'"),
@@ -184,11 +192,13 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
-    path = _file(tmp_path, 'data = "--steps"\nmodel = "--no-fsdp"\ntokenizer = "--lr=7"\nout = "--help"')
+    path = _file(
+        tmp_path, 'out = "--help"\n[data]\ndata = "--steps"\n[model]\nmodel = "--no-fsdp"\ntokenizer = "--lr=7"'
+    )
     config = _parse("--from", path)
     beside = [str(tmp_path / name) for name in ("--steps", "--no-fsdp", "--lr=7", "--help")]  # none is a name on a hub
-    assert [config.data, config.model, config.tokenizer, str(config.out)] == beside
-    assert (config.steps, config.fsdp, config.lr) == (1000, True, 3e-4)
+    assert [config.data.data, config.model.model, config.model.tokenizer, str(config.out)] == beside
+    assert (config.steps, config.fsdp, config.optimizer.lr) == (1000, True, 3e-4)
 
 
 def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,24 +208,28 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "elsewhere" / "gpt2").mkdir(parents=True)
     path = tmp_path / "jobs" / "run.toml"
     path.write_text(
-        'config = "tiny.json"\ndata = "texts"\ntokenizer = "bytes"\nout = "../runs/a"\noffload-folder = "spill"\n'
-        'resume = "auto"\nmodel = "gpt2-medium"'
+        'out = "../runs/a"\n[model]\nconfig = "tiny.json"\ntokenizer = "bytes"\nmodel = "gpt2-medium"\n'
+        '[data]\ndata = "texts"\n[memory]\noffload-folder = "spill"\n[checkpoint]\nresume = "auto"'
     )
     for folder, named in ((tmp_path, "jobs/run.toml"), (tmp_path / "jobs", "run.toml"), (tmp_path / "jobs", str(path))):
         monkeypatch.chdir(folder)
         config = _parse("--from", named)
-        assert config.config is not None and config.config.absolute() == tmp_path / "jobs" / "tiny.json"
-        assert Path(config.data).absolute() == tmp_path / "jobs" / "texts"
+        assert config.model.config is not None and config.model.config.absolute() == tmp_path / "jobs" / "tiny.json"
+        assert Path(config.data.data).absolute() == tmp_path / "jobs" / "texts"
         assert os.path.abspath(config.out) == str(tmp_path / "runs" / "a") and "jobs/.." not in str(config.out)
-        assert Path(config.offload_folder).absolute() == tmp_path / "jobs" / "spill"
-        assert (config.tokenizer, config.resume, config.model) == ("bytes", "auto", "gpt2-medium")
+        assert Path(config.memory.offload_folder).absolute() == tmp_path / "jobs" / "spill"
+        assert (config.model.tokenizer, config.checkpoint.resume, config.model.model) == (
+            "bytes",
+            "auto",
+            "gpt2-medium",
+        )
         assert _parse("--from", named, "--out", "x", "--config", "y.json").out == Path("x")  # a flag: where I am
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert _parse("--from", _file(tmp_path, 'data = "pydoc"\nmodel = "/abs/m"')).model == "/abs/m"
+    assert _parse("--from", _file(tmp_path, '[model]\nmodel = "/abs/m"')).model.model == "/abs/m"
     with pytest.raises(
-        LongspanError, match=r"line 1: model = 'gpt2' .* does not exist, but .*; write 'elsewhere/gpt2'"
+        LongspanError, match=r"line 2: model = 'gpt2' .* does not exist, but .*; write 'elsewhere/gpt2'"
     ):
-        _parse("--from", _file(tmp_path, 'model = "gpt2"'))
+        _parse("--from", _file(tmp_path, '[model]\nmodel = "gpt2"'))
 
 
 @pytest.mark.parametrize(
@@ -260,9 +274,9 @@ def test_values_out_of_range_are_refused_and_leave_nothing(
 
 
 def test_a_value_out_of_range_in_a_file_is_found_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = _file(tmp_path, 'data = "pydoc"\nconfig = "x.json"\n\nlr = nan\nsteps = 0')
+    path = _file(tmp_path, 'steps = 0\n[data]\ndata = "pydoc"\n[model]\nconfig = "x.json"\n[optimizer]\nlr = nan')
     assert cli.main(["train", "--from", path, "--steps", "3"]) == 2
-    assert capsys.readouterr().err.endswith(f"got nan (given in {path}, line 4)\n")
+    assert capsys.readouterr().err.endswith(f"got nan (given in {path}, line 7)\n")
     assert cli.main(["train", "--from", path, "--lr", "1", "--steps", "-3"]) == 2
     assert capsys.readouterr().err.endswith("got -3\n")
 
@@ -312,7 +326,7 @@ def test_the_demo_is_a_run_that_can_be_made() -> None:
     config = _parse("--from", str(ROOT / "examples" / "demo.toml"))
     config.check()
     assert config.context >= 8192 and config.parallel.ulysses == config.parallel.ranks == 4
-    assert config.config is not None and config.config.is_file() and config.out == ROOT / "runs" / "demo"
+    assert config.model.config is not None and config.model.config.is_file() and config.out == ROOT / "runs" / "demo"
 
 
 # --- help
@@ -330,8 +344,8 @@ def test_help_is_there_without_torch(args: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     if args:
         config = {"train": TrainConfig, "verify": VerifyConfig}[args[0]]
-        for field in dataclasses.fields(config):
-            assert f"--{field.name.replace('_', '-')}" in done.stdout
+        for option in options(config).values():
+            assert f"--{option.flag}" in done.stdout
         words = " ".join(done.stdout.replace("│", " ").split())
         for text in field_texts(config).values():
             assert text in words

@@ -254,7 +254,7 @@ def test_the_command_is_one_that_train_takes(gpus: int, ring: int) -> None:
     assert (parallel.ring, parallel.ulysses, parallel.data_degree) == (ring, best.mesh.ulysses, best.mesh.data)
     assert (parallel.layout, parallel.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
     assert (config.context, config.sequences, config.dtype) == (65536, 4, "bf16")
-    assert config.fsdp == job.weight_sharding and config.grad_checkpointing
+    assert config.fsdp == job.weight_sharding and config.memory.grad_checkpointing
     assert words[0] == ("longspan" if gpus == 4 else "torchrun")
 
 
@@ -270,7 +270,7 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
         script = f"printf '%s\\n' {command(best)}"
         words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
         config = parse(TrainConfig, words[2:], prog="longspan train", summary="x y")
-        assert config.config == file
+        assert config.model.config == file
     odd = replace(best, model=replace(best.model, name="-x.json"))
     assert "--config ./-x.json" in str(command(odd))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -25,11 +24,11 @@ from longspan import checkpoint
 from longspan.cli import main
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST
-from longspan.core.sections import make, replace
+from longspan.core.sections import make, replace, values
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
-from longspan.train.memory_choice import settled
+from longspan.train.memory_choice import resolve
 from tests.choose import confirming
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
@@ -87,21 +86,25 @@ def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> di
 
     sequences = iter(open_inputs(config).sequences(config.context))
     batch = config.sequences
-    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=config.pack)
+    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=config.data.pack)
     torch.manual_seed(config.seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.config), dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(config.model.config), dtype=torch.float32
+    ).train()
     if dtype == torch.float64:
         model = widened(model)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
-    scheduler = get_scheduler(config.schedule, optimizer, config.warmup, config.steps)
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.optimizer.lr, betas=config.optimizer.betas, weight_decay=config.optimizer.weight_decay
+    )
+    scheduler = get_scheduler(config.optimizer.schedule, optimizer, config.optimizer.warmup, config.steps)
     losses = {}
     for number, step in enumerate(islice(steps, config.steps), 1):
         out = model(**step.micro_batches[0], use_cache=False)
         out.loss.backward()
-        clip_grad_norm_(model.parameters(), config.clip)
+        clip_grad_norm_(model.parameters(), config.optimizer.clip)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -200,23 +203,25 @@ def test_the_memory_options_of_memory_change_nothing_but_rounding(config: TrainC
     assert losses_of(again.out)[2] == found[2]  # to the bit
 
 
-def test_the_longest_context_is_settled_before_anything_starts(config: TrainConfig) -> None:
+def test_the_longest_context_is_resolved_before_anything_starts(config: TrainConfig) -> None:
     asked = replace(config, context="max", rank_memory=1.0, ulysses=2)
-    found, said = settled(asked)
+    found, said = resolve(asked)
     assert (
-        found.tokens == 512 and found.memory == "fastest" and "would fit, the model's positions end at 512" in said[1]
+        found.tokens == 512
+        and found.memory.memory == "fastest"
+        and "would fit, the model's positions end at 512" in said[1]
     )
     longer = replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*would do"):
-        settled(longer)
-    assert settled(config) == (config, [])
+        resolve(longer)
+    assert resolve(config) == (config, [])
 
 
 def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
     config: TrainConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wanted = "needs at least 16 query heads"
-    assert main(["plan", "--model", str(config.config), "--gpus", "16", "--context", "512", "--json"]) == 0
+    assert main(["plan", "--model", str(config.model.config), "--gpus", "16", "--context", "512", "--json"]) == 0
     rejected = json.loads(capsys.readouterr().out)["rejected"]
     (reason,) = {why for each in rejected if each["mesh"]["ulysses"] == 16 for why in each["reasons"] if wanted in why}
     with pytest.raises(LongspanError, match=re.escape(reason)):
@@ -226,11 +231,15 @@ def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
 def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: TrainConfig) -> None:
     """Without a memory flag, the memory options that fit are taken and named."""
     tight = replace(config, context=512, rank_memory=0.003)
-    found, said = settled(tight)
-    assert found.level == "fastest" and found.levels() != FASTEST and found.levels().described() in said[-1]
-    assert settled(replace(tight, memory="fastest"))[0].levels() == FASTEST
+    found, said = resolve(tight)
+    assert (
+        found.memory.level == "fastest"
+        and found.memory.levels() != FASTEST
+        and found.memory.levels().described() in said[-1]
+    )
+    assert resolve(replace(tight, memory="fastest"))[0].memory.levels() == FASTEST
     with pytest.raises(LongspanError, match=r"To start it all the same, give --memory fastest"):
-        settled(replace(tight, rank_memory=0.001))
+        resolve(replace(tight, rank_memory=0.001))
 
 
 # --- going on
@@ -394,9 +403,8 @@ def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankP
 
 def _command(config: TrainConfig) -> list[str]:
     flags = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name = f"--{field.name.replace('_', '-')}"
+    for field, value in values(config).items():
+        name = f"--{field.replace('_', '-')}"
         if isinstance(value, bool):
             flags += [name if value else name.replace("--", "--no-", 1)]
         elif isinstance(value, tuple):
@@ -573,7 +581,7 @@ def _train_on_own_data(config: TrainConfig) -> None:
     from longspan.train.loop import Trainer
 
     trainer = Trainer(config)
-    source = DocumentSource(config.data, seed=torch.distributed.get_rank())
+    source = DocumentSource(config.data.data, seed=torch.distributed.get_rank())
     trainer.inputs = replace(trainer.inputs, source=source)
     trainer.run()
 
@@ -614,7 +622,7 @@ def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
     resumes: list[str] = []
 
     def fail(entry: Any, tried: TrainConfig, **_: Any) -> None:
-        resumes.append(tried.resume)
+        resumes.append(tried.checkpoint.resume)
         if len(resumes) < 3:
             raise RankFailed("rank 1 of 2 was killed")
 

@@ -195,7 +195,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
                     tyro.conf.arg(
                         name="from",
                         metavar="FILE.toml",
-                        help="Take values from this file: its keys are the flags' names.",
+                        help="Read values from this file: a table for each section, a key for each flag.",
                     ),
                 ],
                 dataclasses.field(default=None),

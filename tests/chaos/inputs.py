@@ -32,6 +32,8 @@ from unittest import mock
 
 from longspan import cli
 from longspan.core.errors import LongspanError
+from longspan.core.sections import options
+from longspan.train.config import TrainConfig
 
 OUTCOMES = ("accepted", "refused", "left behind", "silent", "crashed", "hung")
 """accepted: it was no fault, or need not be one. refused: by one clear message. left behind: so too, but a file or a
@@ -143,8 +145,7 @@ _FREE = {"name"}
 def _fields(name: str) -> dict[str, Any]:
     module, config_name, _ = cli.COMMANDS[name]
     config = getattr(__import__(module, fromlist=[config_name]), config_name)
-    hints = typing.get_type_hints(config)
-    return {field.name: hints[field.name] for field in dataclasses.fields(config) if field.name != "what"}
+    return {option.name: option.kind for option in options(config).values() if option.name != "what"}
 
 
 def _inner(kind: Any) -> Any:
@@ -238,7 +239,7 @@ _TOML_LINES = (
 def _toml(draw: random.Random) -> Attempt:
     """A file of flags that has something wrong with it."""
     lines = draw.choice(_TOML_LINES)
-    before = draw.choice(("", "# a comment\n", 'pack = "stream"\n'))
+    before = draw.choice(("", "# a comment\n", "deterministic = true\n"))
     bad_bytes = draw.random() < 0.05
 
     def prepare(folder: Path) -> None:
@@ -247,6 +248,9 @@ def _toml(draw: random.Random) -> Attempt:
 
     argv = ["train", *_BASE["train"], "--from", "{}/run.toml"]
     key = lines.split("=")[0].strip()
+    option = options(TrainConfig).get(key.replace("-", "_"))
+    if option is not None and option.section:
+        before += f"[{option.section}]\n"
     argv = argv if key == "from" else _without(argv, f"--{key}")
     attempt = _command_attempt("toml", argv, True, prepare)
     return dataclasses.replace(attempt, what=f"run.toml: {before + lines!r:.90}")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli import main as cli_main
-from longspan.core.sections import make, replace
+from longspan.core.sections import make, replace, values
 from longspan.ranks.rendezvous import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
@@ -226,9 +226,10 @@ def _lines(log: Path) -> int:
 def flags(config: TrainConfig) -> list[str]:
     """What `longspan train` needs to be told to have this config."""
     told: list[str] = []
-    for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), field.name.replace("_", "-")
-        if value == field.default:
+    defaults = values(TrainConfig())
+    for field, value in values(config).items():
+        name = field.replace("_", "-")
+        if value == defaults[field]:
             continue
         told += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
     return told

@@ -66,14 +66,14 @@ def shown(field: dataclasses.Field[Any], kind: type[Any]) -> list[dataclasses.Fi
     return [part for part in dataclasses.fields(kind) if not only or part.name in only]
 
 
-def make(config_class: type[Config], **values: Any) -> Config:
+def make(config_class: type[Config], /, **values: Any) -> Config:
     """Return a config from the values of its flags, whatever sections they are in."""
     own = {name: value for name, value in values.items() if not _section_of(config_class, name)}
     config = config_class(**own)
     return replace(config, **{name: value for name, value in values.items() if name not in own})
 
 
-def replace(config: Config, **values: Any) -> Config:
+def replace(config: Config, /, **values: Any) -> Config:
     """Return a copy with other values of some flags, as `dataclasses.replace`."""
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():

@@ -21,7 +21,7 @@ def dry_run(config: TrainConfig) -> list[str]:
     memory options. No weights are read or made, no rank is started, nothing is written.
 
     Args:
-        config: of the run, with memory options and context settled.
+        config: of the run, with memory options and context resolved.
 
     Returns:
         Lines to be shown.
@@ -32,13 +32,13 @@ def dry_run(config: TrainConfig) -> list[str]:
     inputs = check_inputs(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_origin(config, inputs.model_config).on_meta()
-    memory_options = config.levels()
+    memory_options = config.memory.levels()
     check_ahead(
         model,
         device=device,
         ring_size=config.parallel.ring,
         fsdp=config.fsdp,
-        kernel=config.kernel,
+        kernel=config.model.kernel,
         memory_options=memory_options,
     )
     layout = choose_layout(config.parallel.layout, config.parallel.ring, config.parallel.ulysses)
@@ -56,6 +56,6 @@ def dry_run(config: TrainConfig) -> list[str]:
     except LongspanError as error:  # the ranks may run elsewhere
         said.append(f"warning: not on this machine, which has no GPU: {error}")
     at = "the beginning" if inputs.resume is None else f"step {inputs.resume.step} ({inputs.resume.path})"
-    export = "" if config.export == "never" else f", {config.exported}"
-    said.append(f"{config.steps} steps from {at}; text of {config.data}; to {config.checkpoints}{export}")
+    export = "" if config.checkpoint.export == "never" else f", {config.exported}"
+    said.append(f"{config.steps} steps from {at}; text of {config.data.data}; to {config.checkpoints}{export}")
     return said

@@ -43,21 +43,21 @@ class Health:
         self._count_zeros(step, norm)
         usual = statistics.median(self.losses) if len(self.losses) >= _FEWEST else None
         self.losses.append(loss)
-        limit = self.config.spike
+        limit = self.config.logging.spike
         was, self.in_spike = self.in_spike, usual is not None and 0 < limit * usual < loss
         if usual is None or not self.in_spike or was:
             return None
         text = f"step {step}: loss {loss:.4f} is {loss / usual:.1f} times the median of the steps before ({usual:.4f})"
-        if self.config.on_spike == "stop":
+        if self.config.logging.on_spike == "stop":
             raise LongspanError(
                 f"{text}, more than --spike {limit:g}; go on from the last checkpoint with a smaller --lr (now "
-                f"{self.config.lr}), look at the data of this step, or pass --on-spike warn"
+                f"{self.config.optimizer.lr}), look at the data of this step, or pass --on-spike warn"
             )
         return f"warning: {text}"
 
     def _count_zeros(self, step: int, norm: float) -> None:
         self.zeros = self.zeros + 1 if norm == 0 else 0
-        limit = self.config.zero_gradients
+        limit = self.config.logging.zero_gradients
         if limit and self.zeros >= limit:
             raise LongspanError(
                 f"the gradient norm was exactly 0 in {self.zeros} steps in a row, up to step {step}: nothing is "
@@ -72,12 +72,12 @@ class Health:
             loss: of the step, finite.
             norm: of its gradients.
         """
-        config = self.config
+        options = self.config.optimizer
         return (
             f"loss {loss} and gradient norm {norm} at step {step}: the run has diverged, and with "
             f"--optimizer-in-backward the weights were updated before the norm was known; the last checkpoint is "
-            f"untouched in {config.checkpoints}, resume from it with a smaller --lr (now {config.lr}) or a longer "
-            f"--warmup (now {config.warmup}), or without --optimizer-in-backward, which then says where it began"
+            f"untouched in {self.config.checkpoints}, resume from it with a smaller --lr (now {options.lr}) or a "
+            f"longer --warmup (now {options.warmup}), or without --optimizer-in-backward, to learn where it began"
         )
 
     def say_nonfinite(self, step: int, loss: float, norm: float, found: NonFinite | None, started: int) -> str:
@@ -109,5 +109,5 @@ class Health:
             )
         return (
             f"{what}: the run has diverged; first not finite: {found}; {again}, resume from a checkpoint with a "
-            f"smaller --lr (now {config.lr}) or a longer --warmup (now {config.warmup})"
+            f"smaller --lr (now {config.optimizer.lr}) or a longer --warmup (now {config.optimizer.warmup})"
         )

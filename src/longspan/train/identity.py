@@ -41,7 +41,7 @@ def run_identity(config: TrainConfig, model_config: Any, tokenizer: Any, source:
     whole = {
         **source.identity,
         **({"data": [[*entry, sampled.get(entry[0])] for entry in source.identity["data"]]} if sampled else {}),
-        "pack": config.pack,
+        "pack": config.data.pack,
         BATCH: config.sequences,
         "tokenizer": describe_tokenizer(tokenizer),
         **model_identity(model_config),
@@ -126,7 +126,9 @@ def changed_settings(resume: Checkpoint, config: TrainConfig) -> str | None:
     parts = [
         f"{name} was {_spell(before[name])}, is {_spell(value)}"
         for name, value in now.items()
-        if name in before and before[name] != value and not (name == "steps" and config.schedule == "constant")
+        if name in before
+        and before[name] != value
+        and not (name == "steps" and config.optimizer.schedule == "constant")
     ]
     return f"{', '.join(parts)} from step {resume.step + 1} on" if parts else None
 

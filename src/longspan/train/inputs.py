@@ -73,15 +73,19 @@ def open_here(config: TrainConfig) -> Inputs:
     Raises:
         LongspanError: for a missing or unfit model, tokenizer or text.
     """
-    if config.optimizer == "adamw8bit":
+    if config.optimizer.optimizer == "adamw8bit":
         from longspan.compat.torchao_api import check_torchao
 
         check_torchao()
     model_config, rope = load_model_config(config)
-    tokenizer = load_tokenizer(config.tokenizer_name)
+    tokenizer = load_tokenizer(config.model.tokenizer_name)
     _check_vocabulary(config, model_config, tokenizer)
     source = DocumentSource(
-        config.data, text_field=config.text_field, split=config.split, shuffle=config.shuffle, seed=config.seed
+        config.data.data,
+        text_field=config.data.text_field,
+        split=config.data.split,
+        shuffle=config.data.shuffle,
+        seed=config.seed,
     )
     identity = run_identity(config, model_config, tokenizer, source)
     return Inputs(model_config, tokenizer, source, None, identity, rope=rope)
@@ -102,10 +106,10 @@ def find_resume(config: TrainConfig, opened: Inputs, ranks: Ranks, *, verify: bo
 def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     """What is said where the run has all its steps, and its export: nothing is to be done then. Else None."""
     resume = inputs.resume
-    if config.resume != "auto" or resume is None or resume.step != config.steps:
+    if config.checkpoint.resume != "auto" or resume is None or resume.step != config.steps:
         return None
     exported = f", and {config.exported} holds its export"
-    if config.export == "never":
+    if config.checkpoint.export == "never":
         exported = ""
     elif checkpoint.exported_step(config.exported) != resume.step:
         return None
@@ -132,7 +136,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
             checkpoint.RunLock(config.out).release()
     except OSError as error:
         raise LongspanError(f"--out {config.out} cannot be written: {error}") from error
-    if config.export != "never":
+    if config.checkpoint.export != "never":
         checkpoint.check_replaceable(config.exported)
     return inputs
 
@@ -143,15 +147,15 @@ def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:
     Raises:
         LongspanError: if there is none, or its position range is shorter than the context and cannot be made longer.
     """
-    found, scaling = read_model_config(*model_flag(config), config.tokens, config.rope())
-    return found if config.dropout is None else without_dropout(found), scaling
+    found, scaling = read_model_config(*model_flag(config), config.tokens, config.model.rope())
+    return found if config.model.dropout is None else without_dropout(found), scaling
 
 
 def model_flag(config: TrainConfig) -> tuple[str, str]:
     """The option that names the model's config, and what it names."""
-    if config.model is not None:
-        refuse_adapter("--model", config.model)
-    return ("--model" if config.model else "--config"), str(config.model or config.config)
+    if config.model.model is not None:
+        refuse_adapter("--model", config.model.model)
+    return ("--model" if config.model.model else "--config"), str(config.model.model or config.model.config)
 
 
 def model_origin(config: TrainConfig, model_config: Any) -> Origin:
@@ -162,8 +166,8 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
     from longspan.hf.weights.sources import Origin
 
     # In messages of what is wrong with its weights, the option; a config has none.
-    said = f"--model {config.model}" if config.model is not None else str(config.config)
-    return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model, config.seed, said)
+    said = f"--model {config.model.model}" if config.model.model is not None else str(config.model.config)
+    return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model.model, config.seed, said)
 
 
 def prepare_model(model: Any) -> Any:
@@ -175,20 +179,20 @@ def _check_vocabulary(config: TrainConfig, model_config: Any, tokenizer: Any) ->
     size = model_config.get_text_config().vocab_size
     if len(tokenizer) > size:
         raise LongspanError(
-            f"--tokenizer {config.tokenizer_name} has {len(tokenizer)} ids, the model's vocabulary only {size}; use "
-            f"the model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
+            f"--tokenizer {config.model.tokenizer_name} has {len(tokenizer)} ids, the model's vocabulary only {size}; "
+            f"use the model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
         )
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:
-    if config.resume == "never":
+    if config.checkpoint.resume == "never":
         steps = ranks.first(lambda: checkpoint.complete_steps(config.checkpoints))
         if steps:
             raise LongspanError(
                 f"--resume never, but {config.out} holds a run at step {steps[-1]}; give another --out, or remove it"
             )
         return None, []
-    found, passed_over = checkpoint.choose(config.checkpoints, ranks, config.resume, content=verify)
+    found, passed_over = checkpoint.choose(config.checkpoints, ranks, config.checkpoint.resume, content=verify)
     if found is not None and found.step > config.steps:
         raise LongspanError(
             f"checkpoint {found.path} is at step {found.step}, after --steps {config.steps}; give more steps or "
@@ -201,7 +205,7 @@ def _check_same_run(config: TrainConfig, inputs: Inputs) -> None:
     if inputs.resume is None:
         return
     changed = differences(inputs.resume.state["identity"], inputs.identity)
-    if config.change_batch:
+    if config.checkpoint.change_batch:
         changed.pop(BATCH, None)
     if set(changed) == {BATCH}:
         before, now = changed[BATCH]
@@ -210,7 +214,7 @@ def _check_same_run(config: TrainConfig, inputs: Inputs) -> None:
             f"(--batch, or else --micro-batch x --data-degree); give --batch {before}, or --change-batch to go on so"
         )
     if changed:
-        parts = [spell_change(config.data, name, before, now) for name, (before, now) in changed.items()]
+        parts = [spell_change(config.data.data, name, before, now) for name, (before, now) in changed.items()]
         raise LongspanError(
             f"checkpoint {inputs.resume.path} was made with other data or another model, so the run would not be the "
             f"same: {'; '.join(parts)}; give the same, or start another run from its weights: --model OUT/hf --out "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from longspan.core.errors import LongspanError
+from longspan.core.sections import replace
 from longspan.core.validation import check_processes
 from longspan.hf.pretrained import check_names
 from longspan.ranks import agreement, launch
@@ -25,7 +25,7 @@ def run(config: TrainConfig) -> int:
     """
     config.check()
     if not launch.under_torchrun():  # before anything heavy is imported
-        check_names(config.model, config.config, config.data, config.tokenizer)
+        check_names(config.model.model, config.model.config, config.data.data, config.model.tokenizer)
     launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
     if config.max_restarts and (config.parallel.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
@@ -35,7 +35,7 @@ def run(config: TrainConfig) -> int:
     if config.dry_run:
         from longspan.train.dry_run import dry_run
 
-        config = _settled(config)
+        config = _resolved(config)
         if launch.is_first_rank():
             print(*dry_run(config), sep="\n", flush=True)
         return 0
@@ -43,7 +43,7 @@ def run(config: TrainConfig) -> int:
         check_processes(config.parallel.ranks, config.parallel.flags)
         from longspan.train.inputs import check_inputs, finished
 
-        config = _settled(config)
+        config = _resolved(config)
         nothing_to_do = finished(config, check_inputs(config))
         if nothing_to_do is not None:
             print(nothing_to_do, flush=True)
@@ -57,11 +57,11 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-def _settled(config: TrainConfig) -> TrainConfig:
+def _resolved(config: TrainConfig) -> TrainConfig:
     """Return the config with the context and memory options that the planner chooses; the first rank prints them."""
-    from longspan.train.memory_choice import settled
+    from longspan.train.memory_choice import resolve
 
-    config, said = settled(config)
+    config, said = resolve(config)
     config.check()
     if said and launch.is_first_rank():
         print(*said, sep="\n", flush=True)
@@ -78,7 +78,7 @@ def _train(config: TrainConfig) -> None:
                 raise
             number = config.max_restarts - left + 1
             print(f"longspan: {error}; restart {number} of {config.max_restarts}", file=sys.stderr, flush=True)
-            config = dataclasses.replace(config, resume="auto")
+            config = replace(config, resume="auto")
 
 
 def _train_rank(config: TrainConfig) -> None:
@@ -90,7 +90,7 @@ def _train_rank(config: TrainConfig) -> None:
 
         if launch.started_elsewhere():
             with agreement.refusing_together(heart.peers, alive=True):
-                config = _settled(config)
+                config = _resolved(config)
                 check_inputs(config)
         disable_progress_bar()  # one per rank for every file that is read or written
         Trainer(config, heart).run()

@@ -109,7 +109,7 @@ class Trainer:
             **agreement.model_facts(inputs.model_config),
             **{key: value for key, value in flat(inputs.identity).items() if not key.startswith("model.")},
         }
-        if config.optimizer == "adamw8bit":
+        if config.optimizer.optimizer == "adamw8bit":
             facts["torchao"] = check_torchao()
         agreement.agree(peers, facts, alive=alive)
         peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,7 +138,8 @@ class Trainer:
         self.seconds: list[float] = []  # of the steps since the last report
         self.health = Health(config)
         self.sums_once = self._sums_once()
-        self.in_backward = optimizer_in_backward(self.model, self.optimizer) if config.optimizer_in_backward else None
+        in_backward = config.optimizer.optimizer_in_backward
+        self.in_backward = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
 
     def _at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
         """Tell the other ranks where this one is."""
@@ -148,11 +149,11 @@ class Trainer:
     def _load_model(self) -> tuple[Any, Any, bool]:
         """The sharded model, its generation config where it came with one, and whether it needs autocast."""
         config, sp = self.config, self.sp
-        sharded = sp.shards_weights(fsdp=config.fsdp, cpu_offload=config.cpu_offload)
+        sharded = sp.shards_weights(fsdp=config.fsdp, cpu_offload=config.memory.cpu_offload)
         bf16 = config.dtype == "bf16"
         # Weights stay in fp32; FSDP casts what it gathers, and without FSDP autocast casts what needs it.
-        summed = torch.bfloat16 if config.grad_dtype == "bf16" else torch.float32
-        plain = not bf16 and config.grad_dtype == "fp32"
+        summed = torch.bfloat16 if config.optimizer.grad_dtype == "bf16" else torch.float32
+        plain = not bf16 and config.optimizer.grad_dtype == "fp32"
         policy = None if plain or not sharded else MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, summed)
         model = load_sharded(
             model_origin(config, self.inputs.model_config),
@@ -161,13 +162,13 @@ class Trainer:
             later=self.inputs.resume is not None,
             fsdp=config.fsdp,
             mp_policy=policy,
-            kernel=config.kernel,
-            memory=config.levels(),
+            kernel=config.model.kernel,
+            memory=config.memory.levels(),
             tensor_style=config.parallel.tensor_style,
-            check_weights=config.check_weights,
-            check_at_rest=config.check_at_rest,
+            check_weights=config.logging.check_weights,
+            check_at_rest=config.logging.check_at_rest,
         )
-        generation = model.generation_config if config.model else None
+        generation = model.generation_config if config.model.model else None
         return model, generation, bf16 and not sharded
 
     # --- the run
@@ -216,12 +217,12 @@ class Trainer:
                         metrics = self._train_step(batch, say)
                         display.step(self.step, metrics)
                         outputs.write_line(log, metrics, say)
-                        if config.save_every and self.step % config.save_every == 0:
+                        if config.checkpoint.save_every and self.step % config.checkpoint.save_every == 0:
                             self._save(say)
                 self._save(say, last=True)
                 if stop.signum:
                     raise Stopped(stop.signum)
-            if config.export == "end":
+            if config.checkpoint.export == "end":
                 self._export(say, last=True)
 
     def _save(self, say: Callable[[str], None], *, last: bool = False) -> None:
@@ -234,7 +235,7 @@ class Trainer:
             "settings": settings_of(self.config),
         }
         whole = self.outputs.save(self.step, self.model, self.optimizer, state, say, last=last)
-        if whole and self.config.export == "saves":
+        if whole and self.config.checkpoint.export == "saves":
             self._export(say, last=last)
 
     def _export(self, say: Callable[[str], None], *, last: bool) -> None:
@@ -251,7 +252,7 @@ class Trainer:
             micro_batch=config.micro_batch,
             data_size=self.sp.data_size,
             data_rank=self.sp.data_rank,
-            pack=config.pack,
+            pack=config.data.pack,
         )
         if self.hosts is None:
             with prefetch(map(self._cut, dealt(iter(stream)))) as batches:
@@ -266,7 +267,7 @@ class Trainer:
     def _refuse_data(self, unlike: list[int]) -> NoReturn:
         raise LongspanError(
             f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
-            f"{self.config.data}, and the same tokenizer; unlike the others: {spell_ranks(unlike)}"
+            f"{self.config.data.data}, and the same tokenizer; unlike the others: {spell_ranks(unlike)}"
         )
 
     def _cut(self, step: StepBatch) -> StepBatch:
@@ -301,8 +302,8 @@ class Trainer:
             display.say(line)
         if self.step:
             display.say(f"going on after step {self.step}")
-        if self.config.profile is not None and self.config.profile <= self.step:
-            display.say(f"--profile {self.config.profile} is a step that was done before: nothing is recorded")
+        if self.config.logging.profile is not None and self.config.logging.profile <= self.step:
+            display.say(f"--profile {self.config.logging.profile} is a step that was done before: nothing is recorded")
         if self.inputs.resume is not None and (said := changed_settings(self.inputs.resume, self.config)):
             display.say(said)
 
@@ -310,8 +311,11 @@ class Trainer:
 
     def _train_step(self, batch: StepBatch, say: Callable[[str], None]) -> StepMetrics | None:
         config = self.config
-        reported = (self.step + 1) % config.log_every == 0 or self.step + 1 in (config.steps, self.started_step + 1)
-        recorder = Recorder(self.sp.device) if self.step + 1 == config.profile else None
+        reported = (self.step + 1) % config.logging.log_every == 0 or self.step + 1 in (
+            config.steps,
+            self.started_step + 1,
+        )
+        recorder = Recorder(self.sp.device) if self.step + 1 == config.logging.profile else None
         measured = reported and self.group is not None and recorder is None  # one profiler at a time
         recording = self.sampler.measure() if measured else contextlib.nullcontext()
         with recording if recorder is None else recorder.step(self._wait):
@@ -364,7 +368,7 @@ class Trainer:
         self._at("optimizer", self.step + 1)
         value = loss.item()
         if self.in_backward is None:
-            norm = clip_gradients(self.model, self.config.clip)
+            norm = clip_gradients(self.model, self.config.optimizer.clip)
         else:
             norm = self.in_backward.grad_norm() if math.isfinite(value) else math.nan
             if math.isfinite(value) and not math.isfinite(norm):
@@ -403,9 +407,9 @@ class Trainer:
     def _sums_once(self) -> bool:
         """Whether gradients are summed over the ranks after the last micro-batch alone; alike on all ranks."""
         config, sp = self.config, self.sp
-        if config.reduce != "auto" or self.group is None:
-            return config.reduce != "each"
-        width = 2 if config.grad_dtype == "bf16" else 4  # what waits for its sum is in the sum's dtype
+        if config.optimizer.reduce != "auto" or self.group is None:
+            return config.optimizer.reduce != "each"
+        width = 2 if config.optimizer.grad_dtype == "bf16" else 4  # what waits for its sum is in the sum's dtype
         whole = sum(p.numel() // tensor_parts(p) for p in self.model.parameters() if p.requires_grad) * width
         sharded = config.fsdp and sp.world_size > 1
         once = torch.tensor(sums_once(sharded, whole, device_memory(sp.device)), device=sp.device, dtype=torch.int32)

@@ -6,6 +6,8 @@ import dataclasses
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.core.memory_flags import MemoryFlags
+from longspan.core.sections import replace
 from longspan.hf.memory_auto import BASE_OF_A_RANK as BASE
 from longspan.hf.memory_auto import device_memory, hardware_of
 from longspan.plan.job import Job, Mesh
@@ -14,7 +16,7 @@ from longspan.plan.suggestions import choose
 from longspan.train.config import TrainConfig
 
 
-def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """Return the config with a context and memory options that are named one by one, and what to say of them.
 
     From the config, the model's config and the device's size alone, so every rank of several machines that are alike
@@ -33,7 +35,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     from longspan.train.inputs import load_model_config, model_flag, model_origin
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    held = None if config.rank_memory is None else 1e9 * config.rank_memory
+    held = None if config.memory.rank_memory is None else 1e9 * config.memory.rank_memory
     if held is None and device.type == "cpu":  # the launcher is one process; the ranks of this machine share it
         ranks_here = min(config.parallel.ranks, config.nproc or config.parallel.ranks)
         held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
@@ -48,7 +50,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     try:
         shape = shape_of_model(model)
     except LongspanError:
-        if config.memory == "auto" or config.context == "max":
+        if config.memory.memory == "auto" or config.context == "max":
             raise
         return config, []  # the planner cannot read this model, so it chooses nothing
     job = Job(
@@ -63,12 +65,12 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         problem = layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:
             raise LongspanError(problem)
-    if config.level != "auto" and config.context != "max":
+    if config.memory.level != "auto" and config.context != "max":
         return config, []
-    fixed = config.fixed()
-    if config.level == "auto" and MemoryModules(model).untiled is not None:
+    fixed = config.memory.fixed()
+    if config.memory.level == "auto" and MemoryModules(model).untiled is not None:
         fixed.setdefault("tiled_mlp", 1)  # do not choose a memory option that the model cannot use
-    if config.level == "longest":
+    if config.memory.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
     if config.context == "max":
@@ -76,7 +78,7 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         if found is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
-        end = dataclasses.replace(shape, rope=config.rope()).furthest
+        end = dataclasses.replace(shape, rope=config.model.rope()).furthest
         context = found if end is None else min(found, end)
         bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
         said.append(f"--context max: {context:,} tokens{bound}")
@@ -84,10 +86,10 @@ def settled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     try:
         memory_options, why = choose(shape, job, mesh, hardware, fixed)
     except LongspanError as error:
-        if config.memory != "by-flags" or config.context == "max":
+        if config.memory.memory != "by-flags" or config.context == "max":
             raise
         raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
-    if config.memory == "by-flags" and memory_options == FASTEST and config.context != "max":
+    if config.memory.memory == "by-flags" and memory_options == FASTEST and config.context != "max":
         return config, []
     said.append(why)
     return _with(dataclasses.replace(config, context=job.context), memory_options), said
@@ -99,16 +101,6 @@ def held_of(nbytes: float) -> str:
 
 
 def _with(config: TrainConfig, memory_options: Memory) -> TrainConfig:
-    return dataclasses.replace(
-        config,
-        memory="fastest",
-        grad_checkpointing=False,
-        checkpointing=memory_options.checkpointing,
-        offload=memory_options.offload,
-        layers_per_checkpoint=memory_options.layers_per_checkpoint,
-        tiled_mlp=memory_options.tiled_mlp,
-        tiled_norms=memory_options.tiled_norms,
-        recompute_mlp_act=memory_options.recompute_mlp_act,
-        head_chunks=memory_options.head_chunks,
-        cpu_offload=memory_options.cpu_offload,
-    )
+    flags = {field.name for field in dataclasses.fields(MemoryFlags)}
+    chosen = {name: value for name, value in dataclasses.asdict(memory_options).items() if name in flags}
+    return replace(config, memory="fastest", grad_checkpointing=False, **chosen)

@@ -17,14 +17,15 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.de
     Raises:
         LongspanError: if `config` asks for 8-bit states, and torchao is not there.
     """
+    options = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if config.optimizer == "adamw8bit":
-        return adamw8bit(groups, config.lr, config.betas)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=device.type == "cuda" or None)
+    if options.optimizer == "adamw8bit":
+        return adamw8bit(groups, options.lr, options.betas)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=device.type == "cuda" or None)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: int) -> Any:
@@ -34,18 +35,19 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
     """
     from transformers import get_scheduler
 
+    options = config.optimizer
     for group in optimizer.param_groups:
-        group["initial_lr"] = config.lr
-        _set_rate(group, config.lr)
-        group["betas"] = config.betas
-        group["weight_decay"] = config.weight_decay if group["params"] and group["params"][0].ndim >= 2 else 0.0
+        group["initial_lr"] = options.lr
+        _set_rate(group, options.lr)
+        group["betas"] = options.betas
+        group["weight_decay"] = options.weight_decay if group["params"] and group["params"][0].ndim >= 2 else 0.0
     names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
     scheduler = get_scheduler(
-        names[config.schedule], optimizer, num_warmup_steps=config.warmup, num_training_steps=config.steps
+        names[options.schedule], optimizer, num_warmup_steps=options.warmup, num_training_steps=config.steps
     )
     scheduler.last_epoch = done
     for group, rate in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
-        _set_rate(group, config.lr * rate(done))
+        _set_rate(group, options.lr * rate(done))
     return scheduler
 
 

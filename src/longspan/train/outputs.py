@@ -46,14 +46,14 @@ class Outputs:
         try:
             self.ranks.first(self._occupy)
             checkpoint.check_shared(config.out, self.ranks)
-            self._saver = Saver(config.async_save, self.ranks)
+            self._saver = Saver(config.checkpoint.async_save, self.ranks)
         except BaseException:
             self.release()
             raise
 
     def _occupy(self) -> None:
         self._lock = RunLock(self.config.out)
-        if self.config.export != "never":
+        if self.config.checkpoint.export != "never":
             checkpoint.check_replaceable(self.config.exported)
 
     def release(self) -> None:
@@ -92,9 +92,9 @@ class Outputs:
         self._finish(say, last=last and self._begun == step)
         if self._saved == step:
             return False
-        self._saver.start(self.config.checkpoints, step, model, optimizer, state, keep=self.config.keep)
+        self._saver.start(self.config.checkpoints, step, model, optimizer, state, keep=self.config.checkpoint.keep)
         self._begun = step
-        if last or self.config.export == "saves":
+        if last or self.config.checkpoint.export == "saves":
             self._finish(say, last=last)
         return self._saved == step
 
