@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) ->
         open_fitting_prompt(_config(folder, prompt=PROMPT * 80))
     with pytest.raises(LongspanError, match="--template chat: the tokenizer bytes has no chat template"):
         open_fitting_prompt(_config(folder, template="chat"))
-    with pytest.raises(LongspanError, match=r"do not fit on one GPU of .*Item by item: .*ranks of this kind would do"):
+    with pytest.raises(LongspanError, match=r"do not fit on one GPU of .*Item by item: .*ranks of this kind suffice"):
         open_fitting_prompt(_config(folder, rank_memory=0.00027))
     with pytest.raises(
         LongspanError, match=r"do not fit on one GPU of .*Item by item: .*logits.*tokens fit \(--max-tok"
@@ -311,7 +311,7 @@ def test_the_mesh_that_is_named_fits_and_smaller_ones_do_not() -> None:
         check_fits(model, job, Mesh(), hardware, chunk)
     said = str(refused.value)
     assert "1,500,000 tokens do not fit on one GPU" in said and "kv_cache 196.6 GB" in said
-    assert "4 ranks of this kind would do: --ring 1 --ulysses 4 with FSDP" in said
+    assert "4 ranks of this kind suffice: --ring 1 --ulysses 4 with FSDP" in said
     sharded = replace(job, weight_sharding=True)
     check_fits(model, sharded, Mesh(ulysses=4), hardware, chunk)
     assert sum(peak_items(model, sharded, Mesh(ring=2), hardware, chunk).values()) > hardware.memory_bytes
@@ -322,7 +322,7 @@ def test_the_mesh_that_is_named_fits_and_smaller_ones_do_not() -> None:
 
     with pytest.raises(LongspanError) as refused:
         check_score_fits(model, job, Mesh(), hardware)
-    ranks = int(str(refused.value).split(" ranks of this kind would do: --ring 1")[0].split()[-1])
+    ranks = int(str(refused.value).split(" ranks of this kind suffice: --ring 1")[0].split()[-1])
     check_score_fits(model, sharded, Mesh(ulysses=ranks), hardware)
     items = scoring_peak_items(model, job, Mesh(), hardware)
     assert items["kv_cache"] == 0 and items["mlp"] >= 2 * 2 * 14336 * job.context  # all tokens at once, in bf16

@@ -444,7 +444,9 @@ def test_a_search_is_bounded_and_says_so(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(LongspanError, match=r"gpus must be at most 16,384, got 1048576"):
         search(LLAMA, Job(context=8192), 1 << 20, A100)
     found = search(LLAMA, Job(context=1 << 20), 1 << 14, A100)
-    assert found.plans and any("longer than the 2048 ranks that are planned" in reason for _, reason in found.rejected)
+    assert found.plans and any(
+        "longer than the 2048 ranks that can be planned" in reason for _, reason in found.rejected
+    )
     with pytest.raises(LongspanError, match=r"context must be at most 1,099,511,627,776"):
         Job(context=10**13)
     assert max(gpu_counts(1 << 13)) == 1 << 14 and max(contexts(Job(context=1 << 40))) == 1 << 40
@@ -731,8 +733,8 @@ def test_a_prompt_in_chunks_has_a_command_that_generate_takes(capsys: pytest.Cap
     assert int8["memory_bytes"]["kv_cache"] == cache * (128 + 4) // 256
     assert exact["memory_bytes"]["qkv"] + exact["memory_bytes"]["hidden"] < at_once["memory_bytes"]["hidden"]
     for refused, said in (
-        (["--mode", "decode", "--prefill-chunk", "4"], "--prefill-chunk 4 is of --mode prefill"),
-        (["--cache", "int8"], "--cache int8 is of --mode prefill and decode"),
+        (["--mode", "decode", "--prefill-chunk", "4"], "--prefill-chunk 4 is for --mode prefill"),
+        (["--cache", "int8"], "--cache int8 is for --mode prefill and decode"),
     ):
         assert main(["plan", *args, *refused]) == 2
         assert said in capsys.readouterr().err

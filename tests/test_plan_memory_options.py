@@ -323,7 +323,7 @@ def test_nothing_that_fits_is_said_item_by_item_with_the_way_out() -> None:
         "4,194,304 tokens do not fit on one GPU of h100",
         "activations_hidden",
         "GB per GPU",
-        "GPUs would do",
+        "GPUs suffice",
     ):
         assert said in str(error.value), said
     with pytest.raises(LongspanError, match="offload='host' moves what checkpointing saves"):

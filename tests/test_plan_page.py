@@ -496,7 +496,7 @@ def test_the_page_says_how_many_gpus_would_do_and_draws_the_methods(browser: Any
     found = find_suggestions(LLAMA, ASKED, 8, CATALOGUE["h100"])
     assert found.more is not None and found.memory_options is not None
     assert _find(browser, "#more-gpus")[0].text.startswith(
-        f"{found.more.mesh.gpus} GPUs of the kind would do: {found.more.mesh},"
+        f"{found.more.mesh.gpus} GPUs of the kind suffice: {found.more.mesh},"
     )
     assert str(found.memory_options.mesh) in _find(browser, "#other-memory-options")[0].text
     rows = {row.get_attribute("data-method"): row for row in _find(browser, "#methods [data-method]")}

@@ -361,10 +361,10 @@ def test_missing_sizes_are_all_named() -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
         (
             {"num_key_value_heads": 3},
-            "num_attention_heads=4 ... num_key_value_heads=3 ... 3 or 6 would",
+            "num_attention_heads=4 ... num_key_value_heads=3 ... use 3 or 6",
         ),
-        ({"num_key_value_heads": 8}, "num_attention_heads=4 ... num_key_value_heads=8 ... 8 would"),
-        ({"hidden_size": 66}, "hidden_size=66 ... num_attention_heads=4 ... 64 or 68 would"),
+        ({"num_key_value_heads": 8}, "num_attention_heads=4 ... num_key_value_heads=8 ... use 8"),
+        ({"hidden_size": 66}, "hidden_size=66 ... num_attention_heads=4 ... use 64 or 68"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=true; only causal decoders are supported, set it to false"),
         (
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
@@ -389,11 +389,11 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
     [
         (
             _llama(model_type="qwen3", num_key_value_heads=4, layer_types=["sliding_attention"] * 2),
-            "layer_types has sliding_attention ... (use_sliding_window is false) ... give sliding_window in tokens",
+            "layer_types has sliding_attention ... (use_sliding_window is false) ... set sliding_window in tokens",
         ),
         (
             _llama(model_type="gemma2", sliding_window=None),
-            "layer_types has sliding_attention ... give sliding_window in tokens",
+            "layer_types has sliding_attention ... set sliding_window in tokens",
         ),
         (
             _llama(model_type="mixtral", num_key_value_heads=4, num_local_experts=2, num_experts_per_tok=3),
@@ -401,7 +401,7 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
         ),
         (
             _llama(model_type="mistral"),
-            "num_attention_heads=4 ... num_key_value_heads=8 (the default) ... 8 would",
+            "num_attention_heads=4 ... num_key_value_heads=8 (the default) ... use 8",
         ),
         (
             _llama(model_type="deepseek_v3", moe_layer_freq=2),
@@ -451,7 +451,7 @@ def test_model_types_that_are_not_supported(config: dict[str, Any], reason: str)
     ("config", "assumed"),
     [
         (_llama(model_type="gemma", hidden_act="gelu", head_dim=16), "its MLP, of hidden_act 'gelu', is assumed"),
-        (_llama(model_type="starcoder2", sliding_window=8), "sliding_window=8 is assumed of no layer"),
+        (_llama(model_type="starcoder2", sliding_window=8), "sliding_window=8 is ignored"),
         (_llama(model_type="olmoe", num_experts=8, num_experts_per_tok=2), "every layer is assumed to have experts"),
     ],
 )

@@ -86,7 +86,7 @@ def test_counts_of_parameters(count: float, said: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is recommended, and what would do where nothing is.
+# What is recommended, and suggestions if nothing is.
 
 
 def test_what_only_tensor_parallelism_holds_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     flags = [word for word in given.split() if word.startswith("--")]
     for flag in [*flags, "--checkpointing" if "--grad-checkpointing" in flags else "--gpus"]:
         assert not re.search(rf"{flag}\b", advice), (flag, advice)
-    if on_these := re.search(r"On these GPUs (.*?) would do with (--.*?)( \(--memory auto finds it\))?\.", advice):
+    if on_these := re.search(r"On these GPUs (.*?) fits with (--.*?)( \(--memory auto finds it\))?\.", advice):
         assert main([*args, "--gpus", "2", *on_these[2].split(), "--json"]) == 0
         plans = json.loads(capsys.readouterr().out)["plans"]
         assert str(Mesh(**next(plan["mesh"] for plan in plans if plan["fits"]))) == on_these[1]
@@ -146,15 +146,15 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
         )
         return found.recommended
 
-    if more := re.search(r"([\d,]+) GPUs would do", advice):
+    if more := re.search(r"([\d,]+) GPUs suffice", advice):
         enough = best(more[1])
         assert enough is not None and enough.mesh.gpus.bit_count() == 1
         assert f": {enough.mesh}" in advice and f"{enough.memory_total_bytes / 1e9:.1f} GB each" in advice
         assert best(enough.mesh.gpus // 2) is None
-    if fewer := re.search(r"So would ([\d,]+): (.*?)\.", advice):
+    if fewer := re.search(r"So do ([\d,]+): (.*?)\.", advice):
         fitting = best(fewer[1])
         assert fitting is not None and str(fitting.mesh) == fewer[2]
-    assert on_these or more or "No memory options would do" in advice
+    assert on_these or more or "No memory options suffice" in advice
 
 
 def test_the_recommended_mesh_is_in_the_table_and_a_note_says_if_steps_wait_for_weights(
@@ -193,8 +193,8 @@ def test_advice_in_the_json_is_the_printed_one(capsys: pytest.CaptureFixture[str
     told: dict[str, Any] = json.loads(capsys.readouterr().out)["suggestions"]
     assert main(["plan", *args]) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{told['more']['gpus']} GPUs would do, the job as it is: {Mesh(**told['more']['mesh'])}," in text
-    assert f"On these GPUs {Mesh(**told['memory_options']['mesh'])} would do" in text
+    assert f"{told['more']['gpus']} GPUs suffice, the job as it is: {Mesh(**told['more']['mesh'])}," in text
+    assert f"On these GPUs {Mesh(**told['memory_options']['mesh'])} fits" in text
     assert "--grad-checkpointing" not in shlex.split(told["memory_options"]["command"])
     assert main(["plan", "--model", "llama-3.1-8b", "--context", "4k", "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["suggestions"] is None
@@ -205,5 +205,5 @@ def test_where_nothing_would_do() -> None:
     job = Job(context=1 << 30)
     found = find_suggestions(model, job, 1, hardware)
     assert (found.memory_options, found.more, found.fewer, found.longest) == (None, None, None, None)
-    assert "No memory options would do, nor would up to 16,384 GPUs" in suggestion_text(model, job, 1, hardware)
+    assert "No memory options suffice, nor do up to 16,384 GPUs" in suggestion_text(model, job, 1, hardware)
     assert search(model, job, 1, hardware).fastest is None

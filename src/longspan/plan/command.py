@@ -1,4 +1,4 @@
-"""`longspan plan`: reads what was asked for, searches, and shows it."""
+"""`longspan plan`: read the flags, search, show the result."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["PlanConfig", "run"]
 
 
 def run(config: PlanConfig) -> int:
-    """Plan, and show it.
+    """Plan, and print the result.
 
     Returns:
-        0 where something fits, 1 where nothing does.
+        0 if something fits, else 1.
 
     Raises:
         LongspanError: for an unknown model or GPU, impossible sizes, or a file that cannot be written.
@@ -40,74 +40,61 @@ def run(config: PlanConfig) -> int:
     model = dataclasses.replace(read_model(config.model), rope=config.rope())
     hardware = _hardware(config)
     _check(config, model, hardware)
-    job, found = _searched(config, model, hardware)
+    job, found = _search(config, model, hardware)
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
-    advice = _advice(config, found, model, job, hardware) if found.recommended is None else None
-    report: dict[str, Any] | None = None
+    suggestions = _suggestions(config, found, model, job, hardware) if found.recommended is None else None
     rows = _memory_options(found, job, hardware) if config.memory_options else []
+    report: dict[str, Any] = {}
     if config.json or config.html:
         memory_options = memory_options_dict(rows, config.gpus) if rows else None
-        report = to_dict(found, model, job, config.gpus, hardware, methods, memory_options, advice)
+        report = to_dict(found, model, job, config.gpus, hardware, methods, memory_options, suggestions)
     if config.json:
         print(json.dumps(report, indent=1))
     else:
         from longspan.plan.views.tables import show
 
-        show(
-            found,
-            model,
-            job,
-            config.gpus,
-            hardware,
-            methods,
-            config.top,
-            rows,
-            "" if advice is None else describe_suggestions(advice, job, config.fixed()),
-        )
+        text = "" if suggestions is None else describe_suggestions(suggestions, job, config.fixed())
+        show(found, model, job, config.gpus, hardware, methods, config.top, rows, text)
     if config.html or config.png:
-        from longspan.plan.views.curves import grid
+        _write_pictures(config, report, model, job, hardware)
+    # To train, only a plan that `longspan train` runs counts.
+    usable = found.recommended if job.mode == "train" else found.fastest
+    return 0 if usable is not None else 1
 
-        settings = None
-        if config.html:
-            from longspan.plan.views.settings import settings_grid
 
-            settings = settings_grid(model, job, config.gpus, hardware)
-        also = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
-        points = grid(model, job, config.gpus, hardware, also)
-        if config.html:
-            from longspan.plan.views.page import render
+def _write_pictures(
+    config: PlanConfig, report: dict[str, Any], model: ModelShape, job: Job, hardware: Hardware
+) -> None:
+    """Write the page (`--html`) and the picture (`--png`)."""
+    from longspan.plan.views.curves import grid
+    from longspan.plan.views.drawing import draw
+    from longspan.plan.views.page import render
+    from longspan.plan.views.settings import settings_grid
 
-            assert report is not None
-            page = render(report, points, settings)
-            _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), config.json)
-        if config.png:
-            from longspan.plan.views.drawing import draw
-
-            _write("picture", config.png, lambda path: draw(points, path), config.json)
-    # What `longspan train` does not run is no plan to one who wants to train.
-    taken = found.recommended if job.mode == "train" else found.fastest
-    return 0 if taken is not None else 1
+    settings = settings_grid(model, job, config.gpus, hardware) if config.html else None
+    more_meshes = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
+    points = grid(model, job, config.gpus, hardware, more_meshes)
+    if config.html:
+        page = render(report, points, settings)
+        _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), config.json)
+    if config.png:
+        _write("picture", config.png, lambda path: draw(points, path), config.json)
 
 
 def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
-    """Refuse what no mesh would change: positions that the model cannot have, memory options that the hardware has no
-    use for.
-
-    Raises:
-        LongspanError: with the way out.
-    """
+    """Raise for what no mesh changes: positions that the model cannot have, memory options that the hardware lacks."""
     if config.context != "max":
         scaling_for(model.positions, model.rope, config.context, model.name)
     job = config.job()
     if hardware.on_cpu and (job.memory.cpu_offload or job.memory.offload == "host"):
         flag = "--cpu-offload" if job.memory.cpu_offload else "--offload host"
         raise LongspanError(
-            f"{flag} moves from a GPU to its host's memory, and --gpu {config.gpu} has none; leave it out"
+            f"{flag} moves data from a GPU to its host's memory, and --gpu {config.gpu} has no GPU; leave it out"
         )
 
 
-def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
-    """What was found, and the job with the context and the memory options of the plan that is recommended."""
+def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
+    """Return the job, with the context and the memory options of the recommended plan, and what was found."""
     job, fixed = config.job(), config.fixed()
     if config.context == "max":
         if config.level == "longest":
@@ -129,8 +116,10 @@ def _searched(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tupl
     return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), found
 
 
-def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware) -> Suggestions | None:
-    """What would do where nothing is recommended; None where it is not for want of memory."""
+def _suggestions(
+    config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware
+) -> Suggestions | None:
+    """Return suggestions, or None if memory is not the reason why nothing is recommended."""
     best = found.fastest
     if not found.plans or (best is not None and best.runs):
         return None
@@ -138,14 +127,14 @@ def _advice(config: PlanConfig, found: Search, model: ModelShape, job: Job, hard
 
 
 def _memory_options(found: Search, job: Job, hardware: Hardware) -> list[MemoryRow]:
-    """Of the mesh that is recommended, else of the nearest that this version runs."""
+    """Return the rows of the recommended mesh, else of the nearest that this version runs."""
     running = [plan for plan in found.plans if plan.runs]
     plan = found.recommended or next(iter(running or found.plans), None)
     return [] if plan is None else memory_rows(plan.model, job, plan.mesh, hardware)
 
 
 def _write(what: str, path: Path, write: Callable[[Path], object], quietly: bool) -> None:
-    """Write a file and say so; `quietly` on the other stream, where the output is for programs."""
+    """Write a file and say so; `quietly`: on stderr, as stdout is JSON."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)

@@ -1,6 +1,4 @@
-"""Whether a model with a prompt and its KV cache fits, as `longspan generate` runs it: the prompt in chunks; and
-whether a text does, as `longspan score` runs it: all of it at once, without a cache.
-"""
+"""Whether a model fits with a prompt and its KV cache (`longspan generate`), or a whole text (`longspan score`)."""
 
 from __future__ import annotations
 
@@ -24,34 +22,34 @@ if TYPE_CHECKING:
     Items = Callable[[Job, Mesh], dict[str, int]]
 
 MOST_RANKS = 1 << 10
-"""Ranks up to which one looks for a mesh that would do."""
+"""The most ranks among which a mesh that fits is searched."""
 
 
 def peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> dict[str, int]:
-    """Bytes, item by item, when most is held: while the last chunk of a prompt is computed, or while a token is.
+    """Return the bytes, item by item, at the peak: in the prompt's last chunk, or in a token's forward.
 
     Args:
-        model: what runs.
-        job: `context` is all tokens that the cache comes to hold.
+        model: the model.
+        job: `context` is all tokens that the cache will hold.
         mesh: the mesh.
-        hardware: on what.
-        chunk: tokens of the prompt at once, over all ranks.
+        hardware: the kind of GPU.
+        chunk: tokens of the prompt per chunk, over all ranks.
     """
-    moments = [
+    peaks = [
         memory(model, replace(job, mode=mode, prefill_chunk=chunk), mesh, hardware, tiles=1)
         for mode in ("prefill", "decode")
     ]
-    return max(moments, key=lambda items: sum(items.values()))
+    return max(peaks, key=lambda items: sum(items.values()))
 
 
 def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
-    """The same of a forward over a whole text, of which nothing is kept: the head goes tile by tile.
+    """Return the bytes, item by item, of a forward over a whole text: no cache, and the head tile by tile.
 
     Args:
-        model: what runs.
+        model: the model.
         job: `context` is the tokens of the text.
         mesh: the mesh.
-        hardware: on what.
+        hardware: the kind of GPU.
     """
     prefill = replace(job, mode="prefill")
     items = {**memory(model, prefill, mesh, hardware, tiles=1), "kv_cache": 0}
@@ -60,32 +58,32 @@ def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
 
 
 def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> None:
-    """Refuse what will not fit.
+    """Raise if the prompt and its cache do not fit.
 
     Args:
-        model: what runs.
-        job: `context` is all tokens that the cache comes to hold.
+        model: the model.
+        job: `context` is all tokens that the cache will hold.
         mesh: the mesh.
-        hardware: on what.
-        chunk: tokens of the prompt at once, over all ranks.
+        hardware: the kind of GPU.
+        chunk: tokens of the prompt per chunk, over all ranks.
 
     Raises:
-        LongspanError: if the mesh cannot hold the job, or the memory is too small: with the sum, item by item, and the
-            mesh that would do, or the longest cache that fits.
+        LongspanError: if the mesh cannot hold the job, or the memory is too small: with the sum, item by item, the
+            smallest mesh that fits, and the longest cache that fits.
     """
-    asked = replace(job, mode="decode")  # fewer tokens than ranks will do
+    asked = replace(job, mode="decode")  # which allows fewer tokens than ranks
     held = "prompt and --max-new-tokens together"
     _check(model, asked, mesh, hardware, lambda j, m: peak_items(model, j, m, hardware, chunk), f" ({held})")
 
 
 def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> None:
-    """Refuse a text that cannot be scored.
+    """Raise if a text to score does not fit.
 
     Args:
-        model: what runs.
+        model: the model.
         job: `context` is the tokens of the text.
         mesh: the mesh.
-        hardware: on what.
+        hardware: the kind of GPU.
 
     Raises:
         LongspanError: as `check_fits`.
@@ -100,21 +98,21 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
         raise LongspanError(problem)
     if _fits(model, job, mesh, hardware, items_of):
         return
-    items, there = items_of(job, mesh), offloaded_bytes(model, job, mesh, hardware)
-    need = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
-    if there.host_bytes:
-        need += (
-            f", and {there.host_node_bytes / GB:.2f} GB of {HOST_SHARE * hardware.host_memory / GB:.2f} GB of host "
-            f"memory per node ({format_items(there.host_bytes)} of each rank)"
+    items, stored = items_of(job, mesh), offloaded_bytes(model, job, mesh, hardware)
+    needed = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
+    if stored.host_bytes:
+        needed += (
+            f", and {stored.host_node_bytes / GB:.2f} GB of {HOST_SHARE * hardware.host_memory / GB:.2f} GB of host "
+            f"memory per node ({format_items(stored.host_bytes)} of each rank)"
         )
     raise LongspanError(
-        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {need}. Item by item: "
-        f"{format_items(items)}. {_what_would_do(model, job, mesh, hardware, items_of, means)}"
+        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {needed}. Item by item: "
+        f"{format_items(items)}. {_suggestions(model, job, mesh, hardware, items_of, means)}"
     )
 
 
-def _what_would_do(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> str:
-    said = []
+def _suggestions(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> str:
+    sentences = []
     ranks = mesh.gpus
     while ranks <= MOST_RANKS:
         sharded = replace(job, weight_sharding=True) if ranks > 1 else job
@@ -123,15 +121,15 @@ def _what_would_do(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, 
             total = sum(items_of(sharded, found).values())
             weights = " with FSDP" if not job.weight_sharding and ranks > 1 else ""
             flags = f"--ring {found.ring} --ulysses {found.ulysses}"
-            said.append(f"{ranks:,} ranks of this kind would do: {flags}{weights}, {total / GB:.2f} GB each.")
+            sentences.append(f"{ranks:,} ranks of this kind suffice: {flags}{weights}, {total / GB:.2f} GB each.")
             break
         ranks = 1 << ranks.bit_length()
     else:
-        said.append(f"Up to {MOST_RANKS:,} ranks of this kind would not do.")
+        sentences.append(f"Up to {MOST_RANKS:,} ranks of this kind do not suffice.")
     longest = _longest(model, job, mesh, hardware, items_of)
     if longest:
-        said.append(f"On {mesh} {longest:,} tokens fit{means}.")
-    return " ".join(said)
+        sentences.append(f"On {mesh} {longest:,} tokens fit{means}.")
+    return " ".join(sentences)
 
 
 def _holds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
@@ -144,7 +142,7 @@ def _fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of:
 
 
 def _meshes_of(ranks: int) -> Iterator[Mesh]:
-    """Meshes that generate runs on: ring x ulysses; those of most heads first."""
+    """Yield the meshes that generate runs on: ring x ulysses, largest ulysses first."""
     found = [mesh for mesh in meshes(ranks) if mesh.data == mesh.tensor == 1]
     yield from sorted(found, key=lambda mesh: mesh.ring)
 

@@ -1,7 +1,7 @@
-"""What GPUs and links can do: a catalogue, or a TOML of the user's own, or one that `longspan bench link` measured.
+"""Speeds of GPUs and links: from the catalogue, from your TOML, or measured by `longspan bench link`.
 
 Sizes are bytes, speeds bytes/s and FLOP/s, times seconds; a GB is 1e9 bytes. The catalogue holds the makers' figures,
-so a prediction from it is only as good as the efficiencies it assumes; a measured file replaces both.
+so its predictions are only as good as the assumed efficiencies; a measured file replaces both.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import Toml, check_flag, check_number, existing_path, path_of, read_toml, spell
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
-"""The collectives that longspan and the methods beside it use."""
+"""The collectives of longspan and of the methods that it is compared with."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of wire, as one GPU sees it.
+    """One kind of link, as one GPU sees it.
 
     Attributes:
-        bandwidth: bytes/s that a GPU sends, one direction.
-        latency: seconds before the first byte of a collective, by its name.
+        bandwidth: bytes/s that a GPU sends in one direction.
+        latency: seconds before the first byte of a collective, by op.
     """
 
     bandwidth: float
@@ -43,24 +43,22 @@ class Link:
             check_number(f"the latency of a link's {op}", self.latency.get(op), 0)
 
 
-# Start-up times of collectives: 5 us for an AllReduce and 15 us for an All-to-All inside a node are the reference
-# documents' (section 3.7.5); between nodes several switches and a network card add to them.
+# Latencies: 5 us for an AllReduce and 15 us for an All-to-All inside a node are the reference documents' (section
+# 3.7.5); between nodes several switches and a network card add to them.
 _INTRA_LATENCY = {"all_to_all": 15e-6, "all_gather": 5e-6, "reduce_scatter": 5e-6, "all_reduce": 5e-6, "p2p": 3e-6}
 _INTER_LATENCY = {"all_to_all": 30e-6, "all_gather": 15e-6, "reduce_scatter": 15e-6, "all_reduce": 20e-6, "p2p": 8e-6}
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """One collective on one axis, as it was measured.
+    """One measured collective on one axis.
 
     Attributes:
         latency: seconds.
         bandwidth: bytes/s that a rank sends. latency + sent / bandwidth is the fitted line.
-        points: (bytes that a rank sends, seconds) as measured, by ascending bytes. Where there are some, they count,
-            not the line: a link's buffers take small messages at once and large ones at its rate, which no one line
-            says.
-        hidden: the share of its seconds, 0 to 1, that computing of the same length runs beside; None where that was not
-            measured.
+        points: measured (bytes that a rank sends, seconds), by ascending bytes. If given, they replace the line: a
+            link buffers small messages and sends large ones at its rate, which no single line fits.
+        hidden: fraction of its seconds, 0 to 1, that overlaps with computing of the same length; None: not measured.
     """
 
     latency: float
@@ -69,11 +67,7 @@ class MeasuredLink:
     hidden: float | None = None
 
     def check(self, what: str) -> None:
-        """Refuse what no link can be.
-
-        Raises:
-            LongspanError: naming `what`.
-        """
+        """Raise for impossible numbers; `what` names the link in messages."""
         check_number(f"the latency of {what}", self.latency, 0)
         check_number(f"the bandwidth of {what}", self.bandwidth, 0, above=True)
         if self.hidden is not None:
@@ -86,10 +80,10 @@ class MeasuredLink:
             raise LongspanError(f"the points of {what} must have ascending sizes, got {spell(sizes)}")
 
     def seconds(self, sent: float) -> float:
-        """Of a message of which a rank sends `sent` bytes: between the two points around it.
+        """Return the seconds of a message of which a rank sends `sent` bytes, interpolated between the points.
 
-        A smaller one than all points costs at least the latency; a larger one grows as between the last two points,
-        at no more than 10 times the throughput of the last, and no less than that.
+        Below the first point: at least the latency. Above the last: the slope of the last two points, with at least the
+        throughput of the last point and at most 10 times that.
         """
         if not self.points:
             return self.latency + sent / self.bandwidth
@@ -108,7 +102,7 @@ class MeasuredLink:
         return then + (later - then) * (sent - below) / (above - below)
 
 
-_OF_THE_HOST = ("host_memory", "host_bandwidth", "host_memory_bandwidth", "disk_write", "disk_read")
+_HOST_KEYS = ("host_memory", "host_bandwidth", "host_memory_bandwidth", "disk_write", "disk_read")
 
 
 @dataclass(frozen=True)
@@ -116,34 +110,34 @@ class Hardware:
     """GPUs in nodes.
 
     Attributes:
-        name: as asked for, or as the file says.
+        name: in the catalogue, or in the file.
         memory_bytes: of one GPU.
         flops: dense bf16 peak of one GPU.
         memory_bandwidth: of one GPU.
         gpus_per_node: GPUs that `intra` joins.
         intra: the link inside a node.
         inter: the link between nodes, per GPU.
-        matmul_efficiency: the part of `flops` that matrix products reach.
-        attention_efficiency: the part of `flops` that the attention kernel reaches, backward included.
-        fp32_ratio: fp32 (TF32 where there is such) peak over bf16 peak.
-        reserve_bytes: what torch, CUDA and NCCL keep for themselves on each GPU.
-        overlaps: whether communication runs beside computation where `measured` does not say how much of it does (a
-            GPU's does, a CPU's takes the same cores).
-        on_cpu: whether ranks are processes on CPUs: what attention, loss and gloo hold there differs from a GPU.
-        measured: link of (axis, op) as measured; it goes before `intra` and `inter`.
-        attention_forward_flops: measured speed of the attention's forward, None to take the efficiency.
-        attention_flops: the same of forward and backward together.
-        attention_block: tokens of the diagonal's blocks, which the kernel computes whole: S tokens take
-            (1 + attention_block / S) times as long as their FLOPs say.
-        attention_width: the softmax's work on a pair in units of head_dim: heads of D take (1 + attention_width / D)
-            times as long as their FLOPs say.
-        measured_dtype: the dtype that `flops` was measured in; None for bf16, the makers' figure.
-        host_memory: of one node, all its GPUs together.
+        matmul_efficiency: fraction of `flops` that matrix products reach.
+        attention_efficiency: fraction of `flops` that the attention kernel reaches, backward included.
+        fp32_ratio: fp32 peak (TF32 if available) over bf16 peak.
+        reserve_bytes: held by torch, CUDA and NCCL themselves on each GPU.
+        overlaps: whether communication overlaps with computation, unless `measured` has the fraction (a GPU's does; a
+            CPU's takes the same cores).
+        on_cpu: whether ranks are processes on CPUs, where attention, loss and gloo hold other buffers.
+        measured: measured links by (axis, op); they replace `intra` and `inter`.
+        attention_forward_flops: measured FLOP/s of the attention's forward; None: use the efficiency.
+        attention_flops: measured FLOP/s of forward and backward together.
+        attention_block: tokens per block on the diagonal, which the kernel computes in full: S tokens take
+            (1 + attention_block / S) times the time of their FLOPs.
+        attention_width: the softmax's work per pair in units of head_dim: heads of D take (1 + attention_width / D)
+            times the time of their FLOPs.
+        measured_dtype: dtype that `flops` was measured in; None: bf16, the makers' figure.
+        host_memory: of one node.
         host_bandwidth: bytes/s between one GPU and its host's memory, each direction.
-        host_memory_bandwidth: bytes/s of a node's memory itself, which an optimizer on the host is bound by.
-        disk_write: bytes/s that a node's local disks take.
-        disk_read: bytes/s that they give.
-        disk_bytes: what they hold; 0 where nobody said, and then nothing is checked against it.
+        host_memory_bandwidth: bytes/s of a node's memory, which bounds an optimizer on the host.
+        disk_write: bytes/s to a node's local disks.
+        disk_read: bytes/s from them.
+        disk_bytes: their capacity; 0: unknown, and not checked.
     """
 
     name: str
@@ -173,45 +167,45 @@ class Hardware:
     disk_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        said = f"hardware {self.name}: "
-        for name in ("memory_bytes", "flops", "memory_bandwidth", *_OF_THE_HOST):
-            check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
-        check_number(f"{said}gpus_per_node={spell(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
+        where = f"hardware {self.name}: "
+        for name in ("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS):
+            check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
+        check_number(f"{where}gpus_per_node={spell(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
-            check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, 1, above=True)
+            check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0, 1, above=True)
         for name in ("overlaps", "on_cpu"):
-            check_flag(f"{said}{name}", getattr(self, name))
+            check_flag(f"{where}{name}", getattr(self, name))
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
-                raise LongspanError(f"{said}{name} must be a Link, got {spell(getattr(self, name))}")
+                raise LongspanError(f"{where}{name} must be a Link, got {spell(getattr(self, name))}")
         if not isinstance(self.measured, Mapping):
-            raise LongspanError(f"{said}measured must be links by (axis, op), got {spell(self.measured)}")
+            raise LongspanError(f"{where}measured must be links by (axis, op), got {spell(self.measured)}")
         for name in ("reserve_bytes", "attention_block", "attention_width", "disk_bytes"):
-            check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0)
+            check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0)
         for name in ("attention_flops", "attention_forward_flops"):
             if getattr(self, name) is not None:
-                check_number(f"{said}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
-        for where, link in self.measured.items():
-            if not (isinstance(where, tuple) and len(where) == 2 and isinstance(link, MeasuredLink)):
+                check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
+        for key, link in self.measured.items():
+            if not (isinstance(key, tuple) and len(key) == 2 and isinstance(link, MeasuredLink)):
                 raise LongspanError(
-                    f"{said}measured must hold a MeasuredLink by (axis, op), got {spell(link)} by {spell(where)}"
+                    f"{where}measured must hold a MeasuredLink by (axis, op), got {spell(link)} by {spell(key)}"
                 )
-            link.check(f"{said}{where[1]} on {where[0]}")
+            link.check(f"{where}{key[1]} on {key[0]}")
 
     def members_per_node(self, stride: int, size: int) -> int:
-        """How many of a group of `size` ranks, `stride` apart, share a node."""
+        """Return how many of a group of `size` ranks, `stride` apart, share a node."""
         return max(1, min(size, self.gpus_per_node // stride)) if stride <= self.gpus_per_node else 1
 
     def link_of(self, stride: int, size: int) -> str:
-        """ "intra" where the whole group lies in one node, else "inter"."""
+        """Return "intra" if the whole group is in one node, else "inter"."""
         return "intra" if self.members_per_node(stride, size) == size else "inter"
 
     def hideable(self, op: str, axis: str) -> float:
-        """The share of a collective's seconds, 0 to 1, that can run beside what a method computes meanwhile; the rest
-        takes the same cores, and lengthens the computing.
+        """Return the fraction of a collective's seconds, 0 to 1, that can overlap with computing.
+
+        The rest takes the same cores, and lengthens the computing.
         """
-        # Without a GPU's streams FSDP2 waits for each of its collectives where it calls it, prefetched or not, so
-        # whatever the link could do, its weights and gradients run beside nothing.
+        # Without CUDA streams FSDP2 waits for each collective where it calls it, prefetched or not.
         if axis == "fsdp" and self.on_cpu:
             return 0.0
         link = self.measured.get((axis, op))
@@ -220,12 +214,12 @@ class Hardware:
         return link.hidden
 
     def seconds(self, op: str, axis: str, sent: float, stride: int, size: int) -> float:
-        """Seconds of one collective: latency + bytes / bandwidth.
+        """Return the seconds of one collective: latency + bytes / bandwidth.
 
-        A group inside a node has the node's link. One that spans nodes has m members in each. Ring collectives
-        (all_gather, reduce_scatter, all_reduce) then run a ring through every member's own network card, so they see
-        m cards, but never more than the node's link. Of an All-to-All, only what is for other nodes crosses, each
-        member on its own card, beside what stays inside. A shift between neighbours waits for the one that crosses.
+        A group inside a node uses the node's link. A group that spans nodes has m members in each. Ring collectives
+        (all_gather, reduce_scatter, all_reduce) then use every member's network card, so m cards, but never more than
+        the node's link. In an All-to-All only data for other nodes crosses, each member on its own card, concurrently
+        with data inside the node. A P2P shift waits for the neighbour that crosses.
 
         Args:
             op: one of `OPS`.
@@ -277,7 +271,7 @@ def _gpu(
 
 
 # Columns: memory GB, dense bf16 TFLOP/s, memory GB/s, link inside a node and between nodes in GB/s per GPU, one way.
-# Hosts: the DGX of the kind, else 1 TB; PCIe x16, what a copy from pinned memory reaches: 55 GB/s (gen 5), 25 (gen 4).
+# Hosts: the DGX of the kind, else 1 TB; PCIe x16 as copies from pinned memory reach it: 55 GB/s (gen 5), 25 (gen 4).
 CATALOGUE = {
     hardware.name: hardware
     for hardware in (
@@ -298,8 +292,8 @@ CATALOGUE = {
         _gpu("mi300x", 192, 1307.4, 5300, 448, 50),
         # NVIDIA L40S data sheet: 362.05 TFLOP/s dense bf16, 48 GB at 864 GB/s, PCIe 4.0 x16 (32 GB/s) and no NVLink.
         _gpu("l40s", 48, 362.05, 864, 32, 25, host_gb=1000, pcie_gbs=25),
-        # A CPU host whose ranks are processes joined by gloo over loopback: an order of magnitude for one core, to be
-        # replaced by `longspan bench link`.
+        # Ranks as processes on one host, joined by gloo over loopback: an order of magnitude for one core. Measure
+        # your own with `longspan bench link`.
         dataclasses.replace(
             _gpu("cpu", 8, 0.1, 10, 1, 1, per_node=64, fp32_ratio=1.0, host_gb=512, pcie_gbs=10),
             overlaps=False,
@@ -314,7 +308,7 @@ CATALOGUE = {
 _NUMBERS = {
     "memory_bytes", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency",
     "fp32_ratio", "reserve_bytes", "attention_flops", "attention_forward_flops", "attention_block", "attention_width",
-    "disk_bytes", *_OF_THE_HOST,
+    "disk_bytes", *_HOST_KEYS,
 }  # fmt: skip
 _KNOWN = _NUMBERS | {"name", "like", "overlaps", "on_cpu", "intra", "inter", "links", "dtype", "measured"}
 
@@ -323,11 +317,11 @@ _LINK_AXES = ("data", "ring", "ulysses", "tensor", "fsdp", "sequence")
 
 
 def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """Hardware by its name in the catalogue, or from a TOML file.
+    """Return hardware by its name in the catalogue, or from a TOML file.
 
-    A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes what is left out from
-    the catalogue, or from another file. `[intra]` and `[inter]` hold `bandwidth` and, as wanted, `latency` (seconds,
-    one number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, and `points` and `hidden`,
+    A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes missing keys from the
+    catalogue, or from another file. `[intra]` and `[inter]` hold `bandwidth` and optionally `latency` (seconds, one
+    number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, and `points` and `hidden`,
     as `longspan bench link` writes them.
 
     Raises:
@@ -335,12 +329,14 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
             keys, or impossible values; with the file and the line.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise LongspanError(f"hardware {spell(name_or_path)} is no name and no path; there are {', '.join(CATALOGUE)}")
+        raise LongspanError(
+            f"hardware {spell(name_or_path)} is neither a name nor a path; there are {', '.join(CATALOGUE)}"
+        )
     return _read(os.fspath(name_or_path), ())
 
 
 def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
-    """`read_hardware`, for the files that lead here by their `like`."""
+    """Read hardware; `readers` are the files whose `like` led here."""
     if name_or_path.lower() in CATALOGUE:
         return CATALOGUE[name_or_path.lower()]
     path = path_of("--gpu", name_or_path)
@@ -349,7 +345,7 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
         close = [name for name in CATALOGUE if name.startswith(asked)]
         close = close or difflib.get_close_matches(asked, CATALOGUE, n=3, cutoff=0.4)
         nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CATALOGUE)}"
-        raise LongspanError(f"--gpu {name_or_path} is unknown; {nearest} Or give a .toml file of your own")
+        raise LongspanError(f"--gpu {name_or_path} is unknown; {nearest} Or give your own .toml file")
     readers = (*readers, path.absolute())
     if path.resolve() in {reader.resolve() for reader in readers[:-1]}:
         chain = " -> ".join(str(reader) for reader in readers)
@@ -375,9 +371,9 @@ def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
         changed["gpus_per_node"] = _number(file, "gpus_per_node", whole=True)
     measured_here, own = "measured" in values, "like" in values
     base = _read(values["like"], readers) if own else CATALOGUE["cpu"]
-    if not own and not measured_here:  # a machine of the user's own: nothing is known of its hosts
-        unsaid: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Hardware) if f.name in _OF_THE_HOST}
-        base = dataclasses.replace(base, **unsaid)
+    if not own and not measured_here:  # nothing is known of the hosts of an unmeasured machine
+        unknown: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Hardware) if f.name in _HOST_KEYS}
+        base = dataclasses.replace(base, **unknown)
     missing = sorted({"memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"} - values.keys())
     if missing and not own:
         raise LongspanError(f'--gpu {file.path} has no {", ".join(missing)}; give them, or like = "h100" for the rest')
@@ -397,7 +393,7 @@ def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
         changed["measured_dtype"] = values["dtype"]
     try:
         return dataclasses.replace(base, name=values.get("name", file.path.stem), measured=_links(file), **changed)
-    except LongspanError as error:  # out of range: its name is a key's
+    except LongspanError as error:  # out of range: the message names the key
         key = next((key for key in values if f"{key}=" in str(error)), "")
         raise LongspanError(f"--gpu {file.where(key)}: {error}") from error
 
@@ -428,7 +424,7 @@ def _table(file: Toml, *keys: str) -> dict[str, Any]:
 
 
 def _links(file: Toml) -> dict[tuple[str, str], MeasuredLink]:
-    """The measured links, of (axis, op)."""
+    """Return the measured links by (axis, op)."""
     found = {}
     if "links" in file.values:
         _check_keys(file, _LINK_AXES, "links")
@@ -446,7 +442,7 @@ def _links(file: Toml) -> dict[tuple[str, str], MeasuredLink]:
 
 
 def _points(file: Toml, *where: str) -> tuple[tuple[float, float], ...]:
-    """The measured (bytes, seconds) of a link, if the file has some."""
+    """Return the measured (bytes, seconds) of a link, if the file has any."""
     table: Any = file.values
     for key in where:
         table = table[key]
@@ -475,7 +471,7 @@ def _link(file: Toml, where: str, base: Link) -> Link:
 
 
 def _number(file: Toml, *keys: str, above: bool = False, whole: bool = False, most: float = math.inf) -> float:
-    """The number that `keys` lead to: finite, not below 0, and not above `most`."""
+    """Return the number at `keys`: finite, at least 0 and at most `most`."""
     value: Any = file.values
     for key in keys:
         value = value.get(key)

@@ -1,4 +1,4 @@
-"""What cannot be on a mesh, and what to know of what can."""
+"""Why a mesh cannot hold a job, and notes on a mesh that can."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 GB = 1e9
 
 LONGEST_RING = 1 << 11
-"""Ranks of a ring that is planned: each computes its share round by round, so a plan takes the square of them."""
+"""The longest ring that can be planned: a plan takes time quadratic in its ranks."""
 
 
 def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
-    """Why a mesh cannot hold a job, whatever the memory; None where it can."""
+    """Return the reason why a mesh cannot hold a job, whatever the memory, or None."""
     return positions_refusal(model, job) or mesh_refusal(model, job, mesh)
 
 
 def positions_refusal(model: ModelShape, job: Job) -> str | None:
-    """Why no mesh can hold the context, as the model has no such positions; None where it has, or can be given them."""
+    """Return the reason why the model has no positions for the context, and no RoPE scaling gives them, or None."""
     if job.mode == "train" and job.context < 2:
         return f"context {job.context}: a sequence needs 2 tokens to learn from"
     try:
@@ -39,14 +39,14 @@ def positions_refusal(model: ModelShape, job: Job) -> str | None:
 
 
 def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
-    """The same, of the mesh alone."""
+    """Return the reason why a mesh cannot hold a job, positions left out, or None."""
     if job.batch % mesh.data:
         return (
             f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "
             f"try batch={mesh.data} or data={math.gcd(job.batch, mesh.data)}"
         )
     if mesh.ring > LONGEST_RING:
-        return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that are planned; take more ulysses or data"
+        return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that can be planned; use more ulysses or data"
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
     for layer, _ in model.layer_kinds:
@@ -72,9 +72,9 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
 
 
 def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
-    """What the user should know of a mesh that can be."""
+    """Yield what the user should know of a mesh that can hold the job."""
     replicated = [(count, layer.mixer.replicated_bytes(job, mesh)) for layer, count in model.layer_kinds]
-    # Whether one layer's K and V of a rank's heads exist at a time.
+    # Whether K and V of only one layer exist at a time.
     once = job.mode == "train" and (
         job.memory.checkpointing in ("full", "selective") or job.memory.recompute_all_to_all
     )
@@ -95,29 +95,29 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
         yield model.assumption
     if job.mode == "prefill" and job.prefill_chunk is None:
         yield (
-            "all tokens at once; `longspan generate` takes a prompt in chunks, whose activations need less memory: "
+            "the prompt is one forward; `longspan generate` splits it into chunks, which need less memory: "
             "--prefill-chunk plans that"
         )
     yield from unsupported(model, job, mesh)
 
 
 def unsupported_mesh(model: ModelShape, mesh: Mesh) -> list[str]:
-    """Return what this version plans but does not run in a mesh."""
+    """Return what this version plans but does not run on a mesh."""
     if mesh.tensor > 1 and not all(can_cut(layer) for layer, _ in model.layer_kinds):
         return [f"tensor={mesh.tensor} is planned from its formulas: what this family sends is not counted exactly"]
     return []
 
 
 def unsupported(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
-    """Return what this version plans but does not run in a mesh, a model and a job."""
-    said = unsupported_mesh(model, mesh)
+    """Return what this version plans but does not run for a model, a job and a mesh."""
+    reasons = unsupported_mesh(model, mesh)
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
-    said += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
+    reasons += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     if job.mode != "train":
-        return said
-    said += model.refused
+        return reasons
+    reasons += model.refused
     if not job.tiled_loss:
-        said.append("a loss of whole logits is planned, `longspan train` does not have it in this version")
+        reasons.append("`longspan train` has no loss of whole logits in this version")
     if job.optimizer != "adamw":
-        said.append(f"`longspan train` has AdamW only, not {job.optimizer}")
-    return said
+        reasons.append(f"`longspan train` has AdamW only, not {job.optimizer}")
+    return reasons

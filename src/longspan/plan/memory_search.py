@@ -1,10 +1,8 @@
-"""Which memory options to take: the fastest combination that fits, the longest context, and each memory option on its
-own.
+"""The search for memory options: the fastest combination that fits, the longest context, and each option alone.
 
-`longspan.parallelize(memory="auto")` and `longspan train --memory auto` ask `longspan.plan.suggestions.choose`. The
-memory options
-are looked for on a lattice of a hundred combinations: of a count either 1 or 0 ("as many as it takes"), and a disk only
-where it is asked for, since writing wears it out. For more than 1,024 GPUs only eight combinations are tried.
+`longspan.parallelize(memory="auto")` and `longspan train --memory auto` call `longspan.plan.suggestions.choose`. The
+search covers about a hundred combinations: counts are 1 or 0 (automatic), and a disk is used only if asked for, since
+writing wears it out. For more than 1,024 GPUs it covers eight.
 """
 
 from __future__ import annotations
@@ -39,13 +37,13 @@ if TYPE_CHECKING:
     from longspan.plan.models.shape import ModelShape
 
 STEP = 1024
-"""The longest context is looked for in multiples of so many tokens."""
+"""The longest context is a multiple of so many tokens."""
 
-LONGEST_LOOKED_FOR = 1 << 32
+CONTEXT_LIMIT = 1 << 32
 """Tokens at which the search for the longest context stops."""
 
 MOST_GPUS = 1 << 10
-"""GPUs for which all combinations are tried on each mesh, and the longest context is searched."""
+"""The most GPUs for which all combinations are tried on each mesh, and the longest context is searched."""
 
 _LATTICE: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
@@ -70,13 +68,13 @@ _MANY_GPUS: dict[str, tuple[Any, ...]] = {
 def lattice(
     job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None = None, *, many_gpus: bool = False
 ) -> list[Memory]:
-    """Return the combinations to try, with `fixed` memory options as they are given. With `many_gpus`, only eight."""
+    """Return the combinations to try, each with the `fixed` memory options; with `many_gpus`, only eight."""
     axes = {**_LATTICE, **(_MANY_GPUS if many_gpus else {})}
-    if hardware.on_cpu:  # its ranks compute in the host's memory as it is
+    if hardware.on_cpu:  # it computes in the host's memory
         axes |= {"offload": ("none",), "cpu_offload": (False,)}
-    if not job.weight_sharding:  # it moves what FSDP holds
+    if not job.weight_sharding:  # it moves FSDP's shards
         axes["cpu_offload"] = (False,)
-    if job.mode != "train":  # nothing is kept for a backward
+    if job.mode != "train":  # nothing is saved for a backward
         axes |= {
             "checkpointing": ("none",), "layers_per_checkpoint": (1,), "offload": ("none",), "tiled_norms": (False,),
         }  # fmt: skip
@@ -86,18 +84,18 @@ def lattice(
     for values in itertools.product(*axes.values()):
         memory_options = dict(zip(axes, values, strict=True))
         moved, shared = memory_options["offload"] != "none", memory_options["layers_per_checkpoint"] != 1
-        # What lies elsewhere need not be fewer, unless that is asked for.
+        # Offloaded checkpoints need not be shared between layers, unless that is asked for.
         if (memory_options["checkpointing"] != "none" or not (moved or shared)) and (wanted or not (moved and shared)):
             found.append(Memory(**memory_options))
     if not found:
-        Memory(**dict(fixed or {}))  # it says what cannot be together
+        Memory(**dict(fixed or {}))  # raises for options that exclude each other
     return found
 
 
 def fastest_memory_options(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> tuple[Memory, str] | None:
-    """`longspan.plan.suggestions.choose`; None where nothing fits."""
+    """Return what `longspan.plan.suggestions.choose` returns; None if nothing fits."""
     many = mesh.gpus > MOST_GPUS
     jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed, many_gpus=many)]
     fitting = {each for each in jobs if fits_in_memory(model, each, mesh, hardware)}
@@ -113,13 +111,13 @@ def fastest_memory_options(
         return sum(times[on_gpu]) + optimizer_seconds(model, each, mesh, hardware) + moved
 
     def order(each: Job) -> tuple[float, int]:
-        # Of combinations that take the same time, to four digits, the one of fewest memory options.
-        return float(f"{seconds(each):.4g}"), _memory_options(each.memory)
+        # Of combinations with the same time, to four digits, prefer the fewest memory options.
+        return float(f"{seconds(each):.4g}"), _options_in_use(each.memory)
 
-    bare = min(jobs, key=lambda each: _memory_options(each.memory))
+    bare = min(jobs, key=lambda each: _options_in_use(each.memory))
     asked = sum(value != getattr(FASTEST, name) for name, value in (fixed or {}).items())
     # No memory option shortens a step, except head chunks, if an overlapped exchange is sent in them.
-    nothing_faster = bare in fitting and _memory_options(bare.memory) == asked and job.overlap_chunks == 1
+    nothing_faster = bare in fitting and _options_in_use(bare.memory) == asked and job.overlap_chunks == 1
     ordered = [bare] if nothing_faster else sorted(jobs, key=order)
     at = next(at for at, each in enumerate(ordered) if each in fitting)
     memory = ordered[at].memory
@@ -133,14 +131,14 @@ def fastest_memory_options(
     return memory, why
 
 
-def _memory_options(memory: Memory) -> int:
+def _options_in_use(memory: Memory) -> int:
     return sum(getattr(memory, f.name) != f.default for f in fields(memory))
 
 
 def least_memory(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan:
-    """The combination that needs least of the GPU's memory."""
+    """Return the plan that needs least of the GPU's memory, preferably one that fits in it."""
     jobs = [replace(job, memory=memory) for memory in lattice(job, hardware, fixed)]
 
     def short(each: Job) -> tuple[bool, int]:
@@ -153,7 +151,7 @@ def least_memory(
 def chosen_plan(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan:
-    """A plan with the memory options that `choose` takes; with those that need least where nothing fits."""
+    """Return the plan with the memory options of `choose`; if nothing fits, the plan that needs least."""
     found = fastest_memory_options(model, job, mesh, hardware, fixed)
     if found is None:
         return least_memory(model, job, mesh, hardware, fixed)
@@ -164,7 +162,7 @@ def chosen_plan(
 def search_memory_options(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Search:
-    """`longspan.plan.search.search`, each mesh with the memory options that `choose` takes."""
+    """Return `longspan.plan.search.search`, each mesh with the memory options of `choose`."""
 
     def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         return chosen_plan(model, job, mesh, hardware, fixed)
@@ -177,7 +175,7 @@ def search_memory_options(
 
 
 def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Mapping[str, Any] | None) -> list[Memory]:
-    """Of the lattice, the combinations one of which needs least: two moments may weigh differently."""
+    """Return the combinations one of which needs least memory; which one depends on the peak."""
     every = lattice(job, hardware, fixed)
     if job.mode != "train":
         return every
@@ -192,19 +190,19 @@ def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Mapping[str,
 def longest(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> Plan | None:
-    """The longest context, in multiples of 1,024 tokens, that fits on so many GPUs, on the mesh and with the memory
-    options that are the fastest at it; None where none does. Of what this version runs alone, but for memory options
-    that are fixed.
+    """Return the fastest plan of the longest context that fits on so many GPUs, or None.
+
+    The context is a multiple of 1,024 tokens. Only meshes that this version runs count.
 
     Raises:
         LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
     """
     check_values(model=model, job=job, hardware=hardware)
     check_number("gpus with --context max", gpus, 1, MOST_GPUS, whole=True)
-    reached, at_it = _furthest(model, job, smallest_memory_candidates(job, hardware, fixed), gpus, hardware)
+    reached, fits_on = _furthest(model, job, smallest_memory_candidates(job, hardware, fixed), gpus, hardware)
     if not reached:
         return None
-    plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in at_it]
+    plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in fits_on]
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
 
 
@@ -216,38 +214,36 @@ def _furthest(
     It is a multiple of 1,024 tokens, or 0 if none fits.
     """
     candidates = [mesh for mesh in meshes(gpus) if may_run(model, job, mesh)]
-    # Those that cut the sequence into most parts first: they are the likely ones, and what they reach bounds the rest.
+    # Most sequence ranks first: these likely reach furthest, and then the others need one check each.
     candidates.sort(key=lambda mesh: -mesh.sequence)
-    reached, at_it = 0, list[Mesh]()
+    reached, fits_on = 0, list[Mesh]()
     for mesh in candidates:
         for memory in memories:
-            with_it = replace(job, memory=memory)
-            if reached and not _fits_at(model, with_it, reached + STEP, mesh, hardware):
-                if mesh not in at_it and _fits_at(model, with_it, reached, mesh, hardware):
-                    at_it.append(mesh)
+            with_memory = replace(job, memory=memory)
+            if reached and not _fits_at(model, with_memory, reached + STEP, mesh, hardware):
+                if mesh not in fits_on and _fits_at(model, with_memory, reached, mesh, hardware):
+                    fits_on.append(mesh)
                 continue
-            found = _whole(model, longest_context(model, with_it, mesh, hardware, LONGEST_LOOKED_FOR))
+            found = _round_down(model, longest_context(model, with_memory, mesh, hardware, CONTEXT_LIMIT))
             if found > reached:
-                reached, at_it = found, [mesh]
-    return reached, at_it
+                reached, fits_on = found, [mesh]
+    return reached, fits_on
 
 
 def longest_context_on(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> int | None:
-    """The longest context, in multiples of 1,024 tokens, that fits on one mesh by any memory options; None: none
-    does.
-    """
+    """Return the longest context, a multiple of 1,024 tokens, that fits on a mesh with any memory options, or None."""
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     found = [
-        _whole(model, longest_context(model, replace(job, memory=memory), mesh, hardware, LONGEST_LOOKED_FOR))
+        _round_down(model, longest_context(model, replace(job, memory=memory), mesh, hardware, CONTEXT_LIMIT))
         for memory in smallest_memory_candidates(job, hardware, fixed)
     ]
     return max(found, default=0) or None
 
 
-def _whole(model: ModelShape, context: int) -> int:
-    """In multiples of `STEP`, but for the end of the model's positions."""
+def _round_down(model: ModelShape, context: int) -> int:
+    """Return a multiple of `STEP`, or the end of the model's positions."""
     return context if context == model.furthest else context // STEP * STEP
 
 
@@ -257,13 +253,13 @@ def _fits_at(model: ModelShape, job: Job, context: int, mesh: Mesh, hardware: Ha
 
 
 def may_run(model: ModelShape, job: Job, mesh: Mesh) -> bool:
-    """Whether this version runs the mesh, and it can hold the job at some context."""
+    """Whether this version runs the mesh, and the mesh can hold the job at some context."""
     at_some_context = replace(job, context=max(job.context, STEP * mesh.sequence))
     return not unsupported_mesh(model, mesh) and mesh_refusal(model, at_some_context, mesh) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Each memory option on its own.
+# Each memory option alone.
 
 
 @dataclass(frozen=True)
@@ -273,9 +269,9 @@ class MemoryRow:
     Attributes:
         name: of the row.
         plan: the job with it.
-        saved_bytes: less than with none, per GPU; below 0 where it takes more.
-        max_context: the longest that fits on as many GPUs, in multiples of 1,024 tokens; 0 where none does.
-        max_mesh: the mesh that it fits on; None if there is none.
+        saved_bytes: per GPU, against no memory options; negative if it takes more.
+        max_context: the longest that fits on as many GPUs, in multiples of 1,024 tokens; 0 if none fits.
+        max_mesh: a mesh that it fits on, or None.
     """
 
     name: str
@@ -287,15 +283,15 @@ class MemoryRow:
 
 def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
     yield "none", FASTEST
-    for kept in CHECKPOINTING[1:]:
-        yield f"checkpointing {kept}", Memory(checkpointing=kept)
+    for name in CHECKPOINTING[1:]:
+        yield f"checkpointing {name}", Memory(checkpointing=name)
     if not hardware.on_cpu:
         yield "checkpointing full, offload host", Memory(checkpointing="full", offload="host")
     yield "checkpointing full, offload disk", Memory(checkpointing="full", offload="disk")
     yield "checkpointing full, a few per checkpoint", Memory(checkpointing="full", layers_per_checkpoint=0)
     yield "tiled MLP", Memory(tiled_mlp=0)
     yield "tiled norms", Memory(tiled_norms=True)
-    yield "activation functions kept", Memory(recompute_mlp_act=False)
+    yield "activation functions saved", Memory(recompute_mlp_act=False)
     yield "head chunks", Memory(head_chunks=0)
     moves = job.weight_sharding and not hardware.on_cpu
     if moves:
@@ -310,16 +306,15 @@ def _rows(job: Job, mesh: Mesh, hardware: Hardware) -> Iterator[tuple[str, Memor
 
 
 def memory_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> list[MemoryRow]:
-    """Return a row for each memory option, for several together, and for what `longest` finds: bytes saved and time on
-    `mesh`, and the longest context on any mesh of as many GPUs. Of training.
+    """Return a row for each memory option, for several together, and for what `longest` finds.
+
+    A row has the bytes saved and the time on `mesh`, and the longest context on any mesh of as many GPUs.
 
     Raises:
         LongspanError: for another mode, or if the mesh cannot hold the job.
     """
     if job.mode != "train":
-        raise LongspanError(
-            f"--memory-options is about what a backward needs, and --mode is {job.mode}; take --mode train"
-        )
+        raise LongspanError(f"--memory-options is for training, and --mode is {job.mode}; use --mode train")
     rows: list[MemoryRow] = []
     asked = [*_rows(job, mesh, hardware)]
     found = longest(model, job, mesh.gpus, hardware)

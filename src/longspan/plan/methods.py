@@ -1,4 +1,4 @@
-"""The methods side by side, on equal terms: the same model, context and GPUs."""
+"""The parallel methods side by side, for the same model, context and GPUs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, cost
 
 SHORT = 128
-"""Tokens of the short prompt at which tensor parallelism may win: a start-up time is all that counts."""
+"""Tokens of a short prompt, at which only latency counts and tensor parallelism may win."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to use all GPUs on a job.
+    """One parallel method on all GPUs.
 
     Attributes:
-        name: the method.
-        plan: costed; None where it cannot be.
-        reason: why it cannot be.
-        short_seconds: what the method's collectives take in a layer at `SHORT` tokens.
-        apart_seconds: what they take if every GPU is in a node of its own (with the catalogue's or the file's
-            `inter` link, not with measured ones).
+        name: of the method.
+        plan: of the method; None if it cannot run the job.
+        reason: why it cannot.
+        short_seconds: of the method's collectives in a layer at `SHORT` tokens.
+        apart_seconds: of the same in a layer of the job, if every GPU is its own node (with the `inter` link, not with
+            measured ones).
     """
 
     name: str
@@ -39,7 +39,7 @@ class Method:
 
     @property
     def ops_per_layer(self) -> str:
-        """The collectives of one layer that move activations, as "2 all_to_all"."""
+        """Collectives of one layer that move activations, as "2 all_to_all"."""
         if self.plan is None:
             return ""
         counts: dict[str, float] = {}
@@ -50,17 +50,17 @@ class Method:
 
     @property
     def method_bytes(self) -> int:
-        """Bytes that one GPU sends for the method in a step, weights left out."""
+        """Bytes that one GPU sends for the method in a step, without weights."""
         return 0 if self.plan is None else sum(c.bytes_total for c in self.plan.comm if c.method)
 
     @property
     def method_seconds(self) -> float:
-        """Their time, hidden or not."""
+        """Seconds of the method's collectives in a step, overlapped or not."""
         return 0.0 if self.plan is None else sum(c.seconds for c in self.plan.comm if c.method)
 
 
 def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[Method]:
-    """Each method on all GPUs: what it sends, how long that takes, what it holds, or why it cannot be."""
+    """Return each method on all GPUs: its traffic, time and memory, or the reason why it cannot run the job."""
     node = math.gcd(gpus, hardware.gpus_per_node)
     inside = math.gcd(node, model.kv_heads) if node > 1 else 1
     usp = inside if inside < gpus else max(1, gpus // 2)
@@ -68,7 +68,7 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
     rows = [
         ("TP", job, Mesh(tensor=gpus)),
         ("Megatron SP", replace(job, tensor_style="megatron-sp"), Mesh(tensor=gpus)),
-        # FSDP alone shards no sequence: every GPU has one of its own.
+        # FSDP alone shards no sequence: every GPU has its own.
         ("FSDP only", replace(job, batch=max(job.batch, gpus)), Mesh(data=gpus)),
         ("Ulysses", job, Mesh(ulysses=gpus)),
         ("Ring", job, Mesh(ring=gpus)),
@@ -92,7 +92,7 @@ def _method(name: str, model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
 
 
 def _seconds_a_layer(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float | None:
-    """Of the method's collectives; None where the mesh cannot hold the job (more ranks than tokens)."""
+    """Return the seconds of the method's collectives in a layer; None if the mesh cannot hold the job."""
     if refusal(model, job, mesh) is not None:
         return None
     sent = communication(model, job, mesh, hardware)

@@ -1,4 +1,4 @@
-"""One mesh costed, and all meshes searched: what fits, how long it takes, why not."""
+"""The plan of one mesh, and the search over all meshes: what fits, how long it takes, why not."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from longspan.plan.models.shape import ModelShape
 
 WORTH = 0.01
-"""Part of a step that another way round the ring must save before it is recommended: less is beneath what is known."""
+"""Fraction of a step that another ring implementation must save to be recommended: less is within the error."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One job on one mesh, costed.
+    """The cost of one job on one mesh.
 
     Attributes:
-        model: what runs.
+        model: the model.
         job: the job.
         mesh: the mesh.
-        hardware: on what.
-        memory_bytes: of the GPU that holds most, item by item (`longspan.plan.cost.memory.ITEMS`).
+        hardware: the kind of GPU.
+        memory_bytes: at the peak, max over ranks, by item (`longspan.plan.cost.memory.ITEMS`).
         comm: every collective of a step.
-        compute_seconds: of a step, communication and waiting left out.
-        exposed_seconds: communication that nothing hides.
-        step_seconds: of a whole step: computing, exposed communication, optimizer, what offload adds.
+        compute_seconds: of a step, optimizer included.
+        exposed_seconds: communication that does not overlap.
+        step_seconds: of a step: computing, exposed communication, exposed offload.
         notes: what the user should know (replicated KV heads, positions that end early, what this version runs).
-        offloaded: what lies in the host's memory or on a disk, and the seconds of it that nothing hides.
+        offloaded: what is in the host's memory or on a disk, and its exposed seconds.
     """
 
     model: ModelShape
@@ -58,17 +58,17 @@ class Plan:
 
     @property
     def memory_total_bytes(self) -> int:
-        """All items together."""
+        """Sum of all items."""
         return sum(self.memory_bytes.values())
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the GPU's memory; below 0 where it does not fit."""
+        """Free bytes of the GPU's memory; negative if the plan does not fit."""
         return int(self.hardware.memory_bytes) - self.memory_total_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in the GPU's memory, and what is offloaded in its host's and on its disk."""
+        """Whether it fits in the GPU's memory, the host's memory and the disk."""
         return self.headroom_bytes >= 0 and self.offloaded.fits(self.hardware)
 
     @property
@@ -78,7 +78,7 @@ class Plan:
 
     @cached_property
     def ring_impl(self) -> str | None:
-        """How keys and values go round: "p2p", "allgather", or "mixed" where layers differ; None without a ring."""
+        """Ring implementation: "p2p", "allgather", or "mixed" if layers differ; None without a ring."""
         if self.mesh.ring == 1 or self.job.mode == "decode" or self.job.prefill_chunk is not None:
             return None
         found = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def comm_seconds(self) -> float:
-        """All collectives of a step, hidden or not."""
+        """Seconds of all collectives of a step, overlapped or not."""
         return sum(c.seconds for c in self.comm)
 
     @cached_property
@@ -97,22 +97,22 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Tokens per second of the whole job."""
         tokens = self.job.batch * (1 if self.job.mode == "decode" else self.job.context)
         return tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilisation: FLOPs that the step needs over what all GPUs could do in its time."""
+        """Model FLOP utilisation: FLOPs that the step needs over the peak of all GPUs."""
         return model_flops(self.model, self.job) / (self.step_seconds * self.hardware.flops * self.mesh.gpus)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it does not fit, and the notes."""
+        """Reasons why it does not fit, and the notes."""
         return (*self.short_of(), *self.notes)
 
     def short_of(self, most: int = 2) -> tuple[str, ...]:
-        """Say which memory is too small, with the `most` largest items of the GPU's; empty where all fits."""
+        """Return which memory is too small, with the `most` largest items of the GPU's; empty if the plan fits."""
         short = []
         if self.headroom_bytes < 0:
             largest = f" (most of it: {format_items(self.memory_bytes, most)})" if most else ""
@@ -120,17 +120,17 @@ class Plan:
                 f"needs {_rounded(self.memory_total_bytes)} of {_rounded(self.hardware.memory_bytes)} per GPU{largest}"
             )
         if not self.offloaded.fits(self.hardware):
-            there, node = self.offloaded, self.hardware
-            on_disk = f", and {there.disk_node_bytes / GB:,.0f} GB of disk" if there.disk_bytes else ""
+            stored, node = self.offloaded, self.hardware
+            on_disk = f", and {stored.disk_node_bytes / GB:,.0f} GB of disk" if stored.disk_bytes else ""
             short.append(
-                f"needs {there.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
-                f"memory per node{on_disk} (of each GPU: {format_items(there.host_bytes)})"
+                f"needs {stored.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
+                f"memory per node{on_disk} (of each GPU: {format_items(stored.host_bytes)})"
             )
         return tuple(short)
 
     @cached_property
     def max_context(self) -> int:
-        """The longest context that fits on this mesh, the rest of the job unchanged; 0 where none does."""
+        """The longest context that fits on this mesh, the rest of the job unchanged; 0 if none fits."""
         return longest_context(self.model, self.job, self.mesh, self.hardware)
 
 
@@ -147,12 +147,12 @@ def _rounded(number: float) -> str:
 
 @dataclass(frozen=True)
 class Search:
-    """All meshes of so many GPUs.
+    """The plans of all meshes of some GPUs.
 
     Attributes:
-        plans: every legal mesh: those that fit first, the fastest first.
-        rejected: the meshes that cannot be, each with its reason.
-        recommended: the fastest that fits, of those that this version runs; None where there is none.
+        plans: of every mesh that can hold the job: those that fit first, then by speed.
+        rejected: the other meshes, each with its reason.
+        recommended: the fastest plan that fits and that this version runs, or None.
     """
 
     plans: tuple[Plan, ...]
@@ -161,12 +161,12 @@ class Search:
 
     @property
     def fastest(self) -> Plan | None:
-        """The fastest that fits, whether this version runs it or not; None where nothing fits."""
+        """The fastest plan that fits, even if this version does not run it, or None."""
         return next((plan for plan in self.plans if plan.fits), None)
 
 
 def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
-    """Memory, communication and time of one job on one mesh.
+    """Return memory, communication and time of one job on one mesh.
 
     Raises:
         LongspanError: if the mesh cannot hold the job; see `refusal`.
@@ -204,29 +204,29 @@ def _weight_notes(comm: tuple[Collective, ...], job: Job, step: float) -> Iterat
         gathered = size(sum(each.bytes_total for each in gathers))
         yield (
             f"FSDP gathers {gathered} of weights per GPU and {unit}, which takes {took:.3g} s, more than half of it; a "
-            f"tensor axis gathers less, and --no-fsdp, if whole weights fit, gathers nothing"
+            f"tensor axis gathers less, and --no-fsdp, if all weights fit, gathers nothing"
         )
 
 
-def _offload_notes(there: Offloaded) -> Iterator[str]:
-    if there.host_bytes:
+def _offload_notes(stored: Offloaded) -> Iterator[str]:
+    if stored.host_bytes:
         yield (
-            f"host memory: {sum(there.host_bytes.values()) / GB:.1f} GB per GPU, {there.host_node_bytes / GB:,.0f} GB "
-            f"per node ({format_items(there.host_bytes)})"
+            f"host memory: {sum(stored.host_bytes.values()) / GB:.1f} GB per GPU, "
+            f"{stored.host_node_bytes / GB:,.0f} GB per node ({format_items(stored.host_bytes)})"
         )
-    if there.disk_bytes:
-        yield f"disk: {there.disk_bytes / GB:,.0f} GB per GPU, {there.disk_node_bytes / GB:,.0f} GB per node and step"
-    if there.bottleneck is not None:
-        what, needed, has = there.bottleneck
-        hidden = "hidden" if needed <= has else f"{there.seconds:.1f} s of a step wait for it"
+    if stored.disk_bytes:
+        yield f"disk: {stored.disk_bytes / GB:,.0f} GB per GPU, {stored.disk_node_bytes / GB:,.0f} GB per node and step"
+    if stored.bottleneck is not None:
+        what, needed, has = stored.bottleneck
+        hidden = "hidden" if needed <= has else f"{stored.seconds:.1f} s of a step wait for it"
         yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to be hidden beside computing: {hidden}"
 
 
 def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
-    """`cost`, where the job leaves it open with the faster way round the ring.
+    """Return `cost`, with the faster ring implementation if the job leaves it open.
 
-    The code's own rule (`ring_impl="auto"`) knows no links. Where they make another way clearly faster, or it alone
-    fits, the plan is of that one, says so, and has it in its command.
+    The code's own rule (`ring_impl="auto"`) does not know the links. If these make the other implementation clearly
+    faster, or only that one fits, the plan uses it, and has a note and a flag that say so.
 
     Raises:
         LongspanError: as `cost`.
@@ -234,14 +234,14 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
     plan = cost(model, job, mesh, hardware)
     if job.ring_impl != "auto" or plan.ring_impl is None:
         return plan
-    ways: tuple[RingImpl, ...] = ("p2p", "allgather")
-    for impl in (way for way in ways if way != plan.ring_impl):
-        this_way = replace(job, ring_impl=impl)
-        seconds = sum(step_times(model, this_way, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware)
+    impls: tuple[RingImpl, ...] = ("p2p", "allgather")
+    for impl in (each for each in impls if each != plan.ring_impl):
+        with_impl = replace(job, ring_impl=impl)
+        seconds = sum(step_times(model, with_impl, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware)
         seconds += plan.offloaded.seconds
         if plan.fits and seconds >= (1 - WORTH) * plan.step_seconds:
             continue
-        other = cost(model, this_way, mesh, hardware)
+        other = cost(model, with_impl, mesh, hardware)
         faster = other.fits == plan.fits and other.step_seconds < (1 - WORTH) * plan.step_seconds
         if faster or other.fits > plan.fits:
             why = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model" if faster else "fits"
@@ -251,7 +251,7 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
 
 
 MOST_GPUS = 1 << 14
-"""GPUs that all meshes are searched for. A highly composite number of them has some 11,000 meshes."""
+"""The most GPUs whose meshes are searched: a highly composite number of them has some 11,000 meshes."""
 
 
 def search(
@@ -261,13 +261,13 @@ def search(
     hardware: Hardware,
     plan_of: Callable[[ModelShape, Job, Mesh, Hardware], Plan] = planned,
 ) -> Search:
-    """Every mesh of `gpus` GPUs, ranked: what fits before what does not, then by the time of a step, then by memory.
+    """Return the plans of every mesh of `gpus` GPUs, ranked by whether they fit, step time and memory.
 
     Args:
-        model: what runs.
+        model: the model.
         job: the job.
-        gpus: how many.
-        hardware: of which kind.
+        gpus: number of GPUs.
+        hardware: the kind of GPU.
         plan_of: plans one mesh.
 
     Raises:
@@ -291,7 +291,7 @@ _MADE_BY = {"model": "read_model", "job": "Job", "mesh": "Mesh", "hardware": "re
 
 
 def check_values(**values: object) -> None:
-    """Refuse arguments of another type; the types that have fields of their own are told by one of them."""
+    """Raise for arguments of another type, which lack the field of that type."""
     kinds = {"model": "layer_kinds", "job": "tiled_loss", "mesh": "tensor", "hardware": "gpus_per_node"}
     for name, value in values.items():
         if not hasattr(value, kinds[name]):
@@ -299,7 +299,7 @@ def check_values(**values: object) -> None:
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:
-    """Every way to write `gpus` as data x ring x ulysses x tensor."""
+    """Yield every way to write `gpus` as data x ring x ulysses x tensor."""
     for data in _divisors(gpus):
         for ring in _divisors(gpus // data):
             for ulysses in _divisors(gpus // data // ring):
@@ -316,20 +316,17 @@ def _divisors(n: int) -> list[int]:
 
 
 def fits_in_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
-    """Whether a job fits in the GPU's memory and its host's; no time is computed."""
+    """Whether a job fits in the GPU's memory, its host's and the disk."""
     if sum(memory(model, job, mesh, hardware).values()) > hardware.memory_bytes:
         return False
     return offloaded_bytes(model, job, mesh, hardware).fits(hardware)
 
 
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:
-    """The largest context whose memory fits and that the model has positions for, by bisection: memory never falls as
-    the context grows.
+    """Return the longest context up to `limit` that fits in memory and in the model's positions; 0 if none fits.
 
-    Args:
-        limit: where to stop looking.
+    Bisection: memory never decreases as the context grows.
     """
-
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     check_number("limit", limit, 1, LARGEST_COUNT, whole=True)
 

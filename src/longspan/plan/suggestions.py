@@ -1,6 +1,4 @@
-"""The memory options for a mesh; and what would hold a job that does not fit: other memory options, or more GPUs of the
-same kind.
-"""
+"""Memory options for a mesh; and suggestions for a job that does not fit: other memory options, or more GPUs."""
 
 from __future__ import annotations
 
@@ -32,21 +30,18 @@ if TYPE_CHECKING:
 def choose(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Mapping[str, Any] | None = None
 ) -> tuple[Memory, str]:
-    """The fastest combination of memory options that fits, and why it is.
+    """Return the fastest combination of memory options that fits, and a sentence: its cost, and what does not fit.
 
     Args:
-        model: what runs.
-        job: the job; its own memory options play no part.
+        model: the model.
+        job: the job; its own memory options are ignored.
         mesh: the mesh.
-        hardware: on what.
-        fixed: memory options that stay as they are given, by the fields of `Memory`.
-
-    Returns:
-        The memory options, and a sentence that says what they cost and what did not fit.
+        hardware: the kind of GPU.
+        fixed: memory options that stay as they are, by the fields of `Memory`.
 
     Raises:
         LongspanError: if the mesh cannot hold the job (`longspan.plan.limits.refusal`), or nothing fits: with the sum,
-            item by item, of the combination that needs least, and what would do.
+            item by item, of the combination that needs least, and suggestions.
     """
     check_values(model=model, job=job, mesh=mesh, hardware=hardware)
     problem = refusal(model, job, mesh)
@@ -57,7 +52,7 @@ def choose(
         return found
     least = least_memory(model, job, mesh, hardware, fixed)
     raise LongspanError(
-        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}, whatever is saved: with "
+        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name} with any memory options: with "
         f"{least.job.memory.described()} it still {least.short_of(0)[0]}. Item by item: "
         f"{format_items(least.memory_bytes)}. "
         f"{suggestion_text(model, job, mesh.gpus, hardware, fixed, chooses=True)}"
@@ -66,14 +61,13 @@ def choose(
 
 @dataclass(frozen=True)
 class Suggestions:
-    """What holds a job that does not fit as it stands; each None where nothing was found, or there was nothing to find.
+    """Plans that fit, for a job that does not; None if none was found or looked for.
 
     Attributes:
-        memory options: on the same GPUs, with other memory options.
-        more: on more GPUs of the kind, a power of two of them, with the memory options of the job, or with those that
-            the planner chooses where it does.
-        fewer: the same on fewer of them than in `more`, in whole nodes.
-        longest: where none of these: the longest context on the same GPUs.
+        memory_options: on the same GPUs, with other memory options.
+        more: on more GPUs, a power of two, with the job's memory options, or with those that the planner chooses.
+        fewer: the same on fewer GPUs than `more`, in whole nodes.
+        longest: without any of these, the longest context on the same GPUs.
         searched: the most GPUs that were looked at.
     """
 
@@ -92,43 +86,39 @@ def find_suggestions(
     fixed: Mapping[str, Any] | None = None,
     chooses: bool = False,
 ) -> Suggestions:
-    """Look for what holds a job that does not fit on so many GPUs; of meshes that this version runs alone.
+    """Search plans for a job that does not fit, on meshes without a tensor axis.
 
     Args:
-        model: what runs.
+        model: the model.
         job: the job.
-        gpus: how many it does not fit on.
-        hardware: of which kind.
-        fixed: memory options that stay as they are given, by the fields of `Memory`.
-        chooses: whether the planner has chosen the memory options: then it has looked at all of them on these GPUs.
+        gpus: number of GPUs on which it does not fit.
+        hardware: the kind of GPU.
+        fixed: memory options that stay as they are, by the fields of `Memory`.
+        chooses: whether the planner chose the memory options: then it has tried all of them on these GPUs.
     """
-
-    if not chooses:  # what is there already stays
+    if not chooses:  # memory options that the job has, stay
         own = {f.name: getattr(job.memory, f.name) for f in fields(Memory)}
         fixed = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed or {})
 
-    def chosen(mesh: Mesh) -> Plan | None:
-        lean = (replace(job, memory=memory) for memory in smallest_memory_candidates(job, hardware, fixed))
-        if not any(fits_in_memory(model, each, mesh, hardware) for each in lean):
+    def with_chosen_options(mesh: Mesh) -> Plan | None:
+        smallest = (replace(job, memory=memory) for memory in smallest_memory_candidates(job, hardware, fixed))
+        if not any(fits_in_memory(model, each, mesh, hardware) for each in smallest):
             return None
         plan = chosen_plan(model, job, mesh, hardware, fixed)
         return plan if plan.fits else None
 
     def as_it_is(mesh: Mesh) -> Plan | None:
-        if not fits_in_memory(model, job, mesh, hardware):
-            return None
-        return planned(model, job, mesh, hardware)
+        return planned(model, job, mesh, hardware) if fits_in_memory(model, job, mesh, hardware) else None
 
     few = gpus <= MOST_GPUS  # memory options are chosen mesh by mesh
-    memory_options = _fastest(model, job, gpus, chosen) if few and not chooses else None
+    memory_options = _fastest(model, job, gpus, with_chosen_options) if few and not chooses else None
     limit = MOST_GPUS if chooses else MOST_SEARCHED
-    more, fewer = _on_more(model, job, gpus, hardware, chosen if chooses else as_it_is, limit)
+    more, fewer = _on_more(model, job, gpus, hardware, with_chosen_options if chooses else as_it_is, limit)
     reached = longest(model, job, gpus, hardware, fixed) if few and memory_options is None and more is None else None
     return Suggestions(memory_options, more, fewer, reached, max(limit, gpus))
 
 
 def _fastest(model: ModelShape, job: Job, gpus: int, plan_of: Callable[[Mesh], Plan | None]) -> Plan | None:
-    """The fastest of those plans of so many GPUs that fit."""
     found = (plan_of(m) for m in meshes(gpus) if m.tensor == 1 and refusal(model, job, m) is None)
     return min((plan for plan in found if plan is not None), key=lambda plan: plan.step_seconds, default=None)
 
@@ -136,7 +126,7 @@ def _fastest(model: ModelShape, job: Job, gpus: int, plan_of: Callable[[Mesh], P
 def _on_more(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, plan_of: Callable[[Mesh], Plan | None], limit: int
 ) -> tuple[Plan | None, Plan | None]:
-    """The fastest plan of the first power of two of GPUs that holds the job; and of fewer, in whole nodes."""
+    """Return the fastest plan on the first power of two of GPUs that fits; and on fewer, in whole nodes."""
     count = 1 << gpus.bit_length()
     while count <= limit:
         more = _fastest(model, job, count, plan_of)
@@ -158,41 +148,42 @@ def suggestion_text(
     fixed: Mapping[str, Any] | None = None,
     chooses: bool = False,
 ) -> str:
-    """`find_suggestions` in sentences. They name no flag that says what the job has already."""
+    """Return `find_suggestions` in sentences."""
     return describe_suggestions(find_suggestions(model, job, gpus, hardware, fixed, chooses), job, fixed)
 
 
 def describe_suggestions(found: Suggestions, job: Job, fixed: Mapping[str, Any] | None = None) -> str:
-    """Sentences: what to add on these GPUs, and how many GPUs would do."""
-    said = []
+    """Return sentences: flags to add on these GPUs, and how many GPUs suffice. Flags that the job has are left out."""
+    sentences = []
     if found.memory_options is not None:
         level_given = job.memory != replace(FASTEST, **dict(fixed or {}))
         hint = "" if level_given else " (--memory auto finds it)"
         flags = " ".join(flags_to_add(job.memory, found.memory_options.job.memory))
-        said.append(f"On these GPUs {found.memory_options.mesh} would do with {flags}{hint}.")
+        sentences.append(f"On these GPUs {found.memory_options.mesh} fits with {flags}{hint}.")
     if found.more is not None:
         more = found.more
-        with_memory_options = f" with {more.job.memory.described()}" if more.job.memory != job.memory else ""
-        asked = "" if with_memory_options else ", the job as it is"
-        said.append(
-            f"{more.mesh.gpus:,} GPUs would do{asked}: {more.mesh}{with_memory_options}, "
+        options = f" with {more.job.memory.described()}" if more.job.memory != job.memory else ""
+        unchanged = "" if options else ", the job as it is"
+        sentences.append(
+            f"{more.mesh.gpus:,} GPUs suffice{unchanged}: {more.mesh}{options}, "
             f"{more.memory_total_bytes / GB:.1f} GB each."
         )
         if found.fewer is not None:
-            said.append(f"So would {found.fewer.mesh.gpus:,}: {found.fewer.mesh}.")
+            sentences.append(f"So do {found.fewer.mesh.gpus:,}: {found.fewer.mesh}.")
     elif found.memory_options is not None:
-        said.append(f"With the memory options as they are, no number of GPUs up to {found.searched:,} would do.")
-    if not said:
-        nowhere = f"No memory options would do, nor would up to {found.searched:,} GPUs"
-        if not job.weight_sharding:
-            said.append(f"{nowhere}: weights are whole on every GPU; FSDP would shard them.")
-        elif found.longest is None:
-            said.append(f"{nowhere}, at any context.")
-        else:
-            held = found.longest
-            disk = "" if job.memory.offload == "disk" or "offload" in (fixed or {}) else "a disk (--offload disk) or "
-            said.append(
-                f"{nowhere}; the longest that fits on these is {held.job.context:,} tokens ({held.mesh}, "
-                f"{held.job.memory.described()}); {disk}more memory in the host may take it further."
-            )
-    return " ".join(said)
+        sentences.append(f"With the memory options as they are, no number of GPUs up to {found.searched:,} suffices.")
+    return " ".join(sentences) or _nothing_found(found, job, fixed)
+
+
+def _nothing_found(found: Suggestions, job: Job, fixed: Mapping[str, Any] | None) -> str:
+    nothing = f"No memory options suffice, nor do up to {found.searched:,} GPUs"
+    if not job.weight_sharding:
+        return f"{nothing}: weights are whole on every GPU; FSDP would shard them."
+    if found.longest is None:
+        return f"{nothing}, at any context."
+    held = found.longest
+    disk = "" if job.memory.offload == "disk" or "offload" in (fixed or {}) else "a disk (--offload disk) or "
+    return (
+        f"{nothing}; the longest context that fits on these is {held.job.context:,} tokens ({held.mesh}, "
+        f"{held.job.memory.described()}); {disk}more host memory may allow more."
+    )

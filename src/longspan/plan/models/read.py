@@ -1,4 +1,4 @@
-"""A model's shape, read from its name or its `config.json`."""
+"""Read a model's shape from its name or its `config.json`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from longspan.plan.models.shape import LayerShape, ModelShape
 
 
 def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
-    """The shape of a built-in model, or of the model whose `config.json`, or folder with one, is at a path.
+    """Return the shape of a built-in model, or of the `config.json` (or folder with one) at a path.
 
-    Built-in names may be written as on the Hugging Face hub ("meta-llama/Llama-2-70b-hf"). A name in the catalogue goes
-    before a folder of that name in the current directory: write "./llama-2-7b" for the folder.
+    Built-in names may be written as on the Hugging Face hub ("meta-llama/Llama-2-70b-hf"). They win over folders of the
+    same name in the current directory: write "./llama-2-7b" for the folder.
 
     Raises:
-        LongspanError: for an unknown name (the nearest are named), a file that is missing or is not a JSON object, and
-            what `shape_from_config` refuses.
+        LongspanError: for an unknown name (with the nearest), a file that is missing or is not a JSON object, and
+            whatever `shape_from_config` refuses.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise LongspanError(f"model {spell(name_or_path)} is no name and no path; there are {', '.join(CONFIGS)}")
+        raise LongspanError(f"model {spell(name_or_path)} is neither a name nor a path; there are {', '.join(CONFIGS)}")
     name_or_path = os.fspath(name_or_path)
     if name_or_path.lower() in CONFIGS:
         return shape_from_config(CONFIGS[name_or_path.lower()], name_or_path.lower())
@@ -50,7 +50,7 @@ def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
 
 
 def _plain_name(name: str) -> str:
-    """A hub name without what does not change the shape: the owner, and words for the format or the fine-tuning."""
+    """Return a hub name without the owner, and without words for the format or the fine-tuning."""
     words = name.lower().rstrip("/").rsplit("/", 1)[-1].split("-")
     plain = "-".join(word for word in words if word not in ("hf", "meta", "chat", "instruct", "it", "pt"))
     return "mistral-7b" if plain == "mistral-7b-v0.1" else plain
@@ -76,19 +76,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that transformers 5 gives to a config: a `config.json` as a dictionary.
+    """Return the shape that transformers 5 builds from a config.
 
-    Keys that are left out have the defaults of the config class, except for the sizes that every model must state. Of a
-    multimodal model the text part is read. A config of another model type is read as a Llama's, with experts where
-    it counts some, unless it says that its layers are of another kind; `assumption` then says so, and what else was
-    assumed, as biases or norms may be missing. `longspan.hf.shapes` reads such a model from its modules.
+    Missing keys have the defaults of the config class, except for sizes that every model must state. Of a multimodal
+    model the text part is read. An unknown model type is read as Llama (with experts if it counts any), unless its
+    keys show layers of another kind; `assumption` then lists what was assumed, since biases or norms may be missing.
+    `longspan.hf.shapes` reads such a model from its modules.
 
     Args:
         config: the keys of a `config.json`.
         name: for the shape and for messages.
 
     Raises:
-        LongspanError: for a model type that is not supported, missing sizes (all are named), and impossible values.
+        LongspanError: for an unsupported model type, missing sizes, and impossible values.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping):
@@ -128,16 +128,16 @@ def shape_from_layers(
     tied: bool,
     rotary: bool,
 ) -> ModelShape:
-    """Return the shape of a model whose layers and weights were read from the model itself.
+    """Return the shape of a model whose layers and weights were read from its modules.
 
     Args:
-        config: its config, which says its positions and its dropout.
+        config: gives positions and dropout.
         name: for messages.
         d_model: hidden size.
         layers: in order; equal layers are one object.
         root: weights outside the layers, the embedding first.
         tied: whether the head is the embedding.
-        rotary: whether positions are rotary, and not learnt.
+        rotary: positions are rotary rather than learnt.
     """
     c = Config(config, {}, {}, name)
     end = c.optional("max_position_embeddings")
@@ -161,21 +161,21 @@ def _refuse_unless_llama_like(config: Mapping[str, Any], name: str, family: Fami
 
 
 def _assumed(config: Mapping[str, Any], sparse: bool) -> Iterator[str]:
-    """Yield what the config says otherwise than a Llama's, and what is assumed of it."""
+    """Yield what differs from Llama in the config, and what is assumed about it."""
     activation = config.get("hidden_act") or config.get("hidden_activation")
     if activation not in (None, "silu", "swish"):
         yield f"its MLP, of hidden_act {activation!r}, is assumed to have three matrices"
     if config.get("sliding_window") and config.get("layer_types") is None and config.get("use_sliding_window", True):
-        yield f"sliding_window={config['sliding_window']} is assumed of no layer, as no layer_types name its layers"
+        yield f"sliding_window={config['sliding_window']} is ignored, as the config has no layer_types"
     if sparse:
         yield "every layer is assumed to have experts"
 
 
 _OUTER = ("model_type", "tie_word_embeddings", "vision_config", "audio_config")
-"""Keys of a multimodal model that its text part is read with."""
+"""Keys of a multimodal config that also apply to its text part."""
 
-# Keys of models that are more than, or other than, Llama's layers: state spaces and other recurrences, encoders,
-# latent attention, embeddings in every layer, other modalities.
+# Keys of models whose layers are not Llama's: state spaces and other recurrences, encoders, latent attention,
+# embeddings in every layer, other modalities.
 _FOREIGN = (
     "mamba", "ssm", "state_size", "d_state", "time_step", "conv_", "linear_", "attn_layer_", "recurrent", "rwkv",
     "is_encoder_decoder", "encoder_", "decoder_layers", "decoder_ffn", "decoder_attention", "num_decoder",
@@ -208,9 +208,9 @@ def _shape(c: Config, family: Family, assumption: str | None) -> ModelShape:
 
 
 def _positions(c: Config, max_position: int | None, *, rotary: bool, head_dim: int) -> RopeState:
-    """What the config says of its positions, a key that it leaves out as its class has it."""
-    said = any(isinstance(c.values.get(key), Mapping) for key in ("rope_parameters", "rope_scaling"))
-    defaults = {key: value for key, value in c.defaults.items() if not (said and key == "rope_parameters")}
+    """Return what the config and the defaults of its class say about positions."""
+    stated = any(isinstance(c.values.get(key), Mapping) for key in ("rope_parameters", "rope_scaling"))
+    defaults = {key: value for key, value in c.defaults.items() if not (stated and key == "rope_parameters")}
     values = {**defaults, **{key: value for key, value in c.values.items() if value is not None}}
     dims = values.get("qk_rope_head_dim", head_dim)
     part = values.get("partial_rotary_factor", values.get("rotary_pct", 1.0))
@@ -219,17 +219,17 @@ def _positions(c: Config, max_position: int | None, *, rotary: bool, head_dim: i
 
 
 def _refused(c: Config) -> tuple[str, ...]:
-    """What of the config `longspan train` refuses."""
-    said = []
+    """Return the reasons why `longspan train` refuses the config."""
+    reasons = []
     for key in ("attention_dropout", "attn_pdrop"):
         p = c.values.get(key, c.defaults.get(key))
         if isinstance(p, int | float) and p > 0:
-            said.append(
+            reasons.append(
                 f"attention dropout ({key}={p:g}) is not trained in this version: set {key} to 0 in config.json"
             )
     if c.values.get("vision_config") or c.values.get("audio_config"):
-        said.append("a model with a vision or audio tower is not trained in this version: plan and train its text part")
-    return tuple(said)
+        reasons.append("a model with a vision or audio tower is not trained in this version: use its text part")
+    return tuple(reasons)
 
 
 def _layer(c: Config, family: Family, of: MixerOf, mlp: Mlp) -> LayerShape:
@@ -240,7 +240,7 @@ def _layer(c: Config, family: Family, of: MixerOf, mlp: Mlp) -> LayerShape:
 
 
 def _mixers(c: Config, family: Family) -> list[MixerOf]:
-    """Of each layer: as the config lists them, or as the family has them."""
+    """Return the mixer of each layer, from the config's `layer_types` or the family."""
     types = [family.types(c, layer) for layer in range(c.count("num_hidden_layers"))]
     given = c.values.get("layer_types")
     if given is not None:
