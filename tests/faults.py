@@ -10,15 +10,19 @@ occurs there once; a text that is not found is an error, so whoever moves or rew
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import os
 import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tests", "benchmarks", "examples", "docs", "pyproject.toml", "Makefile", "README.md")
@@ -199,15 +203,53 @@ def plant(fault: Fault, tree: Path) -> str:
 
 
 def run(tests: str, tree: Path) -> tuple[int, str]:
-    """Run some tests in a tree; the exit code and the last lines of the output."""
-    # Without byte code: a file that is changed and restored within a second keeps its size and time.
-    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]
+    """Run some tests in a tree; return pytest's exit code and the last lines of the output.
+
+    The tests run in a fork of this process, which has imported the libraries, and ranks are forks of that one.
+    """
+    output = tree / "output"
+    pid = os.fork()
+    if pid == 0:
+        _run_here(tests, tree, output)
+    deadline = time.monotonic() + LIMIT_S
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(pid, signal.SIGKILL)  # ranks that hang, too
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code, "\n".join(output.read_text(errors="replace").strip().splitlines()[-5:])
+
+
+def _run_here(tests: str, tree: Path, output: Path) -> None:
+    """Run the tests in this process, which ends."""
+    code = 3
     try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return 1, f"no end within {LIMIT_S} s"
-    return done.returncode, "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        os.setsid()
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.chdir(tree)
+        # Without byte code: a file that is changed and restored within a second keeps its size and time.
+        os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "POOL_START": "fork"}
+        sys.dont_write_bytecode = True
+        sys.path[:0] = [str(tree), str(tree / "src")]
+        for name in list(sys.modules):
+            if name.split(".")[0] in ("tests", "longspan"):
+                del sys.modules[name]
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)]))
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def import_libraries() -> None:
+    """Import what most tests need, but nothing of longspan."""
+    from tests.pool import PRELOAD
+
+    for name in PRELOAD:
+        if not name.startswith("longspan"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
 
 
 def main() -> int:
@@ -234,6 +276,7 @@ def main() -> int:
         if wrong or args.list:
             print("\n".join(wrong) or f"{len(FAULTS)} faults, each text found once")
             return bool(wrong)
+        import_libraries()
         for fault in [by_name[name] for name in args.only or by_name]:
             before, start = plant(fault, tree), time.monotonic()
             code, tail = run(fault.tests, tree)

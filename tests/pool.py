@@ -56,6 +56,9 @@ THREADS = os.environ.get("OMP_NUM_THREADS", "1")
 
 DUMP_SIGNAL = signal.SIGUSR1
 
+START = os.environ.get("POOL_START", "forkserver")
+"""How ranks start: "fork" needs no server, but this process must have no threads that hold locks."""
+
 _FAMILIES = (
     "albert bert distilbert gemma2 gemma3 gpt2 gpt_neox gpt_oss llama llama4 mistral mixtral modernbert "
     "olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe"
@@ -136,6 +139,11 @@ class _Worker:
         return text or "(no stack: the process did not react to the signal)"
 
 
+def _context() -> Any:
+    multiprocessing.set_forkserver_preload(list(PRELOAD))
+    return multiprocessing.get_context(START)
+
+
 def run_forked(fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
     """Run `fn(*args)` in a process of its own, without a process group, forked from the server of the pools.
 
@@ -143,8 +151,7 @@ def run_forked(fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> An
         RankError: it raised, or the process died.
         RankHang: it did not end in time.
     """
-    multiprocessing.set_forkserver_preload(list(PRELOAD))
-    context = multiprocessing.get_context("forkserver")
+    context = _context()
     conn, child_conn = context.Pipe()
     process = context.Process(target=_answer, args=(child_conn, 0, fn, *args))
     process.start()
@@ -244,8 +251,7 @@ class RankPool:
         # The store lives here, on a port that the system picks: nobody can take it in between, and it outlives a rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
-        multiprocessing.set_forkserver_preload(list(PRELOAD))
-        context = multiprocessing.get_context("forkserver")
+        context = _context()
         for rank in range(self.world_size):
             conn, child_conn = context.Pipe()
             dump = Path(self._folder.name, f"rank{rank}.stacks")

@@ -2,57 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import longspan
 from examples.grpo import grpo_loss
+from tests.fitting import as_launched
 from tests.models import build, gradients, rows_of, sharding
-from tests.pool import THREADS, RankPool
+from tests.pool import THREADS, RankPool, run_forked
 from tests.tolerance import last_place
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Two ranks in which no other test has changed a library's settings."""
+    pool = RankPool(2, timeout=240)
+    yield pool
+    pool.close()
+
+
+def run_example(example: str, *flags: str) -> str:
+    """Run an example in this process, or as this rank of a pool; return what it prints."""
+    path = ROOT / "examples" / f"{example}.py"
+    launched = as_launched() if torch.distributed.is_initialized() else contextlib.nullcontext()
+    with (
+        launched,
+        mock.patch.object(sys, "argv", [str(path), *flags]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue()
+
+
+def by_torchrun(example: str, *flags: str) -> str:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
+    command = [*torchrun, str(ROOT / "examples" / f"{example}.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SHORT = ("--context", "201", "--steps", "2", "--ulysses")
+
+
 @pytest.mark.launcher
 @pytest.mark.parametrize("example", ["finetune", "grpo"])
-def test_a_loop_of_ones_own_runs_and_does_not_depend_on_the_ranks(example: str) -> None:
-    runs, losses = [], []
-    for ranks in (1, 2):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        flags = ["--context", "201", "--steps", "2", "--ulysses", str(ranks)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-        command = [*torchrun, str(ROOT / "examples" / f"{example}.py"), *flags]
-        pipe = subprocess.PIPE
-        runs.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
-    for run in runs:
-        stdout, stderr = run.communicate(timeout=240)
-        assert run.returncode == 0, stderr
-        losses.append(re.findall(r"loss (-?[\d.]+)", stdout))
+def test_a_training_loop_does_not_depend_on_the_ranks(ranks: RankPool, example: str) -> None:
+    alone = run_forked(run_example, example, *SHORT, "1")
+    sharded = (
+        by_torchrun(example, *SHORT, "2") if example == "finetune" else ranks.run(run_example, example, *SHORT, "2")[0]
+    )
+    losses = [re.findall(r"loss (-?[\d.]+)", said) for said in (alone, sharded)]
     assert len(losses[0]) == len(losses[1]) == 2
     for one, two in zip(*losses, strict=True):
         assert abs(float(one) - float(two)) < 1.5 * last_place(one), losses  # the same, or the next decimal
 
 
-@pytest.mark.launcher
 @pytest.mark.parametrize("example", ["trainer", "sft"])
-def test_the_trainers_run_as_they_say(example: str, tmp_path: Path) -> None:
+def test_the_trainers_log_and_save(ranks: RankPool, example: str, tmp_path: Path) -> None:
     if example == "sft":
         pytest.importorskip("trl")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    flags = ["--context", "201", "--steps", "2", "--ulysses", "2", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-    command = [*torchrun, str(ROOT / "examples" / f"{example}.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 2, done.stdout
+    said = ranks.run(run_example, example, *SHORT, "2", "--out", str(tmp_path))[0]
+    assert len(re.findall(r"'loss': '?[\d.]+", said)) == 2, said
     assert (tmp_path / "model.safetensors").is_file()
 
 

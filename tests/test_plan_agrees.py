@@ -15,6 +15,7 @@ from longspan.plan import Job, Mesh, cost, read_hardware, read_model, search
 from longspan.plan.models import CONFIGS
 from longspan.plan.models.catalogue import ELSEWHERE, HUB
 from longspan.plan.views.report import command
+from tests.choose import confirming
 
 SMALL = {
     "vocab_size": 400,
@@ -39,12 +40,7 @@ FILES: dict[str, dict[str, Any]] = {
                "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
                                  "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
 }  # fmt: skip
-MEMORY_OPTIONS = (
-    "--grad-checkpointing",
-    "--memory longest",
-    "--memory auto",
-    "--memory longest --offload disk --head-chunks 0",
-)
+CHEAP = ("--grad-checkpointing", "--memory longest", "--memory longest --offload disk --head-chunks 0")
 
 Said = Callable[..., tuple[int, str, str]]
 
@@ -78,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def commands(report: dict[str, Any]) -> list[str]:
-    """The recommended one, and those of another mesh and of the methods."""
+    """The recommended one, that of another mesh and, if they are compared, those of the methods."""
     plans = [report["recommended"], *report["plans"], *(method["plan"] for method in report["methods"])]
     said = dict.fromkeys(plan["command"] for plan in plans if plan is not None and plan["command"] is not None)
     return list(said)[: 2 + len(report["methods"])]
@@ -102,12 +98,11 @@ def cases() -> Iterator[tuple[str, str]]:
     gpus = ("--gpu h100 --gpus 8", "--gpu a100-40gb --gpus 12 --batch 4", "--gpu cpu --gpus 4 --dtype fp32",
             "--gpu b200 --gpus 32", "--gpu mi300x --gpus 1")  # fmt: skip
     for i, name in enumerate(CONFIGS):
-        yield name, f"{gpus[i % 5]} --context {('8k', '300k', '512k')[i % 3]} {MEMORY_OPTIONS[i % 4]}"
-    for i, name in enumerate(("llama-3.1-8b", "gemma-3-4b", "gpt-oss-20b")):
-        yield name, f"--gpus {8 >> i % 3} --context 512k --memory auto --compare"
+        yield name, f"{gpus[i % 5]} --context {('8k', '300k', '512k')[i % 3]} {CHEAP[i % 3]}"
+    yield "gemma-3-4b", "--gpus 4 --context 512k --memory auto --compare"
     yield "llama-3.1-8b", "--gpus 8 --context 512k --grad-checkpointing"  # the README's
     yield "llama-3.1-8b", "--gpus 2 --context 512k --memory longest --rope-scaling dynamic --offload host --cpu-offload"
-    yield "qwen3-8b", "--gpus 4 --context 300k --rope-scaling yarn --rope-original 32768 --no-fsdp --memory auto"
+    yield "qwen3-8b", "--gpus 4 --context 300k --rope-scaling yarn --rope-original 32768 --no-fsdp --memory longest"
     yield "qwen3-0.6b", "--gpus 1 --gpu l40s --context max --dtype fp32 --offload none"
     yield "linear", "--gpus 2 --context 100k"
     yield "dynamic", "--gpus 2 --context 100k"
@@ -118,7 +113,15 @@ def cases() -> Iterator[tuple[str, str]]:
     yield "short", "--gpus 2 --context max"
 
 
-@pytest.mark.parametrize(("name", "asked"), list(cases()))
+def searched() -> Iterator[tuple[str, str]]:
+    """Cases that take seconds or minutes, as memory options are searched for every mesh."""
+    for i, name in enumerate(CONFIGS):
+        yield name, f"--gpus {(8, 12, 4, 32, 1)[i % 5]} --context {('8k', '300k', '512k')[i % 3]} --memory auto"
+    for i, name in enumerate(("llama-3.1-8b", "gpt-oss-20b")):
+        yield name, f"--gpus {8 >> i} --context 512k --memory auto --compare"
+
+
+@pytest.mark.parametrize(("name", "asked"), [*cases(), *confirming(searched())])
 def test_every_command_that_plan_prints_is_one_that_train_takes(
     name: str, asked: str, folder: Path, say: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
