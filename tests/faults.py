@@ -172,9 +172,9 @@ FAULTS = (
     Fault("saved_norm_forgotten", "plan/cost/saved.py", "normed + qkv_inputs * c.b * c.d, normed + mlp_input",
           "normed + qkv_inputs * c.b * c.d, mlp_input", "tests/test_plan_memory.py -k exact"),
     # verify, train, tracing, scoring
-    Fault("verify_accepts_ten_times_the_limit", "verify/compare.py", "self.sharded[rank] <= self.limit[rank]",
+    Fault("verify_accepts_ten_times_the_limit", "verify/judge.py", "self.sharded[rank] <= self.limit[rank]",
           "self.sharded[rank] <= 10 * self.limit[rank]", "tests/test_verify_compare.py"),
-    Fault("verify_ignores_the_noise_of_the_whole", "verify/compare.py",
+    Fault("verify_ignores_the_noise_of_the_whole", "verify/judge.py",
           "max(mine, part.elements / whole.elements * all_)", "mine * part.elements", "tests/test_verify_compare.py"),
     Fault("clip_never_scales", "train/optimizer.py", "    if limit:", "    if limit < 0:",
           "tests/test_train.py -k plain_loop"),
