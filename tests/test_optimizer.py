@@ -26,6 +26,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig, run
+from tests.choose import each_value
 from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.memory import peak_of
@@ -364,8 +365,7 @@ class _Entered(Exception):
     """The first layer has been reached."""
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("layout", "documents"), each_value(["contiguous", "zigzag"], [False, True]))
 def test_nothing_of_a_million_tokens_lives_on_behind_the_entrance(tmp_path: Path, layout: Any, documents: bool) -> None:
     """The caller holds token ids and labels; of the whole sequence's length there is nothing else, of any dtype."""
     n, ranks = 1 << 20, 64

@@ -43,6 +43,7 @@ from longspan.plan.search import meshes
 from longspan.plan.views.curves import contexts, gpu_counts
 from longspan.plan.views.report import SCHEMA, command, plan_dict, to_dict
 from longspan.train import TrainConfig
+from tests.choose import each_value
 
 A100 = CATALOGUE["a100-80gb"]
 LLAMA = read_model("llama-3.1-8b")
@@ -141,8 +142,12 @@ def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh
         assert more.memory_bytes[name] <= fewer.memory_bytes[name] + (padding if name == "kv_cache" else 0), name
 
 
-@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-4b", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    each_value(
+        ["train", "prefill", "decode"], ["llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-4b", "deepseek-v3"]
+    ),
+)
 def test_the_least_memory_never_grows_with_the_gpus(name: str, mode: Any) -> None:
     model, job = read_model(name), Job(context=1 << 18, mode=mode, batch=2)
     least = [min(p.memory_total_bytes for p in search(model, job, 1 << i, A100).plans) for i in range(7)]

@@ -32,6 +32,7 @@ from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import render
 from longspan.plan.views.report import command, to_dict
 from longspan.plan.views.settings import settings_grid
+from tests.choose import confirming, each_value
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
 NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'
@@ -66,7 +67,7 @@ def test_gpu_counts_reach_eight_times_the_jobs(gpus: int, expected: list[int]) -
     assert gpu_counts(gpus) == expected
 
 
-@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+@pytest.mark.parametrize("mode", ["prefill", *confirming(["train", "decode"])])
 def test_every_point_says_what_cost_says(mode: Mode) -> None:
     job = Job(context=200_000, batch=4, mode=mode)
     data = grid(MODEL, job, 6, HARDWARE)
@@ -304,8 +305,7 @@ def test_what_does_not_fit_is_marked(browser: Any, tmp_path: Path) -> None:
     assert any(row.get_attribute("data-fits") == "true" for row in _find(browser, ".mesh"))
 
 
-@pytest.mark.parametrize("width", [360, 800, 1400])
-@pytest.mark.parametrize("mode", ["train", "prefill", "decode"])
+@pytest.mark.parametrize(("width", "mode"), each_value([360, 800, 1400], ["train", "prefill", "decode"]))
 def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, mode: Mode, width: int) -> None:
     page, _, _ = _page(Job(context=1_000_000, mode=mode), 8, name="/data/models/" + 8 * "a-long-name_" + ".json")
     _open(browser, tmp_path / "plan.html", page, width)
@@ -342,7 +342,7 @@ def test_a_name_is_never_read_as_html(browser: Any, tmp_path: Path) -> None:
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("name", ["gemma-3-12b", "deepseek-v3", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["gemma-3-12b", *confirming(["deepseek-v3", "gpt-oss-20b"])])
 def test_page_of_other_kinds_of_attention(browser: Any, tmp_path: Path, name: str) -> None:
     model, job = read_model(name), Job(context=65536, batch=2, mode="prefill")
     report = to_dict(search(model, job, 4, HARDWARE), model, job, 4, HARDWARE)
@@ -548,7 +548,7 @@ def test_text_is_readable_in_both_themes(browser: Any, tmp_path: Path, theme: st
     assert (paper < 0.05) == (theme == "dark")
 
 
-@pytest.mark.parametrize("extra", [[], ["--compare"], ["--memory-options"], ["--json"]])
+@pytest.mark.parametrize("extra", [["--compare"], ["--memory-options"], ["--json"], *confirming([([],)])])
 def test_it_is_said_that_the_page_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
 ) -> None:
@@ -570,7 +570,8 @@ def test_it_is_said_that_the_page_is_written(
 
 
 @pytest.mark.parametrize(
-    "job", [Job(context=131072), Job(context=1_000_000, mode="prefill"), Job(context=5, mode="decode")]
+    "job",
+    [Job(context=5, mode="decode"), *confirming([Job(context=131072), Job(context=1_000_000, mode="prefill")])],
 )
 def test_drawing_is_a_png_of_the_stated_size(tmp_path: Path, job: Job) -> None:
     pytest.importorskip("matplotlib", reason="nothing is drawn: pip install matplotlib")

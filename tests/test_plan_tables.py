@@ -19,6 +19,7 @@ from longspan.plan.job import Mesh
 from longspan.plan.memory_search import search_memory_options
 from longspan.plan.suggestions import find_suggestions, suggestion_text
 from longspan.plan.views.tables import show
+from tests.choose import confirming, each_value, grouped
 
 WIDE = 1000
 SCREENS = [
@@ -50,7 +51,10 @@ def printed(monkeypatch: pytest.MonkeyPatch, screen: str, *widths: int) -> list[
     return [file.getvalue().splitlines() for file in files]
 
 
-@pytest.mark.parametrize("screen", SCREENS)
+AUTO = [screen for screen in SCREENS if "--memory auto" in screen]
+
+
+@pytest.mark.parametrize("screen", [*(screen for screen in SCREENS if screen not in AUTO), *confirming(AUTO)])
 def test_no_word_is_cut_at_any_width(screen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every word on a narrow screen stands on a very wide one, and no line is longer than the screen."""
     wide, *narrower = printed(monkeypatch, screen, WIDE, *WIDTHS)
@@ -103,18 +107,20 @@ def test_what_only_tensor_parallelism_holds_is_recommended(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        "",
-        "--checkpointing full",
-        "--grad-checkpointing --cpu-offload",
-        "--checkpointing save_attention --tiled-mlp 8",
-        "--memory longest",
-        "--memory auto",
-        "--memory auto --offload disk --checkpointing full",
-    ],
+    ("given", "model", "context"),
+    each_value(
+        [
+            "",
+            "--checkpointing full",
+            "--grad-checkpointing --cpu-offload",
+            "--checkpointing save_attention --tiled-mlp 8",
+            "--memory longest",
+            "--memory auto",
+            "--memory auto --offload disk --checkpointing full",
+        ],
+        grouped([("llama-3.1-70b", "256k"), ("llama-3.1-8b", "4M")]),
+    ),
 )
-@pytest.mark.parametrize(("model", "context"), [("llama-3.1-70b", "256k"), ("llama-3.1-8b", "4M")])
 def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     model: str, context: str, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
