@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.errors import LongspanError
-from longspan.tracing.drawing import lines_of
+from longspan.tracing.drawing import summary_lines
 from longspan.tracing.files import write_timeline
 from longspan.tracing.merge import load_trace, merge, write_trace
 from longspan.tracing.page import render
@@ -114,7 +114,7 @@ def test_every_rank_is_a_process_and_the_clocks_of_hosts_meet(tmp_path: Path) ->
 def test_the_timeline_has_every_rank_its_figures_and_what_differs(tmp_path: Path) -> None:
     events = merge([("a", a_step()), ("a", a_step(stretch=2.0))])
     traces = read_trace(events)
-    said = lines_of(traces)
+    said = summary_lines(traces)
     assert "exposed communication 30%" in said[0] and "computing 60%" in said[1]
     assert "imbalance of computing 33%" in said[2]  # 120 us over the mean of 90
     page = render(traces, "a <step>")
@@ -156,7 +156,7 @@ def test_waiting_for_a_slower_rank_is_no_transfer() -> None:
         [("gather", 70, 90), ("exchange", 140, 220), ("ring", 200, 230)],
     ]
     traces = [
-        RankTrace(rank, 300.0, tuple(Span(kind, kind, a, b) for kind, a, b in of_rank), (), began=1000.0 + 10 * rank)
+        RankTrace(rank, 300.0, tuple(Span(kind, kind, a, b) for kind, a, b in of_rank), (), start=1000.0 + 10 * rank)
         for rank, of_rank in enumerate(spans)
     ]
     assert transfer(traces) == pytest.approx((20 + 40) / 1e6)

@@ -1,6 +1,6 @@
 """longspan: train and run Transformers on sequences longer than one GPU can hold, exactly.
 
-Names are imported on first use, so that `import longspan` costs nothing and the planner needs no torch.
+Public names are imported on first use, so that the planner needs no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_DEFINED_IN = {
     "LongspanError": "longspan.core.errors",
     "Mask": "longspan.attn.mask",
     "Memory": "longspan.core.memory",
@@ -63,16 +63,16 @@ _HOME = {
 }
 _MODULES = ("exchange",)
 
-__all__ = [*sorted(_HOME), *_MODULES]
+__all__ = [*sorted(_DEFINED_IN), *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"longspan.{name}")
-    if name not in _HOME:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module 'longspan' has no attribute {name!r}; it has {', '.join(__all__)}")
     try:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+        value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
     except ModuleNotFoundError as error:
         from longspan.core.errors import missing_package, not_installed
 

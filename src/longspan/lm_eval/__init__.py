@@ -1,10 +1,10 @@
-"""Evaluation by EleutherAI's lm-evaluation-harness, the model sharded over ranks: `python -m longspan.lm_eval run ...`.
+"""Evaluate a sharded model with EleutherAI's lm-evaluation-harness: `python -m longspan.lm_eval run ...`.
 
-The harness runs on the first rank alone: it makes the tasks, counts and prints. What it asks of the model, in tokens,
-goes to all ranks, which answer together.
+The harness runs on the first rank: it makes the tasks, computes the metrics and prints. Its requests to the model, in
+tokens, are broadcast to all ranks.
 
-    scorer.py   what every rank does: log-likelihoods and generation of token lists; needs no harness
-    ranks.py    the first rank's calls, made on every rank
-    model.py    the harness's model class, registered as "longspan"
-    command.py  the harness's own command line, on as many ranks as the model asks for
+- `scorer`: log-likelihoods and generation of token lists on every rank; needs no harness.
+- `ranks`: repeats the first rank's calls on every rank.
+- `model`: the harness's model class, registered as "longspan".
+- `command`: the harness's command line on as many ranks as `--model_args` name.
 """

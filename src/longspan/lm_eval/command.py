@@ -1,8 +1,8 @@
-"""The harness's own command line on as many ranks as the model asks for:
+"""The harness's command line on as many ranks as `--model_args` name:
 
 python -m longspan.lm_eval run --model longspan --model_args pretrained=NAME,ring=2,ulysses=2 --tasks ...
 
-It starts its ranks itself, or joins those of torchrun or srun. Everything but `--model longspan` runs on one process.
+It starts its ranks, or joins those of torchrun or srun. Commands other than `run` use one process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, LongspanError) else 1
 
 
-def _parsed(argv: list[str]) -> tuple[Any, Any]:
-    """The harness's command line, and what it makes of the arguments."""
+def _parse(argv: list[str]) -> tuple[Any, Any]:
+    """Return the harness's command line and the parsed arguments."""
     command_line = harness_command_line()
 
     from longspan.lm_eval.model import LongspanLM  # registers it
@@ -42,8 +42,8 @@ def _parsed(argv: list[str]) -> tuple[Any, Any]:
 
 
 def _ranks(argv: list[str]) -> int:
-    """How many the model asks for."""
-    _, args = _parsed(argv)
+    """Return the ranks of the model's mesh."""
+    _, args = _parse(argv)
     if args.command != "run":
         return 1
     from lm_eval.config.evaluate_config import EvaluatorConfig
@@ -63,18 +63,18 @@ def _ranks(argv: list[str]) -> int:
 def _rank(argv: list[str]) -> int:
     from longspan.lm_eval.ranks import end, serve
 
-    with launch.joined() as heart:
+    with launch.joined() as heartbeat:
         import torch
 
-        heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-        if heart.peers.rank != 0:
+        heartbeat.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+        if heartbeat.peers.rank != 0:
             serve()
             return 0
         code = 0
         try:
-            cli, args = _parsed(argv)
+            cli, args = _parse(argv)
             cli.execute(args)
-        except SystemExit as stop:  # the harness's own refusals, between two calls of the model
+        except SystemExit as stop:  # the harness exits between two calls of the model
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         end()
         return code

@@ -13,21 +13,21 @@ from longspan.core.errors import LongspanError
 from longspan.lm_eval.ranks import Leader
 from longspan.lm_eval.scorer import Tokens
 
-_AT_ONCE = 64
-"""Batches that go to the ranks in one call; between calls the harness's cache keeps what was found."""
+_BATCHES_PER_CALL = 64
+"""Batches that the ranks compute in one call; the harness caches results between calls."""
 
 
 @register_model("longspan")
 class LongspanLM(TemplateLM):  # type: ignore[misc]
-    """A causal LM over several ranks, as the harness's `hf` model is on one; for the first rank alone.
+    """The harness's `hf` model, over several ranks; for the first rank alone.
 
     Args:
-        add_bos_token: whether the tokenizer's special tokens are added; None: as the tokenizer does.
+        add_bos_token: add the tokenizer's special tokens; None: as the tokenizer does.
         batch_size: rows of a batch.
-        max_gen_toks: tokens that are generated where a task does not say.
+        max_gen_toks: most tokens to generate, unless a task gives a number.
         options: of `longspan.lm_eval.ranks.load_scorer`: pretrained, ring, ulysses, tensor, dtype,
             tokenizer, max_length, fsdp.
-        max_batch_size, device: what the harness hands to every model; not used.
+        max_batch_size, device: passed by the harness to every model; unused.
 
     Raises:
         LongspanError: as `load_scorer`, or for batch_size=auto.
@@ -53,7 +53,7 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model may be given."""
+        """Most tokens that the model accepts."""
         return self.leader.scorer.max_length
 
     @property
@@ -63,17 +63,17 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token before a text without context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches."""
+        """Name for the harness's caches."""
         return self.tokenizer.name_or_path.replace("/", "__")  # type: ignore[no-any-return]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as text."""
+        """Return a conversation as text."""
         return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
             chat_history,
             tokenize=False,
@@ -82,7 +82,7 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Tokens:
-        """Tokens of a text; special ones are not added to a text that begins with one."""
+        """Return the tokens of a text; add no special tokens to a text that starts with one."""
         if add_special_tokens is None:
             begins = string.startswith(self.tokenizer.decode(self.prefix_token_id))
             add_special_tokens = False if begins else self.add_bos_token
@@ -92,7 +92,7 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         found: list[Any] = [None] * len(requests)
-        for rows in _pieces(order, _AT_ONCE * self.batch_size, "log-likelihoods"):
+        for rows in _batches(order, _BATCHES_PER_CALL * self.batch_size, "log-likelihoods"):
             answers = self.leader.ask("loglikelihoods", pairs=[tuple(requests[i][1:]) for i in rows])
             for i, answer in zip(rows, answers, strict=True):
                 found[i] = answer
@@ -101,7 +101,7 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """log p of each whole text, in windows of the model's length where it is longer."""
+        """Return log p of each whole text; a text longer than the model is split into windows."""
         windows: list[tuple[int, tuple[Tokens, Tokens]]] = []
         for i, request in enumerate(requests):
             rolled = utils.get_rolling_token_windows(
@@ -120,24 +120,24 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text behind each context; those that are generated in the same way go together."""
+        """Return the text generated for each context; contexts with the same options share batches."""
         prompts = [self.tok_encode(request.args[0]) for request in requests]
-        ways: dict[str, list[int]] = {}
+        by_options: dict[str, list[int]] = {}
         for i in sorted(range(len(requests)), key=lambda i: -len(prompts[i])):
-            ways.setdefault(repr(requests[i].args[1]), []).append(i)
+            by_options.setdefault(repr(requests[i].args[1]), []).append(i)
         found = [""] * len(requests)
-        for same in ways.values():
+        for same in by_options.values():
             options = self._options(requests[same[0]].args[1])
-            for rows in _pieces(same, self.batch_size, "generation"):
+            for rows in _batches(same, self.batch_size, "generation"):
                 texts = self.leader.ask("generate", prompts=[prompts[i] for i in rows], **options)
                 for i, text in zip(rows, texts, strict=True):
                     found[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return found
 
-    def _options(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What a task says of generation, for `Scorer.generate`; greedy unless it asks for sampling."""
-        options = normalize_gen_kwargs(asked, self.max_gen_toks)
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a task's options for `Scorer.generate`; greedy unless the task samples."""
+        options = normalize_gen_kwargs(given, self.max_gen_toks)
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         stops = handle_stop_sequences(options.pop("until", None), eos=eos)
         if options.get("temperature", 0.0) == 0.0:
@@ -147,8 +147,8 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         return {**options, "stops": stops, "max_new": max_new}
 
 
-def _pieces(rows: list[int], size: int, what: str) -> Any:
-    """Some rows at a time, with a bar."""
+def _batches(rows: list[int], size: int, what: str) -> Any:
+    """Yield batches of rows with a progress bar."""
     from tqdm import tqdm
 
     return tqdm([rows[i : i + size] for i in range(0, len(rows), size)], desc=what, disable=None)

@@ -1,4 +1,4 @@
-"""The first rank asks, all ranks compute: its calls of a `Scorer` are made on every rank."""
+"""Repeat the first rank's calls of a `Scorer` on every rank."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _LOAD, _END = "load", "end"
 
 
 class Leader:
-    """A `Scorer` over all ranks, for the first one. The others are in `serve`.
+    """A `Scorer` over all ranks, used by the first rank while the others run `serve`.
 
     Args:
         options: of `load_scorer`.
 
     Raises:
-        LongspanError: on another rank, or as `load_scorer` does.
+        LongspanError: on another rank, or as `load_scorer`.
     """
 
     def __init__(self, **options: Any) -> None:
         if dist.is_initialized() and dist.get_rank() != 0:
-            raise LongspanError("the first rank alone asks the model; the others call longspan.lm_eval.ranks.serve()")
-        _tell(_LOAD, options)
+            raise LongspanError("only the first rank calls the model; the others call longspan.lm_eval.ranks.serve()")
+        _send(_LOAD, options)
         self.scorer = load_scorer(**options)
 
     def ask(self, name: str, **arguments: Any) -> Any:
-        """What a method of the scorer returns, called on every rank."""
-        _tell(name, arguments)
+        """Call a method of the scorer on every rank and return its result."""
+        _send(name, arguments)
         return getattr(self.scorer, name)(**arguments)
 
 
 def serve() -> None:
-    """On every rank but the first: make its calls, until it calls `end`."""
+    """Repeat the first rank's calls on another rank, until it calls `end`."""
     scorer: Scorer | None = None
     while True:
-        name, arguments = _told()
+        name, arguments = _receive()
         if name == _END:
             return
         if name == _LOAD:
@@ -50,8 +50,8 @@ def serve() -> None:
 
 
 def end() -> None:
-    """On the first rank: nothing is asked any more."""
-    _tell(_END, {})
+    """End `serve` on the other ranks."""
+    _send(_END, {})
 
 
 def load_scorer(
@@ -65,21 +65,21 @@ def load_scorer(
     batch_size: int = 1,
     fsdp: bool = True,
 ) -> Scorer:
-    """A pretrained model over the ranks of the job. Collective.
+    """Load a pretrained model over the ranks of the job. Collective.
 
     Args:
-        pretrained: a folder, of a model or of a PEFT adapter, or a name on the Hugging Face hub.
-        ring: degree of the ring.
-        ulysses: degree of Ulysses.
-        tensor: ranks that share each layer's weights.
+        pretrained: folder of a model or a PEFT adapter, or a name on the Hugging Face hub.
+        ring: size of the ring axis.
+        ulysses: size of the ulysses axis.
+        tensor: size of the tensor axis.
         dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
-        tokenizer: another than the model's.
-        max_length: tokens that the model may be given; by default what its config says.
-        batch_size: rows of a batch at most.
-        fsdp: whether weights are sharded as well.
+        tokenizer: name or folder; by default the model's.
+        max_length: most tokens that the model accepts; by default from its config.
+        batch_size: most rows of a batch.
+        fsdp: shard the weights.
 
     Raises:
-        LongspanError: for a model that cannot be loaded, or a mesh that is not that of the job.
+        LongspanError: for a model that cannot be loaded, or a mesh of another size than the job.
     """
     import torch
     from transformers import AutoTokenizer
@@ -102,7 +102,7 @@ _DEFAULT_LENGTH = 2048
 
 
 def _longest(config: Any, tokenizer: Any) -> int:
-    """Tokens that the model may be given, as the harness reads it from config and tokenizer."""
+    """Return the most tokens that the model accepts, from config or tokenizer as the harness does."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         if isinstance(found := getattr(config, name, None), int):
             return found
@@ -114,11 +114,11 @@ def _alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def _tell(name: str, arguments: dict[str, Any]) -> None:
+def _send(name: str, arguments: dict[str, Any]) -> None:
     if not _alone():
         broadcast_object((name, arguments), dist.group.WORLD)
 
 
-def _told() -> tuple[str, dict[str, Any]]:
+def _receive() -> tuple[str, dict[str, Any]]:
     call: tuple[str, dict[str, Any]] = broadcast_object(None, dist.group.WORLD)
     return call

@@ -1,4 +1,4 @@
-"""Log-likelihoods and generation of token lists on a parallelized model; every rank makes the same calls."""
+"""Log-likelihoods and generation of token lists on a parallelized model. Every rank makes the same calls."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model that answers what an evaluation asks, the same on every rank.
+    """A parallelized model for evaluation; results are the same on every rank.
 
     Attributes:
-        model: what `longspan.parallelize` returned, in evaluation mode.
+        model: from `longspan.parallelize`, in evaluation mode.
         sp: its sharding.
         tokenizer: of Hugging Face.
-        max_length: tokens that the model may be given.
-        batch_size: rows of a batch at most.
+        max_length: most tokens that the model accepts.
+        batch_size: most rows of a batch.
     """
 
     model: Any
@@ -40,14 +40,14 @@ class Scorer:
 
     @property
     def pad(self) -> int:
-        """The token at which nothing looks."""
+        """The padding token; its value has no effect."""
         return next((x for x in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if x is not None), 0)
 
     @torch.no_grad()
     def loglikelihoods(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log p(continuation | context), and whether greedy decoding would give it.
+        """Return log p(continuation | context) of each pair, and whether greedy decoding gives the continuation.
 
-        No logits are made as a whole. Of what is longer than the model, the first tokens are left out.
+        Whole logits never exist. A pair longer than `max_length` loses its first tokens.
 
         Raises:
             LongspanError: for an empty context or continuation, or a continuation longer than the model.
@@ -59,17 +59,17 @@ class Scorer:
             whole = [(pairs[row][0] + pairs[row][1])[-self.max_length - 1 :] for row in rows]
             batch = self._predicting(whole, [len(pairs[row][1]) for row in rows])
             log_p, top1 = token_logprobs(self.model, batch, top1=True, gather=True)
-            asked = batch["shift_labels"] != IGNORE
+            predicted = batch["shift_labels"] != IGNORE
             for i, row in enumerate(rows):
-                found[row] = float(log_p[i][asked[i]].sum()), bool(top1[i][asked[i]].all())
+                found[row] = float(log_p[i][predicted[i]].sum()), bool(top1[i][predicted[i]].all())
         return found
 
-    def _predicting(self, whole: list[Tokens], asked: list[int]) -> dict[str, Tensor]:
-        """A batch that predicts the last `asked` tokens of each row, padded on the right; the last one is no input."""
+    def _predicting(self, whole: list[Tokens], predicted: list[int]) -> dict[str, Tensor]:
+        """Return a batch that predicts the last `predicted` tokens of each row, padded on the right."""
         length = max(map(len, whole)) - 1
         ids = torch.full((len(whole), length), self.pad)
         labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
-        for i, (row, count) in enumerate(zip(whole, asked, strict=True)):
+        for i, (row, count) in enumerate(zip(whole, predicted, strict=True)):
             n = len(row) - 1
             ids[i, :n], mask[i, :n] = torch.tensor(row[:-1]), 1
             labels[i, n - count : n] = torch.tensor(row[-count:])
@@ -80,16 +80,16 @@ class Scorer:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Tokens], stops: Sequence[str], max_new: int, **options: Any) -> list[str]:
-        """The text behind each prompt, up to the first of the `stops`, the end-of-text token, or `max_new` tokens.
+        """Return the text generated for each prompt, up to the first stop, the end-of-text token, or `max_new` tokens.
 
         Args:
-            prompts: of what is too long, the first tokens are left out.
-            stops: texts; they are no part of what is returned.
-            max_new: tokens.
+            prompts: token ids; too long ones lose their first tokens.
+            stops: texts that end a row; they are not returned.
+            max_new: most new tokens.
             options: of transformers' `generate`.
 
         Raises:
-            LongspanError: if no token of a prompt has room.
+            LongspanError: if `max_new` leaves no room for a prompt.
         """
         room = self.max_length - max_new
         if room < 1:
@@ -123,7 +123,7 @@ class Scorer:
 
 
 class _Stops(StoppingCriteria):  # type: ignore[misc]
-    """A row ends when its new text has one of the stops in it."""
+    """Ends a row when its new text contains a stop."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], start: int) -> None:
         self.tokenizer, self.stops, self.start = tokenizer, [stop for stop in stops if stop], start
@@ -135,14 +135,14 @@ class _Stops(StoppingCriteria):  # type: ignore[misc]
 
 
 def until(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stops."""
+    """Return the text before the first stop."""
     for stop in stops:
         text = text.split(stop)[0] if stop else text
     return text
 
 
 def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Rows of like lengths together, the longest first: what does not fit into memory fails at once."""
+    """Yield batches of rows of similar lengths, the longest first, so that running out of memory happens early."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     for start in range(0, len(order), size):
         yield order[start : start + size]

@@ -1,4 +1,4 @@
-"""A trace's three files: for Chrome and Perfetto, a page, a picture."""
+"""Write a trace as three files: JSON for Chrome and Perfetto, an HTML page and a picture."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from longspan.tracing.page import render
 from longspan.tracing.spans import read_trace
 
 
-def write(what: str, path: Path, how: Callable[[Path], object], out: IO[str] | None = None) -> None:
-    """Write a file, its folder made, and say so on `out`, by default stdout.
+def write(what: str, path: Path, write_to: Callable[[Path], object], out: IO[str] | None = None) -> None:
+    """Make the folder, write a file, and print its path to `out`, by default stdout.
 
     Raises:
         LongspanError: if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        how(path)
+        write_to(path)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One Chrome trace of all ranks: every rank a process of its own, in the order of ranks."""
+"""Merge the events of all ranks into one Chrome trace, with one process per rank, in rank order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def merge(of_ranks: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """The events of all ranks in one list.
+    """Return the events of all ranks in one list, with the rank as `pid`.
 
-    A rank's events get its number as `pid`. The clocks of hosts differ: those of another host than rank 0's are moved
-    so that its first rank's step begins with rank 0's; all began it behind one barrier.
+    Clocks of hosts differ: a host's events are shifted so that its first rank's step starts with rank 0's, as all ranks
+    start behind one barrier.
 
     Args:
-        of_ranks: for every rank, in order, its host's name and its events.
+        of_ranks: host name and events of every rank, in order.
     """
     merged: list[dict[str, Any]] = []
     begins: dict[str, float] = {}
@@ -30,17 +30,17 @@ def merge(of_ranks: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict
         step = next((float(e["ts"]) for e in events if e["name"] == STEP), None)
         if step is not None:
             begins.setdefault(host, step)
-        moved = next(iter(begins.values()), 0.0) - begins.get(host, 0.0) if begins else 0.0
+        shift = next(iter(begins.values()), 0.0) - begins.get(host, 0.0) if begins else 0.0
         merged += [
             {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank} on {host}"}},
             {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
         ]
-        merged += [{**event, "pid": rank, "ts": float(event["ts"]) + moved} for event in events]
+        merged += [{**event, "pid": rank, "ts": float(event["ts"]) + shift} for event in events]
     return merged
 
 
 def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
-    """The merged trace of all ranks of a group, by default of the job, on every rank. Collective."""
+    """Return the merged trace of a group's ranks, by default of the job, on every rank. Collective."""
     import torch.distributed as dist
 
     from longspan.comm.objects import gather_objects
@@ -52,14 +52,14 @@ def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | No
 
 
 def write_trace(path: Path, events: Sequence[dict[str, Any]]) -> None:
-    """Write a trace for chrome://tracing or ui.perfetto.dev; gzip where the name ends in .gz."""
+    """Write a trace for chrome://tracing or ui.perfetto.dev; compress it if the name ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": list(events)})
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
 def load_trace(path: Path) -> list[dict[str, Any]]:
-    """What `write_trace` wrote."""
+    """Read a trace that `write_trace` wrote."""
     data = path.read_bytes()
     text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     events: list[dict[str, Any]] = json.loads(text)["traceEvents"]

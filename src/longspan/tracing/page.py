@@ -1,11 +1,11 @@
-"""A timeline of all ranks as one self-contained HTML page: SVG, with names and times on hovering."""
+"""Render a timeline of all ranks as one self-contained HTML page with an SVG; hovering shows names and times."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Sequence
 
-from longspan.tracing.drawing import COLOURS, said_of, said_of_all
+from longspan.tracing.drawing import COLOURS, imbalance_summary, rank_summary
 from longspan.tracing.spans import COMMUNICATION, RankTrace, Span, figures, union, without
 
 _WIDTH, _ROW, _LEFT = 1400, 92, 70
@@ -19,9 +19,9 @@ th{font-weight:500;color:#5a6068}td:first-child,th:first-child{text-align:left}"
 
 
 def render(traces: Sequence[RankTrace], title: str) -> str:
-    """The page."""
+    """Return the page."""
     longest = max(trace.length for trace in traces)
-    rows = "".join(_rank(place, trace, longest) for place, trace in enumerate(traces))
+    rows = "".join(_rank(row, trace, longest) for row, trace in enumerate(traces))
     height = _ROW * len(traces) + 24
     used = {s.kind for trace in traces for s in (*trace.computing, *trace.communication)}
     keys = "".join(f'<span class="key" style="background:{c}"></span>{k}' for k, c in COLOURS.items() if k in used)
@@ -34,7 +34,7 @@ def render(traces: Sequence[RankTrace], title: str) -> str:
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>"
-        f"<p>{html.escape(said_of_all(traces))}</p><p>{keys}</p>"
+        f"<p>{html.escape(imbalance_summary(traces))}</p><p>{keys}</p>"
         f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">{rows}{axis}</svg>'
         f"{_table(traces)}</html>\n"
     )
@@ -44,11 +44,11 @@ def _x(at: float, longest: float) -> float:
     return _LEFT + at / longest * (_WIDTH - _LEFT - 20)
 
 
-def _rank(place: int, trace: RankTrace, longest: float) -> str:
-    top = place * _ROW
+def _rank(row: int, trace: RankTrace, longest: float) -> str:
+    top = row * _ROW
     parts = [
         f'<text class="rank" x="0" y="{top + 44}">rank {trace.rank}</text>',
-        f'<text x="{_LEFT}" y="{top + 16}">{html.escape(said_of(figures(trace)))}</text>',
+        f'<text x="{_LEFT}" y="{top + 16}">{html.escape(rank_summary(figures(trace)))}</text>',
     ]
     for kind in ("computing", "attention", "packing"):
         for start, end in union((s.start, s.end) for s in trace.computing if s.kind == kind):

@@ -1,4 +1,4 @@
-"""Running something under torch's profiler, and its events; what the profiler does not see of messages is added."""
+"""Record events under torch's profiler, and add ranges for point-to-point messages, which it does not record."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from longspan.tracing.spans import P2P, STEP
 
-_KEPT = ("cpu_op", "user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
-_SMALL = ("aten::as_strided", "aten::view", "aten::detach", "detach", "aten::alias", "aten::t", "aten::transpose")
+_CATEGORIES = ("cpu_op", "user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
+_SKIPPED = ("aten::as_strided", "aten::view", "aten::detach", "detach", "aten::alias", "aten::t", "aten::transpose")
 
 
 class Recorder:
-    """The events of the stretch that `step` runs, of this rank; empty before.
+    """Records this rank's events of one step.
 
     Attributes:
-        events: Chrome trace events, as the profiler writes them; those that last no time to speak of left out.
+        events: Chrome trace events of the profiler, without views and similar operators that take no time; empty before
+            `step`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,17 +35,19 @@ class Recorder:
 
     @contextlib.contextmanager
     def step(self, before: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Record what runs inside; the device is waited for at the end. `before` runs first, and is not recorded."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each start and stop of the profiler prints a line
+        """Record the body of the `with` statement, then wait for the device. `before` runs first, unrecorded."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print a line at each start and stop
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        with profile(activities=activities) as profiler, _messages_named():
-            before()  # inside: the profiler starts at another moment on each rank
+        with profile(activities=activities) as profiler, _mark_messages():
+            before()  # inside, as the profiler starts at different times on the ranks
             with record_function(STEP):
                 yield
                 if self._on_gpu:
                     torch.cuda.synchronize()
-        found = _exported(profiler)
-        self.events = [e for e in found if e.get("ph") == "X" and e.get("cat") in _KEPT and e["name"] not in _SMALL]
+        exported = _export(profiler)
+        self.events = [
+            e for e in exported if e.get("ph") == "X" and e.get("cat") in _CATEGORIES and e["name"] not in _SKIPPED
+        ]
 
 
 def memory_rise(run: Callable[[], object]) -> int:
@@ -52,10 +55,10 @@ def memory_rise(run: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    return _peak(_exported(profiler))
+    return _peak(_export(profiler))
 
 
-def _exported(profiler: Any) -> list[dict[str, Any]]:
+def _export(profiler: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -64,12 +67,12 @@ def _exported(profiler: Any) -> list[dict[str, Any]]:
 
 
 def _peak(events: list[dict[str, Any]]) -> int:
-    """From allocations and frees by address: the profiler's own total misses what gloo's threads free."""
+    """Return the peak from allocations and frees by address, as the profiler's total misses frees of gloo's threads."""
     held: dict[int, int] = {}
     now = most = 0
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
         address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now -= held.pop(address, 0)  # an address that is given out anew was free
+        now -= held.pop(address, 0)  # a reused address was freed before
         if size > 0:
             held[address] = size
             now += size
@@ -78,25 +81,25 @@ def _peak(events: list[dict[str, Any]]) -> int:
 
 
 @contextlib.contextmanager
-def _messages_named() -> Iterator[None]:
-    """While it lasts, ranges around the post of each batch of messages and each wait: gloo records none of them."""
-    plain, numbers = dist.batch_isend_irecv, itertools.count()
+def _mark_messages() -> Iterator[None]:
+    """Mark the post and the wait of each batch of messages with ranges: gloo records none of them."""
+    original, numbers = dist.batch_isend_irecv, itertools.count()
 
     def named(ops: Any) -> Any:
         number = next(numbers)
         with record_function(f"{P2P} {number} post"):
-            works = plain(ops)
-        return [_Waited(work, f"{P2P} {number} wait") for work in works]
+            works = original(ops)
+        return [_MarkedWork(work, f"{P2P} {number} wait") for work in works]
 
     dist.batch_isend_irecv = named  # type: ignore[assignment]
     try:
         yield
     finally:
-        dist.batch_isend_irecv = plain
+        dist.batch_isend_irecv = original
 
 
-class _Waited:
-    """A `dist.Work` whose wait is a range."""
+class _MarkedWork:
+    """A `dist.Work` whose wait is marked with a range."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work, self._name = work, name

@@ -1,9 +1,9 @@
-"""What a trace says: when each rank computed, when a collective was in flight, and what of that nothing hid.
+"""Read a trace: when each rank computed, when collectives were in flight, and which part of that was exposed.
 
 Standard library only. A trace is a list of Chrome trace events whose `pid` is the rank; times are microseconds.
 
-In flight means from the call to the end of the operation: waiting for a slower rank is in it. Exposed is the part of it
-in which the rank computed nothing. On CPUs computing is any of torch's operators, on GPUs any kernel but NCCL's.
+A collective is in flight from its call to its end, including the wait for slower ranks. It is exposed while the rank
+computes nothing. On CPUs any operator of torch is computing, on GPUs any kernel but NCCL's.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from longspan.core.errors import LongspanError
 
 STEP = "longspan.step"
-"""The range around what was recorded."""
+"""Name of the range around the recorded step."""
 
 ATTENTION = "longspan.attention"
-"""The range around one attention, all-to-all included, in the forward and in the backward."""
+"""Name of the range around one attention with its all-to-all, in forward and backward."""
 
 P2P = "longspan.p2p"
-"""How the ranges around a message's post and wait begin; a number follows, the same for both."""
+"""Prefix of the ranges around a message's post and wait; the same number follows for both."""
 
 COMMUNICATION = ("exchange", "ring", "gather", "reduce-scatter", "all-reduce", "other collective")
 COMPUTING = ("attention", "packing", "computing")
@@ -41,16 +41,16 @@ _KIND_OF = (
     ("recv", "ring"),
 )
 
-# What contains an attention: our range, and the nodes of torch's kernels, whose backward nobody else can mark.
+# Ranges that contain an attention: ours, and autograd nodes of torch's kernels, whose backward has no range.
 _ATTENTION = (ATTENTION, "ScaledDotProduct", "FlexAttention")
 _ATTENTION_KERNELS = ("scaled_dot_product", "flash", "fmha", "flex_attention")
-# What moves tokens into buffers and out of them, beside what is sent.
+# Operators that copy tokens into and out of send buffers.
 _PACKING = ("longspan::scatter_heads", "longspan::gather_heads", "fsdp::")
 
 
 @dataclass(frozen=True)
 class Span:
-    """From `start` to `end`, in microseconds since the step began; one of `COMMUNICATION` or `COMPUTING`."""
+    """An event in microseconds since the start of the step; `kind` is one of `COMMUNICATION` or `COMPUTING`."""
 
     kind: str
     name: str
@@ -63,18 +63,18 @@ class RankTrace:
     """One rank's step.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         length: microseconds of the step.
-        communication: every collective and message, while in flight.
-        computing: every operator or kernel, nested ones too.
-        began: when it did, by the clock of the merged trace, in microseconds.
+        communication: every collective and message.
+        computing: every operator or kernel, including nested ones.
+        start: of the step by the clock of the merged trace, in microseconds.
     """
 
     rank: int
     length: float
     communication: tuple[Span, ...]
     computing: tuple[Span, ...]
-    began: float = 0.0
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Figures:
     """Where one rank's step went, in seconds; computing + exposed + rest = step.
 
     Attributes:
-        step: of the whole.
-        computing: in which it computed, attention and packing included.
-        attention: of that, attention.
-        communication: in which a collective or message was in flight.
-        exposed: of that, in which it computed nothing.
-        rest: neither: the host between two operators.
+        step: length of the step.
+        computing: including attention and packing.
+        attention: part of computing.
+        communication: with a collective or message in flight.
+        exposed: part of communication without computing.
+        rest: the host between two operators.
         kinds: in flight, by kind.
     """
 
@@ -101,17 +101,17 @@ class Figures:
 
     @property
     def hidden(self) -> float:
-        """Communication that ran beside computing."""
+        """Communication overlapped with computing."""
         return self.communication - self.exposed
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals (start, end)."""
+    """Return the length of the union of intervals (start, end)."""
     return sum(end - start for start, end in union(spans))
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points as disjoint intervals, in order."""
+    """Return the union of intervals as disjoint intervals, in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -122,7 +122,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def without(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of `spans` less that of `others`."""
+    """Return the union of `spans` minus that of `others`, as disjoint intervals."""
     holes, left = union(others), []
     for start, end in union(spans):
         at = start
@@ -138,7 +138,7 @@ def without(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, 
 
 
 def figures(trace: RankTrace) -> Figures:
-    """Where a rank's step went."""
+    """Return where the time of a rank's step went."""
     sent, computed = _ends(trace.communication), _ends(trace.computing)
     exposed = covered(without(sent, computed))
     computing = covered(computed)
@@ -158,25 +158,24 @@ def figures(trace: RankTrace) -> Figures:
 
 
 def transfer(traces: Sequence[RankTrace]) -> float:
-    """Seconds in which a collective was in flight on all ranks at once, from when the last one had called it.
+    """Return the seconds of communication without the wait for slower ranks.
 
-    It ends where the last rank's ends: of the i-th collective of every rank, from the latest call to the latest end,
-    which is also how long `longspan bench link` says that a collective takes. Where ranks took part in different
-    numbers of them nothing is told apart: it is the mean of what was in flight, waiting included.
+    The i-th collective counts from the last rank's call to the last rank's end, as in `longspan bench link`. If ranks
+    have different numbers of collectives, return the mean time in flight, including waits.
     """
     sent = [sorted(trace.communication, key=lambda s: s.start) for trace in traces]
     if len({len(spans) for spans in sent}) != 1:
         return sum(covered(_ends(spans)) for spans in sent) / len(sent) / 1e6
-    under_way = []
+    in_flight = []
     for of_all in zip(*sent, strict=True):
-        called = max(trace.began + span.start for trace, span in zip(traces, of_all, strict=True))
-        ended = max(trace.began + span.end for trace, span in zip(traces, of_all, strict=True))
-        under_way.append((called, ended))
-    return covered(under_way) / 1e6
+        start = max(trace.start + span.start for trace, span in zip(traces, of_all, strict=True))
+        end = max(trace.start + span.end for trace, span in zip(traces, of_all, strict=True))
+        in_flight.append((start, end))
+    return covered(in_flight) / 1e6
 
 
 def imbalance(values: Sequence[float]) -> float:
-    """How much more the rank with most has than the mean: 0 where all are alike."""
+    """Return the largest value over the mean, minus 1; 0 if all are equal."""
     mean = sum(values) / len(values)
     return max(values) / mean - 1 if mean > 0 else 0.0
 
@@ -189,10 +188,10 @@ def _ends(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def read_trace(events: Iterable[dict[str, Any]]) -> tuple[RankTrace, ...]:
-    """Every rank's step in a merged trace.
+    """Return every rank's step in a merged trace.
 
     Raises:
-        LongspanError: for a trace without the range that marks a step.
+        LongspanError: for a trace without the range of a step.
     """
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for event in events:
@@ -224,7 +223,7 @@ def _rank_trace(rank: int, events: list[dict[str, Any]]) -> RankTrace:
 
 
 def kind_of(name: str) -> str:
-    """Of a collective, by any of its names."""
+    """Return the kind of a collective, by any of its names."""
     plain = name.lower().replace("_base", "")
     return next((kind for part, kind in _KIND_OF if part in plain), "other collective")
 
@@ -239,7 +238,7 @@ def _on_gpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
         if event.get("cat") != "kernel":
             continue
         if "nccl" in event["name"].lower():
-            # An All-to-All is sends and receives to NCCL; the profiler knows what was called.
+            # NCCL runs an all-to-all as sends and receives; the profiler knows the call.
             name = str(event.get("args", {}).get("Collective name") or event["name"])
             sent.append(_span(kind_of(name), event, name))
         else:
@@ -251,7 +250,7 @@ def _on_gpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
 def _on_cpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
     in_flight = sorted((e for e in events if e["name"].startswith("gloo:")), key=lambda e: e["ts"])
     main = {e["tid"] for e in events if e["name"] == STEP}
-    senders = {e["tid"] for e in in_flight} - main  # gloo's own threads, which copy too
+    senders = {e["tid"] for e in in_flight} - main  # gloo's threads, which copy as well
     calls = [e for e in events if e["name"].startswith("c10d::") and kind_of(e["name"]) != "ring"]
     names = _names(sorted(calls, key=lambda e: e["ts"]), in_flight)
     sent = [_span(kind_of(name), event, name) for name, event in zip(names, in_flight, strict=True)]
@@ -273,14 +272,14 @@ def _on_cpu(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span]]:
 
 
 def _names(calls: list[dict[str, Any]], in_flight: list[dict[str, Any]]) -> list[str]:
-    """What was called, for each operation of gloo's: it runs a reduce-scatter under the name of an all-reduce."""
+    """Return the called collective of each gloo operation, as gloo runs a reduce-scatter as an all-reduce."""
     if len(calls) != len(in_flight):
         return [event["name"] for event in in_flight]
     return [call["name"].removeprefix("c10d::").strip("_") for call in calls]
 
 
 def _messages(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Messages between two ranks, each from its post to the end of the wait for it."""
+    """Return messages between two ranks, each from its post to the end of its wait."""
     posts: dict[str, dict[str, Any]] = {}
     ends: dict[str, float] = {}
     for event in events:

@@ -44,7 +44,7 @@ from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
-from longspan.tracing.drawing import lines_of
+from longspan.tracing.drawing import summary_lines
 from longspan.tracing.files import write_timeline
 from longspan.tracing.merge import gather_trace
 from longspan.tracing.record import Recorder
@@ -353,7 +353,7 @@ class Trainer:
                 text = said.getvalue()
         except LongspanError as error:  # what a disk has no room for ends no run
             text = f"{error}; going on without it"
-        for line in [*text.splitlines(), *lines_of(read_trace(events))]:
+        for line in [*text.splitlines(), *summary_lines(read_trace(events))]:
             say(line)
 
     def _update(self, batch: StepBatch) -> tuple[float, float]:
