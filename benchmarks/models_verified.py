@@ -1,11 +1,11 @@
-"""The table of docs/models.md: every causal and masked language model of the installed transformers, sharded.
+"""The page docs/reference/models.md: every causal and masked LM of the installed transformers, sharded.
 
     python benchmarks/models_verified.py [--family causal/llama ...]
 
 For each family in transformers' own lists a small model with random weights (`tests/fuzz/families.py`) is trained for a
 step and generates, on each mesh of `CASES`, and is compared with plain transformers in one process, as the tests do.
 What is found is kept in runs/models.json, so that a run that was stopped goes on; `--again` starts anew. Writes
-docs/models.md, and ends with 1 if anything differs.
+docs/reference/models.md, and ends with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import common  # noqa: E402
 
 from tests.fuzz.__main__ import BLOCK, Pools  # noqa: E402
 from tests.fuzz.cases import Case  # noqa: E402
-from tests.fuzz.families import families, model_name  # noqa: E402
+from tests.fuzz.families import families  # noqa: E402
 from tests.fuzz.run import judge, refusal  # noqa: E402
 
 KEPT = ROOT / "runs" / "models.json"
@@ -50,7 +51,7 @@ def _line(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", help="only these; docs/models.md is then left alone")
+    parser.add_argument("--family", nargs="+", help="only these; docs/reference/models.md is then left alone")
     parser.add_argument("--again", action="store_true", help="forget what an earlier run found")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,68 +82,83 @@ def main() -> None:
         pools.close()
     failed = [(family, *cell) for family, row in rows.items() for cell in row.items() if cell[1][0] == "failed"]
     if not args.family:
-        (ROOT / "docs" / "models.md").write_text(page(rows))
-        print("written: docs/models.md")
+        (ROOT / "docs" / "reference" / "models.md").write_text(page(rows))
+        print("written: docs/reference/models.md")
     for family, column, found in failed:
         print(f"FAILED: {family}, {column}: {found[1]}")
     sys.exit(1 if failed else 0)
 
 
 def page(rows: dict[str, dict[str, list[str]]]) -> str:
-    """docs/models.md."""
+    """Return docs/reference/models.md."""
     env = common.environment(["torch", "transformers"])
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     run, refused, unbuilt = (
         {family: row for family, row in rows.items() if row["accepted"][0] == kind}
         for kind in ("equal", "refused", "plain")
     )
-    notes: dict[str, int] = {}
-
-    def cell(found: list[str] | None) -> str:
-        if found is None:
-            return "–"
-        kind, text = found
-        if kind == "equal":
-            return "equal"
-        note = notes.setdefault(_line(text), len(notes) + 1)
-        return f"{kind} [{note}]"
-
-    reasons = [[family, model_name(family), _line(row["accepted"][1])] for family, row in refused.items()]
-    body = [[family, model_name(family), *(cell(row.get(name)) for name in CASES)] for family, row in run.items()]
+    equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
+    others = [
+        [family, *(row[name][0] if name in row else "-" for name in CASES), _others_reason(row)]
+        for family, row in run.items()
+        if family not in equal
+    ]
+    reasons: dict[str, list[str]] = {}
+    for family, row in refused.items():
+        reasons.setdefault(_reason(_line(row["accepted"][1])), []).append(family)
+    why = [[reason, _names(families)] for reason, families in sorted(reasons.items(), key=lambda item: -len(item[1]))]
     kinds = [row[name][0] for row in run.values() for name in CASES if name in row]
     return f"""# Models
 
-Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); not by hand.
+Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
 Each causal and masked language model in transformers' own lists ({len(rows)}) was made small, with random weights, and
 compared with plain transformers in one process. {len(run)} are accepted, {len(refused)} are refused, and of
 {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
 
-`training` is a step on two Ulysses ranks with FSDP, of a length that they do not divide: loss, logits and every
-gradient, in fp32 against fp64, within rounding as `tests/tolerance.py` defines it. `generation` is greedy, of
-left-padded prompts with a cache over the ranks. Windows and chunks are shorter than the sequence. Numbers in brackets
-stand for the reasons below the table; "plain" means that transformers itself cannot run the case.
+- *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every gradient
+  are equal in fp32 against fp64, within rounding as `tests/tolerance.py` defines it.
+- *Generation*: greedy, of left-padded prompts, with a KV cache over the ranks.
+- `longspan verify` checks your own model on your mesh ([verify](../how-to/verify.md)). `make fuzz` draws other batches,
+  meshes and options. Classifiers of the causal families are compared in `tests/test_classify.py`.
 
-- To check your own model on your mesh, run `longspan verify` ([verify.md](verify.md)).
-- `make fuzz` draws other batches, meshes and options for the same families.
-- Reward models and other classifiers (`AutoModelForSequenceClassification` and `ForTokenClassification`) of the causal
-  families are compared in `tests/test_classify.py`.
+## Equal
 
-## Accepted
+Causal, training and generation: {_names([x for x in equal if x.startswith("causal")])}.
 
-{common.table(["family", "model", *CASES], body)}
+Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
-{chr(10).join(f"{number}. {text}" for text, number in notes.items())}
+## Accepted in part
+
+"plain" means that transformers itself cannot run the case.
+
+{common.table(["family", *CASES, "why"], others)}
 
 ## Refused
 
-{common.table(["family", "model", "why"], reasons)}
+| the model, or one of its layers | families |
+|---|---|
+{chr(10).join(f"| {reason} | {families} |" for reason, families in why)}
 
 ## Not tried
 
-Of these no small model could be made from the default config, or transformers itself could not run it:
-{", ".join(f"`{family}`" for family in unbuilt)}.
+No small model could be made from the default config, or transformers itself could not run it: {_names(list(unbuilt))}.
 """
+
+
+def _names(families: list[str]) -> str:
+    return ", ".join(family.removeprefix("causal/") for family in families)
+
+
+def _others_reason(row: dict[str, list[str]]) -> str:
+    kind, text = next(row[name] for name in CASES if name in row and row[name][0] != "equal")
+    return _line(text).split(": ", 1)[-1] if kind == "plain" else re.split("[;,] ", _line(text))[0]
+
+
+def _reason(text: str) -> str:
+    """Return why a model is refused, without the names of model and layer."""
+    text = re.sub(r"^(the embeddings of |every attention layer of |layer [\w.]+ (\(\w+\) )?of )?\w+ ", "", text)
+    return re.split(r"[;:,(]", text)[0].strip()
 
 
 if __name__ == "__main__":
