@@ -116,8 +116,8 @@ Each causal and masked language model in transformers' own lists ({len(rows)}) w
 compared with plain transformers in one process. {len(run)} are accepted, {len(refused)} are refused, and of
 {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
 
-- *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every gradient
-  are equal in fp32 against fp64, within rounding as `tests/tolerance.py` defines it.
+- *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
+  gradient are equal in fp32 against fp64, within rounding as `tests/tolerance.py` defines it.
 - *Generation*: greedy, of left-padded prompts, with a KV cache over the ranks.
 - `longspan verify` checks your own model on your mesh ([verify](../how-to/verify.md)). `make fuzz` draws other batches,
   meshes and options. Classifiers of the causal families are compared in `tests/test_classify.py`.

@@ -21,7 +21,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 import longspan
 from longspan.core.layout import Layout, choose_layout
-from longspan.core.memory import Memory
+from longspan.core.memory import LONGEST, Memory
 from longspan.plan import Job, Mesh, planned, read_hardware, read_model
 
 RANKS = 4
@@ -111,8 +111,8 @@ def memory() -> Any:
     parts = ["layer input", "q, k, v", "attention out", "norms", "MLP inner"]
     saved = {
         "none": [1, 1, 1, 1, 1],
-        "save attention": [1, 1, 1, 0, 0],
-        "save its output": [1, 0, 1, 0, 0],
+        "save_attention": [1, 1, 1, 0, 0],
+        "selective": [1, 0, 1, 0, 0],
         "full": [1, 0, 0, 0, 0],
     }
     figure, (left, right) = plt.subplots(
@@ -134,13 +134,11 @@ def memory() -> Any:
 
 
 def planned_bars(ax: Axes) -> None:
-    from longspan.core.memory import CHECKPOINTING, LONGEST
-
     model, hardware, mesh = read_model("llama-3.1-8b"), read_hardware("h100"), Mesh(ulysses=8)
     levels = {
         "fastest": Memory(),
         "tiled MLP, norms": Memory(tiled_mlp=0, tiled_norms=True),
-        "full checkpoints": Memory(checkpointing=CHECKPOINTING[-1]),
+        'checkpointing="full"': Memory(checkpointing="full"),
         "longest": LONGEST,
         "+ offload host": Memory(**{**vars(LONGEST), "offload": "host"}),
     }

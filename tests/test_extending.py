@@ -1,4 +1,4 @@
-"""The worked examples of docs/extending.md, run as they stand there, and what they make checked against the code."""
+"""Run the worked examples of docs/how-to/extend.md as they stand, and check what they define against the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from longspan.plan.views.curves import contexts, held_tokens
 from tests.models import Run, Truth, batch, build, compare, run_of, truth_by
 from tests.pool import RankPool
 
-PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"
 LAYOUTS = "A striped layout"
 
 

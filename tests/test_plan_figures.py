@@ -1,4 +1,4 @@
-"""The reference figures (docs/plan.md, "The figures"), one test each: the exact figure to 0.1 %.
+"""The reference figures (docs/reference/figures.md), one test each: the exact figure to 0.1 %.
 
 Where the documents' own figure differs by more than rounding, the docs say so and the test holds the exact one.
 """

@@ -117,13 +117,56 @@ def test_command(where: str, command: list[str]) -> None:
         check(command[1:])
 
 
-def test_every_command_is_in_the_readme_and_has_a_page() -> None:
+def test_every_command_is_in_the_readme_and_in_the_reference() -> None:
     from longspan.cli import COMMANDS as known
 
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert [name for name in known if f"`longspan {name}" not in readme and f" longspan {name} " not in readme] == []
-    pages = {page.stem: page.read_text() for page in (ROOT / "docs").glob("*.md")}
-    assert [name for name in known if f"longspan {name}" not in pages.get(name, "")] == []
+    reference = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    assert [name for name in known if f"## `longspan {name}`" not in reference] == []
+
+
+def test_links_point_to_pages_and_headings() -> None:
+    broken = []
+    for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, heading = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if "://" in link or (target.exists() and (not heading or heading in _headings(target))):
+                continue
+            broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def _headings(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_named_modules_exist() -> None:
+    """Every `path/to/module.py` that a page names is in the package, the tests, the benchmarks or the examples."""
+    missing = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in PAGES
+        for path in re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", page.read_text())
+        if not any((ROOT / base / path).exists() for base in (".", "src", "src/longspan"))
+    ]
+    assert missing == []
+
+
+def test_errors_and_docstrings_point_to_pages() -> None:
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"docs/[\w/-]+\.md", text)}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_diff_of_the_readme_is_a_script_with_the_lines_of_the_tutorial() -> None:
+    (diff,) = (block.source for block in blocks_of(ROOT / "README.md") if block.language == "diff")
+    added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+    compile("\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-")), "README.md", "exec")
+    tutorial = (ROOT / "docs" / "tutorials" / "your-script.md").read_text().replace("ulysses=1", "ulysses=4")
+    assert [line for line in added if line.partition("  #")[0] not in tutorial] == []
 
 
 def test_every_make_target_is_told_of() -> None:

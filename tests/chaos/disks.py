@@ -3,9 +3,9 @@
     python -m tests.chaos.disks --seed 1 --tries 5          # as root, on Linux: the disk is a small tmpfs
 
 At a random moment a file takes all of the disk under --out but for a random rest. The job has to go on or to end by the
-rule in docs/train.md ("A full disk"): code 0 with the right bits, or code 2 with a message that says how many bytes are
-missing. Its checkpoints have to be whole, nothing partial may be left, and the same command, once there is room, has to
-come to the same bits.
+rule in docs/how-to/train.md ("A full disk"): code 0 with the right bits, or code 2 with a message that says how many
+bytes are missing. Its checkpoints have to be whole, nothing partial may be left, and the same command, once there is
+room, has to come to the same bits.
 """
 
 from __future__ import annotations

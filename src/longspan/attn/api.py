@@ -179,7 +179,7 @@ def attention(
         scale: of the scores; 1/sqrt(head_dim) by default.
         dropout: only 0.0. A random mask that does not depend on the number of ranks has no kernel, so it is refused.
         mask: a `longspan.Mask` instead of causal, window, chunk, prefix, q_start and mask_mod; it may be of a kind of
-            one's own (docs/extending.md).
+            one's own (docs/how-to/extend.md).
         head_chunks: pieces in which the heads go through exchange and attention, one after the other, so that what is
             there between the two All-to-Alls is 1/pieces (arXiv:2602.21196); twice that where `sp.overlap_chunks`
             hides the exchange. At most the KV heads of a rank; 0 for as many as these. From 2 on, and for 0, only q, k,

@@ -43,7 +43,7 @@ class MeasuredHardware:
 
 
 def as_toml(hardware: MeasuredHardware) -> str:
-    """Return the hardware file (schema: docs/bench.md)."""
+    """Return the hardware file (schema: docs/reference/json.md)."""
     compute = hardware.compute
     lines = [
         f"name = {_text(hardware.name)}",

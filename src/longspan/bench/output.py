@@ -187,7 +187,7 @@ def tp_over_ulysses(results: list[Result]) -> dict[str, float] | None:
 
 
 def as_json(found: Comparison | Collectives) -> dict[str, Any]:
-    """Return the results for JSON (schema `longspan.bench/1`, docs/bench.md)."""
+    """Return the results for JSON (schema `longspan.bench/1`, docs/reference/json.md)."""
     from longspan.bench.collectives import Collectives
 
     if isinstance(found, Collectives):

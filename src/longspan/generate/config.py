@@ -48,7 +48,7 @@ class ModelFlags(RopeFlags):
     ] = "auto"
     """Local attention kernel."""
     json: bool = False
-    """Print only the report, as JSON, to stdout (schema: docs/generate.md, docs/score.md)."""
+    """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
     timeout: int | None = None
     """Seconds after which a rank that does not respond is named and ends the job. Default: 60, with GPUs 300. Loading
     may take longer."""
@@ -103,7 +103,7 @@ class GenerateConfig(ModelFlags):
     """Tokens of the prompt per forward, over all ranks; bounds the memory of a long prompt. Default: 8k per rank."""
     cache: CacheDtype = "exact"
     """dtype of the KV cache. exact: the model's. int8, fp8: an approximation, one byte per element and an fp32 scale
-    per head and token (errors: docs/cache.md)."""
+    per head and token (errors: docs/how-to/inference.md)."""
     cache_offload: CacheOffload = "none"
     """Where the KV cache is stored. host: in host memory; the GPU holds two layers of it at a time, the running one and
     the next. The text is the same."""

@@ -42,7 +42,7 @@ class Generation:
 
     Attributes:
         first: whether this rank writes.
-        report: the results after the end; see docs/generate.md.
+        report: the results after the end; see docs/reference/json.md.
 
     Raises:
         LongspanError: as `longspan.generate.start.start`.

@@ -83,7 +83,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     compare: bool = False
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
-    """Print JSON (schema longspan.plan/3, see docs/plan.md) instead of tables."""
+    """Print JSON (schema longspan.plan/3, see docs/reference/json.md) instead of tables."""
     html: Path | None = None
     """Write one self-contained page with sliders for context and GPUs, and switches for memory options, kind of GPU and
     batch."""

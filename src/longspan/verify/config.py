@@ -64,7 +64,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     seed: int = 0
     """Seed of the random weights (--config alone) and the random tokens."""
     json: bool = False
-    """Print the report as JSON, and nothing else, on stdout (schema: docs/verify.md)."""
+    """Print the report as JSON, and nothing else, on stdout (schema: docs/reference/json.md)."""
     timeout: int | None = None
     """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
     300. Loading, a save or an export may take longer."""

@@ -139,12 +139,12 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def print_json(report: Report, file: IO[str] | None = None) -> None:
-    """Print the report as one JSON object (schema: docs/verify.md), by default to stdout."""
+    """Print the report as one JSON object (schema: docs/reference/json.md), by default to stdout."""
     print(json.dumps(as_dict(report), indent=1, allow_nan=False), file=file)
 
 
 def as_dict(report: Report) -> dict[str, Any]:
-    """Return the report in the schema of docs/verify.md; values that are not finite become None."""
+    """Return the report in the schema of docs/reference/json.md; values that are not finite become None."""
     return {
         "schema": SCHEMA,
         "passed": report.passed,

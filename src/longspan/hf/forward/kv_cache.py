@@ -95,7 +95,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         room: tokens to have room for from the start; without it a layer's room grows by an eighth when it is full.
         dtype: "exact": keys and values are held as the model computes them, and what is generated is what one process
             generates. "int8", "fp8": a byte per element, and an fp32 scale per head and token; an approximation
-            (docs/cache.md has its error).
+            (docs/how-to/inference.md has its error).
         offload: "none": on the device. "host": keys and values lie in the host's memory; each layer's come to the
             device when it runs, the next one's meanwhile, so that the device never has more than two layers'.
         latent: of DeepSeek's attention (MLA), hold the vectors that keys and values are made of, on every Ulysses rank,

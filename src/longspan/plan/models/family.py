@@ -10,7 +10,7 @@ To add a family:
 4. Compare every weight with transformers' own module, as `tests/test_plan_shapes.py` does: a missing bias is a silent
    error.
 
-`docs/extending.md` does it for Cohere's Command R7B.
+`docs/how-to/extend.md` does it for Cohere's Command R7B.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def to_dict(
     memory_options: dict[str, Any] | None = None,
     advice: Suggestions | None = None,
 ) -> dict[str, Any]:
-    """Everything that was found. Sizes in bytes, times in seconds; documented in docs/plan.md."""
+    """Everything that was found. Sizes in bytes, times in seconds; documented in docs/reference/json.md."""
     return {
         "schema": SCHEMA,
         "job": {**asdict(job), "gpus": gpus},
