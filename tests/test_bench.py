@@ -425,17 +425,12 @@ def test_what_to_measure_is_asked_for(args: list[str], capsys: pytest.CaptureFix
     assert "link" in capsys.readouterr().err
 
 
-def test_help_imports_no_torch() -> None:
-    code = (
-        "import sys\nfrom longspan.cli import main\n"
-        "assert main(['bench', '--help']) == 0\n"
-        "assert not {'torch', 'numpy'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
     for option in list(options(BenchConfig).values())[1:]:
-        assert f"--{option.flag}" in done.stdout
-    assert "{link,collectives,attention,step}" in done.stdout
+        assert f"--{option.flag}" in said
+    assert "{link,collectives,attention,step}" in said
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -69,21 +69,6 @@ def test_import_loads_nothing_heavy() -> None:
     assert (done.stdout, done.stderr.strip()) == ("", "[]")
 
 
-@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["verify", "--help"], ["--version"]], ids=" ".join)
-def test_help_loads_nothing_heavy(args: list[str]) -> None:
-    code = f"""
-import sys
-from longspan.cli import main
-sys.argv = ["longspan", *{args!r}]
-code = main()
-{REPORT_HEAVY}
-sys.exit(code)
-"""
-    done = _python("-c", code)
-    assert "longspan" in done.stdout
-    assert done.stderr.strip() == "[]"
-
-
 def test_public_names_exist() -> None:
     for name in longspan.__all__:
         assert getattr(longspan, name) is not None

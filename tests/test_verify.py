@@ -759,8 +759,3 @@ def test_json_is_all_that_is_on_stdout(models: dict[str, Path]) -> None:
     loss = report["checks"][0]
     assert set(loss) == {"name", "group", "layer", "passed", "sharded", "unsharded", "limit", "max_abs"}
     assert loss["name"] == "loss" and len(loss["sharded"]) == 2
-
-
-def test_importing_does_not_import_torch() -> None:
-    code = "import sys, longspan.verify; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
