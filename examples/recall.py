@@ -91,14 +91,16 @@ def main() -> None:
     reach = args.ranks * longest
     one = answered(args, 1, reach)
     print(
-        f"\nunder a limit of {args.mib} MiB one rank reads at most {longest:,} tokens; {reach:,} {spell(one)}\n",
+        f"\nunder a limit of {args.mib} MiB one rank reads at most {longest:,} tokens; {reach:,} {format_value(one)}\n",
         flush=True,
     )
     table, alike, asked = {}, 0, 0
     for n in (reach,) if args.quick else (reach // 16, reach // 8, reach // 4, reach // 2, reach):
         start = time.perf_counter()
         found = answered(args, args.ranks, n, args.documents)
-        print(f"{args.ranks} ranks: {n:,} tokens {spell(found)}, {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"{args.ranks} ranks: {n:,} tokens {format_value(found)}, {time.perf_counter() - start:.0f} s", flush=True
+        )
         if found is not None:
             table[n], said = found
             whole = run_ranks(plainly, 1, args, n)
@@ -315,11 +317,11 @@ def search(args: argparse.Namespace) -> int:
 def answered(args: argparse.Namespace, ranks: int, n: int, documents: int = 1) -> Found | None:
     found = run_ranks(ask, ranks, args, n, documents)
     if ranks == 1:
-        print(f"1 rank: {n:,} tokens {spell(found)}", flush=True)
+        print(f"1 rank: {n:,} tokens {format_value(found)}", flush=True)
     return found
 
 
-def spell(found: Found | None) -> str:
+def format_value(found: Found | None) -> str:
     return "fail: out of memory" if found is None else f"complete, recall {sum(found[0]) / DEPTHS:.2f}"
 
 

@@ -14,11 +14,11 @@ from longspan.core.validation import (
     check_number,
     check_output,
     existing_path,
+    format_value,
     means_a_path,
     path_of,
     read_text,
     read_toml,
-    spell,
 )
 
 
@@ -60,7 +60,7 @@ def test_numbers_in_range_are_taken() -> None:
 
 
 def test_long_values_are_cut_in_messages() -> None:
-    assert len(spell("x" * 10_000)) < 110 and "(10002 characters)" in spell("x" * 10_000)
+    assert len(format_value("x" * 10_000)) < 110 and "(10002 characters)" in format_value("x" * 10_000)
 
 
 @pytest.mark.parametrize(

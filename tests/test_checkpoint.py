@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from longspan import checkpoint
 from longspan.checkpoint import MARKER, Checkpoint, Ranks
-from longspan.checkpoint.folder import FileRecord, spell_marker
+from longspan.checkpoint.folder import FileRecord, format_marker
 from longspan.core.errors import LongspanError
 from tests.chaos import corruption
 from tests.pool import RankError, RankPool
@@ -215,7 +215,7 @@ def _sign(folder: Path) -> None:
     """What an attacker does as well: make the marker agree with the files."""
     found = checkpoint.folder._parse(folder, (folder / MARKER).read_bytes())
     files = {name: FileRecord.of(folder / name) for name in found.files}
-    (folder / MARKER).write_text(spell_marker(found.step, found.state, files))
+    (folder / MARKER).write_text(format_marker(found.step, found.state, files))
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:

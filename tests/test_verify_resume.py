@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
-from longspan.checkpoint.folder import spell_marker
+from longspan.checkpoint.folder import format_marker
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.train import TrainConfig
@@ -201,7 +201,7 @@ def test_another_model_is_refused_key_by_key(finished: Path, tmp_path: Path, mon
 def _keep(path: Path, state: dict[str, Any]) -> None:
     """What an attacker or another program does: another state, with the marker's checksum."""
     found = Checkpoint.read(path)
-    (path / checkpoint.MARKER).write_text(spell_marker(found.step, state, found.files))
+    (path / checkpoint.MARKER).write_text(format_marker(found.step, state, found.files))
 
 
 def test_a_config_that_cannot_be_made_is_asked_for(finished: Path, out: Path) -> None:

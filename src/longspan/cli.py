@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from longspan.core.errors import LongspanError, require
 from longspan.core.sections import make, options, replace, values
-from longspan.core.validation import check_text, means_a_path, nearest, path_of, read_toml, spell
+from longspan.core.validation import check_text, format_value, means_a_path, nearest, path_of, read_toml
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {
@@ -135,10 +135,10 @@ def _run(command: str, args: list[str]) -> int:
 
 def _no_command(command: str) -> str:
     if not command.startswith("-"):
-        return f"there is no command {spell(command)}; {nearest(command, COMMANDS)}"
+        return f"there is no command {format_value(command)}; {nearest(command, COMMANDS)}"
     close = difflib.get_close_matches(command, ["--version", "--help"], n=1, cutoff=0.7)
     hint = f"did you mean {close[0]!r}?" if close else f"the command comes first: longspan {'|'.join(COMMANDS)} ..."
-    return f"there is no option {spell(command)} before a command; {hint}"
+    return f"there is no option {format_value(command)} before a command; {hint}"
 
 
 def _nobody_reads() -> int:
@@ -280,7 +280,7 @@ def _refuse_unknown_options(config_class: type[Any], args: list[str], prog: str)
             takes_value = not known[name] and option[2] is None
             continue
         if not takes_value and arg.endswith(".toml"):
-            raise LongspanError(f"{prog} takes no file {spell(arg)} by itself; did you mean --from {arg}?")
+            raise LongspanError(f"{prog} takes no file {format_value(arg)} by itself; did you mean --from {arg}?")
         takes_value = False
 
 
@@ -298,7 +298,7 @@ def _values_of_file(config_class: type[Any], path: Path, prog: str) -> tuple[dic
         flag = key.replace("_", "-")
         option = known.get(flag)
         if option is None:
-            raise file.error(f"unknown key {spell(key)}; {meant(flag, list(known), prog)}", *keys)
+            raise file.error(f"unknown key {format_value(key)}; {meant(flag, list(known), prog)}", *keys)
         if table != [option.section][: bool(option.section)]:
             right = f"in the table [{option.section}]" if option.section else "above all tables"
             raise file.error(f"{key} belongs {right}; move it there", *keys)
@@ -307,7 +307,7 @@ def _values_of_file(config_class: type[Any], path: Path, prog: str) -> tuple[dic
         try:
             found[option.name] = _beside(path, option.name, _typed(option.kind, value))
         except ValueError as error:
-            raise file.error(f"{key} = {spell(value)} will not do: {error}", *keys) from error
+            raise file.error(f"{key} = {format_value(value)} will not do: {error}", *keys) from error
         origins[flag] = file.where(*keys)
     return found, origins
 
@@ -439,4 +439,4 @@ def parse_integer(text: str) -> int:
         number = Decimal(plain)
         if number == number.to_integral_value():
             return int(number)
-    raise ValueError(f"{spell(text)} is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000)")
+    raise ValueError(f"{format_value(text)} is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000)")

@@ -174,7 +174,7 @@ def _attempts(seed: str, tries: int, sp: longspan.SequenceSharding) -> Iterator[
         if not wrong and draw.random() < 0.3:
             changed[draw.choice(sorted(target.arguments))] = draw.choice(ODD)
         bad = wrong and name not in target.free
-        yield Attempt("api", _spell(target, changed, sp), bad, _caller(target, changed))
+        yield Attempt("api", _format_value(target, changed, sp), bad, _caller(target, changed))
 
 
 def _caller(target: Target, changed: dict[str, Any]) -> Callable[[Path], int]:
@@ -185,7 +185,7 @@ def _caller(target: Target, changed: dict[str, Any]) -> Callable[[Path], int]:
     return run
 
 
-def _spell(target: Target, changed: dict[str, Any], sp: longspan.SequenceSharding) -> str:
+def _format_value(target: Target, changed: dict[str, Any], sp: longspan.SequenceSharding) -> str:
     said = []
     for name, value in changed.items():
         text = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

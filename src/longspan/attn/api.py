@@ -18,7 +18,7 @@ from longspan.attn.segments import cu_seqlens_segments, document_segments, paire
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
-from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, spell
+from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, format_value
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -92,7 +92,7 @@ class Options:
 
     def _check_mask(self, mask: Mask) -> None:
         if not isinstance(mask, Mask):
-            raise LongspanError(f"mask={spell(mask)} is no longspan.Mask (nor a kind of it)")
+            raise LongspanError(f"mask={format_value(mask)} is no longspan.Mask (nor a kind of it)")
         twice = [name for name in self.mask_options() if name in _OF_MASK]
         if twice:
             raise LongspanError(
@@ -115,8 +115,8 @@ class Options:
         """
         if not isinstance(self.dropout, int | float) or self.dropout:
             raise LongspanError(
-                f"dropout={spell(self.dropout)}: attention dropout that does not depend on the number of ranks is not "
-                "supported; use 0.0"
+                f"dropout={format_value(self.dropout)}: attention dropout that does not depend on the number of ranks "
+                "is not supported; use 0.0"
             )
 
 
@@ -309,7 +309,7 @@ def _asked(
 
 def _check_plan(plan: AttentionPlan, options: Options, kernel: AnyKernel) -> None:
     if not isinstance(plan, AttentionPlan):
-        raise LongspanError(f"plan={spell(plan)} is no plan; make one with longspan.prepare_attention")
+        raise LongspanError(f"plan={format_value(plan)} is no plan; make one with longspan.prepare_attention")
     again = options.mask_options() + (["kernel"] if kernel != "auto" else [])
     if again:
         raise LongspanError(

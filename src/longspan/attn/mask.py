@@ -16,7 +16,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
 from longspan.core.segments import Segments
-from longspan.core.validation import check_flag, check_function, spell
+from longspan.core.validation import check_flag, check_function, format_value
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """`mask_mod(b, h, q, kv) -> bool`, FlexAttention's form: row of the batch, query head, positions of query and key."""
@@ -53,7 +53,9 @@ class Mask:
         for name in ("window", "chunk"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise LongspanError(f"{name}={spell(value)} must be at least 1 token (1: a token sees only itself)")
+                raise LongspanError(
+                    f"{name}={format_value(value)} must be at least 1 token (1: a token sees only itself)"
+                )
         for prefix in self._prefixes:
             if prefix < 0:
                 raise LongspanError(f"prefix={prefix} must be at least 0 tokens")
@@ -273,7 +275,9 @@ def _looks_at(mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
     at = torch.zeros((), dtype=torch.int64, device=device)
     allowed: object = mod(b, h, at, at)
     if not isinstance(allowed, Tensor):
-        raise LongspanError(f"mask_mod must return a boolean tensor for (b, h, q, kv), it returned {spell(allowed)}")
+        raise LongspanError(
+            f"mask_mod must return a boolean tensor for (b, h, q, kv), it returned {format_value(allowed)}"
+        )
     return b.seen, h.seen
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.attn.mask import over_indices
 from longspan.comm.arguments import check_tensor
 from longspan.core.errors import LongspanError
-from longspan.core.validation import check_function, check_number, spell
+from longspan.core.validation import check_function, check_number, format_value
 
 Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`bias(h, q, kv) -> float`: what is added to the score of query head h, query position q and key position kv."""
@@ -58,7 +58,7 @@ class Scores:
 
     def __post_init__(self) -> None:
         if self.softcap is not None:
-            check_number(f"softcap={spell(self.softcap)}", self.softcap, 0, above=True)
+            check_number(f"softcap={format_value(self.softcap)}", self.softcap, 0, above=True)
         if self.scale is not None:
             check_number("scale", self.scale)
         for name in ("sinks", "alibi"):
@@ -129,5 +129,5 @@ class Scores:
 def _as(dtype: torch.dtype, bias: Bias, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     added: object = bias(h, q, kv)
     if not isinstance(added, Tensor):
-        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {spell(added)}")
+        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {format_value(added)}")
     return added.to(dtype)

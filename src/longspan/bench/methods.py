@@ -15,7 +15,7 @@ from typing import Any
 
 from longspan.core.cache_dtype import CACHE_DTYPES
 from longspan.core.errors import LongspanError
-from longspan.core.validation import spell
+from longspan.core.validation import format_value
 from longspan.plan.job import Mesh
 
 
@@ -162,7 +162,7 @@ def select(names: Sequence[str], what: str, ranks: int) -> tuple[Candidate, ...]
         if not found:
             close = difflib.get_close_matches(name, [*METHODS, *every], n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
-            raise LongspanError(f"--methods {spell(name)} is unknown; {hint}")
+            raise LongspanError(f"--methods {format_value(name)} is unknown; {hint}")
         _check_measurable(found[0].method, name, what)
         selected += [candidate for candidate in found if candidate not in selected]
     return tuple(selected)

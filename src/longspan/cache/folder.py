@@ -26,7 +26,7 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
-from longspan.core.system import spell_os_error
+from longspan.core.system import format_os_error
 
 INDEX = "index.json"
 _FORMAT = 1
@@ -38,7 +38,7 @@ def in_words() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise LongspanError(spell_os_error(error)) from error
+        raise LongspanError(format_os_error(error)) from error
 
 
 @dataclass(frozen=True)

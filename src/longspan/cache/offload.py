@@ -214,15 +214,15 @@ class OffloadedStore(Store):
         nbytes = B * K * room * width * x_BKTD.element_size()
         free = free_memory()
         if free is not None and nbytes > free:
-            raise LongspanError(_spell_full(nbytes, free))
+            raise LongspanError(_format_memory_full(nbytes, free))
         try:
             memory = self._rooms.copier.memory(nbytes)
         except RuntimeError as error:  # what CUDA gives where it cannot pin
-            raise LongspanError(f"{_spell_full(nbytes, free)} ({error})") from error
+            raise LongspanError(f"{_format_memory_full(nbytes, free)} ({error})") from error
         return memory.view(x_BKTD.dtype).view(room, B, K, width).permute(1, 2, 0, 3)
 
 
-def _spell_full(needed: int, free: int | None) -> str:
+def _format_memory_full(needed: int, free: int | None) -> str:
     has = "an unknown number of" if free is None else f"{free:,}"
     return (
         f"the KV cache does not fit in the host's memory: {needed:,} bytes more are needed for a layer of this rank, "

@@ -76,8 +76,8 @@ class Store:
         for part, x in zip(self._parts, new, strict=True):
             if part.dtype != x.dtype or _without_tokens(part) != _without_tokens(x):
                 raise LongspanError(
-                    f"the cache holds {_spell(part)}, the new tokens have {_spell(x)} ([rows, KV heads, head_dim]); "
-                    f"call the model as before, or make a new cache"
+                    f"the cache holds {_format_value(part)}, the new tokens have {_format_value(x)} ([rows, KV heads, "
+                    "head_dim]); call the model as before, or make a new cache"
                 )
         held = self._parts[0].shape[2]
         if self._at + needed > held:
@@ -154,5 +154,5 @@ def _without_tokens(x_BKTD: Tensor) -> list[int]:
     return [*x_BKTD.shape[:2], x_BKTD.shape[3]]
 
 
-def _spell(x_BKTD: Tensor) -> str:
+def _format_value(x_BKTD: Tensor) -> str:
     return f"{str(x_BKTD.dtype).removeprefix('torch.')} {_without_tokens(x_BKTD)}"

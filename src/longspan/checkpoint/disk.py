@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.system import spell_os_error
+from longspan.core.system import format_os_error
 
 if TYPE_CHECKING:
     from longspan.checkpoint.ranks import Ranks
@@ -44,7 +44,7 @@ def check_room(folder: Path, needed: int, what: str) -> None:
         raise DiskFull(f"{what} does not fit: {_room(folder, needed, free)}")
 
 
-def spell_full(folder: Path, needed: int, what: str, why: str) -> str:
+def format_disk_full(folder: Path, needed: int, what: str, why: str) -> str:
     """What to say when `why` ended the writing of `needed` bytes; to be asked when the partial files are gone."""
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -115,7 +115,7 @@ def _answer(probe: Path, mine: Path, token: str, wait_s: float) -> str:
     try:
         mine.write_text(token)
     except OSError as error:
-        return f"cannot write ({spell_os_error(error)}) beside"
+        return f"cannot write ({format_os_error(error)}) beside"
     return ""
 
 

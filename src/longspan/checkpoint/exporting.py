@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.checkpoint.disk import DiskFull, check_room, spell_full
+from longspan.checkpoint.disk import DiskFull, check_room, format_disk_full
 from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
 from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
 from longspan.checkpoint.saving import check_finite
@@ -105,7 +105,7 @@ def export(
         ranks.first(write)
     except DiskFull as error:
         why = f"{folder} cannot be exported: {error}"
-        raise DiskFull(ranks.first(lambda: spell_full(folder.parent, needed, str(folder), why))) from error
+        raise DiskFull(ranks.first(lambda: format_disk_full(folder.parent, needed, str(folder), why))) from error
 
 
 @checked_call(folder=as_path)

@@ -135,7 +135,7 @@ class Checkpoint:
         return None
 
 
-def spell_marker(step: int, state: dict[str, Any], files: dict[str, FileRecord]) -> str:
+def format_marker(step: int, state: dict[str, Any], files: dict[str, FileRecord]) -> str:
     """The marker's text. `state` holds plain JSON values.
 
     The text of a marker is a function of what it says, so that any other byte in it is noticed.
@@ -170,7 +170,7 @@ def _parse(path: Path, written: bytes) -> Checkpoint:
         )
     files = {name: FileRecord(int(size), int(crc, 16)) for name, (size, crc) in marker["files"].items()}
     step = int(marker["step"])
-    if spell_marker(step, marker["state"], files).encode() != written:
+    if format_marker(step, marker["state"], files).encode() != written:
         raise ValueError("its text does not match its checksum")
     if any(Path(name).name != name for name in files):
         raise ValueError("it names files outside its folder")

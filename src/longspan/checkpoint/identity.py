@@ -91,8 +91,8 @@ def kept_model_config(checkpoint: Checkpoint) -> Any:
         ) from error
     if changed:
         raise LongspanError(
-            f"checkpoint {checkpoint.path}: transformers does not make the config that it keeps: {_spell(changed)}; "
-            f"{own}"
+            f"checkpoint {checkpoint.path}: transformers does not make the config that it keeps: "
+            f"{_format_value(changed)}; {own}"
         )
     return found
 
@@ -112,11 +112,11 @@ def check_same_model(checkpoint: Checkpoint, flag: str, model_config: Any) -> No
     changed = differences(kept, model_identity(model_config)) if kept is not None else {}
     if changed:
         raise LongspanError(
-            f"{flag} is of another model than checkpoint {checkpoint.path}: {_spell(changed)}; give the run's own, or "
-            "leave it out"
+            f"{flag} is of another model than checkpoint {checkpoint.path}: {_format_value(changed)}; give the run's "
+            "own, or leave it out"
         )
 
 
-def _spell(changed: dict[str, tuple[Any, Any]]) -> str:
+def _format_value(changed: dict[str, tuple[Any, Any]]) -> str:
     parts = [f"{name} was {before}, is {now}" for name, (before, now) in changed.items()]
     return "; ".join(parts[:_NAMED]) + (f"; and {len(parts) - _NAMED} more" if len(parts) > _NAMED else "")

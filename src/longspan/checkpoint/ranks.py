@@ -13,8 +13,8 @@ import torch.distributed as dist
 from longspan.checkpoint.disk import DiskFull
 from longspan.comm.objects import broadcast_object, gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.system import is_full, spell_os_error
-from longspan.core.validation import spell
+from longspan.core.system import format_os_error, is_full
+from longspan.core.validation import format_value
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ def check_ranks(name: str, ranks: Any) -> None:
         LongspanError: with the value.
     """
     if ranks is not None and not isinstance(ranks, Ranks):
-        raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {spell(ranks)}")
+        raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {format_value(ranks)}")
 
 
 def _try(action: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
@@ -121,7 +121,7 @@ def _try(action: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
     except LongspanError as error:
         return _Outcome(problem=str(error)), error
     except OSError as error:
-        return _Outcome(problem=spell_os_error(error), full=is_full(error)), error
+        return _Outcome(problem=format_os_error(error), full=is_full(error)), error
     except Exception as error:  # a fault of ours: the others must not wait for this rank
         return _Outcome(problem=f"{type(error).__name__}: {error}", unexpected=True), error
 

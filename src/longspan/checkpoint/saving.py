@@ -23,30 +23,30 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from longspan.checkpoint.choosing import newest, verify
-from longspan.checkpoint.disk import DiskFull, check_room, spell_full
+from longspan.checkpoint.disk import DiskFull, check_room, format_disk_full
 from longspan.checkpoint.folder import (
     MAKING,
     MARKER,
     Checkpoint,
     FileRecord,
+    format_marker,
     prune,
     put_in_place,
     remove,
     remove_or_warn,
-    spell_marker,
     step_path,
     way_out,
     write_durably,
 )
 from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
-from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, read_index, spell_index
+from longspan.checkpoint.tensors import INDEX, IndexReader, PlainPlanner, SummingWriter, format_index, read_index
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.compat.torchao_api import as_plain
 from longspan.core.errors import LongspanError
 from longspan.core.system import is_full
-from longspan.core.validation import as_path, check_count, checked_call, spell
+from longspan.core.validation import as_path, check_count, checked_call, format_value
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor, beside its content, at most."""
@@ -54,7 +54,7 @@ _PER_TENSOR = 2048
 
 def _check_state(name: str, state: Any) -> None:
     if not isinstance(state, dict):
-        raise LongspanError(f"`{name}` must be a dict of plain values, {{}} for none, got {spell(state)}")
+        raise LongspanError(f"`{name}` must be a dict of plain values, {{}} for none, got {format_value(state)}")
 
 
 def _check_source(name: str, checkpoint: Any) -> Any:
@@ -132,13 +132,13 @@ def prepare(
         LongspanError: on every rank, naming the first tensor that is not finite, or saying what of `state` is not JSON.
     """
 
-    def spell() -> None:
+    def check_json() -> None:
         try:
-            spell_marker(step, state, {})
+            format_marker(step, state, {})
         except (TypeError, ValueError, RecursionError) as error:
             raise LongspanError(f"the state of a checkpoint is kept as JSON, and this one is not: {error}") from error
 
-    ranks.first(spell)
+    ranks.first(check_json)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     tensors: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     flat = flat_names(tensors)
@@ -167,13 +167,13 @@ def write(pending: Pending, ranks: Ranks) -> Path:
     try:
         ranks.first(begin)
         metadata, parts = _write_tensors(pending, ranks)
-        parts[0][INDEX] = ranks.first(lambda: write_durably(making / INDEX, spell_index(metadata)))
+        parts[0][INDEX] = ranks.first(lambda: write_durably(making / INDEX, format_index(metadata)))
         _read_back(making, parts, ranks)
         ranks.first(lambda: _complete(pending, _joined(parts)))
     except DiskFull as error:
         why = str(error)
         _clean(making, ranks)  # first: what this one took is free again
-        raise DiskFull(ranks.first(lambda: spell_full(pending.folder, pending.needed, what, why))) from error
+        raise DiskFull(ranks.first(lambda: format_disk_full(pending.folder, pending.needed, what, why))) from error
     except LongspanError:
         _clean(making, ranks)
         raise
@@ -232,7 +232,7 @@ def _read_back(making: Path, parts: list[dict[str, FileRecord]], ranks: Ranks) -
 
 
 def _complete(pending: Pending, records: dict[str, FileRecord]) -> None:
-    write_durably(pending.making / MARKER, spell_marker(pending.step, pending.state, records))
+    write_durably(pending.making / MARKER, format_marker(pending.step, pending.state, records))
     put_in_place(pending.making, pending.path)
     prune(pending.folder, pending.step, pending.keep)
 

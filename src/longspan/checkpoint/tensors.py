@@ -140,7 +140,7 @@ class SummingWriter(FileSystemWriter):
 # --- the index
 
 
-def spell_index(metadata: Metadata) -> str:
+def format_index(metadata: Metadata) -> str:
     """torch's metadata as JSON: for every tensor its dtype, shape and pieces, for every other value where it is."""
     places: dict[MetadataIndex, Place] = metadata.storage_data
     tensors: dict[str, Any] = {}
@@ -148,17 +148,17 @@ def spell_index(metadata: Metadata) -> str:
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             pieces = [
-                [list(c.offsets), list(c.sizes), *_spell_place(places[MetadataIndex(name, c.offsets)])]
+                [list(c.offsets), list(c.sizes), *_format_place(places[MetadataIndex(name, c.offsets)])]
                 for c in entry.chunks
             ]
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
         else:
-            values[name] = _spell_place(places[MetadataIndex(name)])
+            values[name] = _format_place(places[MetadataIndex(name)])
     return json.dumps({"tensors": tensors, "values": values}, indent=None, separators=(",", ":")) + "\n"
 
 
-def _spell_place(info: Place) -> list[Any]:
+def _format_place(info: Place) -> list[Any]:
     return [info.relative_path, info.offset, info.length]
 
 

@@ -34,7 +34,7 @@ from longspan.comm.mesh import find_group, group_name
 from longspan.comm.quantize import dequantize_rows, quantize_rows, quantized_width
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
-from longspan.core.validation import LARGEST_COUNT, check_number, spell
+from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:
@@ -298,7 +298,8 @@ def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
     whole = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
     if not whole or not (-n <= a < n and -n <= b < n) or a % n == b % n:
         raise LongspanError(
-            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {spell(a)} and {spell(b)}"
+            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and "
+            f"{format_value(b)}"
         )
     return a % n, b % n
 

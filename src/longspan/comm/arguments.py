@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
-from longspan.core.validation import spell
+from longspan.core.validation import format_value
 
 
 def describe(value: object) -> str:
     """What something is, for a message: of a tensor its dtype, shape and device."""
     if isinstance(value, Tensor):
         return f"a tensor {value.dtype} {tuple(value.shape)} on {value.device}"
-    return f"{spell(value)} ({type(value).__name__})"
+    return f"{format_value(value)} ({type(value).__name__})"
 
 
 def check_tensor(name: str, x: Any, dims: int | None = None) -> None:
@@ -53,7 +53,7 @@ def check_dim(x: Tensor, dim: Any, name: str = "dim") -> int:
     """
     n = x.dim()
     if isinstance(dim, bool) or not isinstance(dim, int) or not -n <= dim < n:
-        raise LongspanError(f"`{name}`={spell(dim)} is no dimension of a tensor of shape {tuple(x.shape)}")
+        raise LongspanError(f"`{name}`={format_value(dim)} is no dimension of a tensor of shape {tuple(x.shape)}")
     return dim % n
 
 

@@ -19,7 +19,7 @@ from longspan.comm.digests import Digester, digest_of_text, digests_of, weights_
 from longspan.comm.errors import error_text, raise_on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import differences, listed, odd_ones, spell_ranks
+from longspan.core.rank_differences import differences, format_ranks, listed, odd_ones
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -82,7 +82,7 @@ def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
     first = next(iter(wrong))
     same = [rank for i, rank in enumerate(ranks) if i not in wrong[first]]
     also = f" and {len(wrong) - 1} more of {len(names)}" if len(wrong) > 1 else ""
-    return f"{first}{also} on {spell_ranks([ranks[i] for i in wrong[first]])}, not as on {spell_ranks(same)}"
+    return f"{first}{also} on {format_ranks([ranks[i] for i in wrong[first]])}, not as on {format_ranks(same)}"
 
 
 def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:

@@ -24,7 +24,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.routes import AllToAllLink
-from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, spell
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
 from longspan.ranks.rendezvous import meet, read_job
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class SequenceSharding:
         wire_dtype: CacheDtype = "exact",
     ) -> None:
         if not isinstance(mesh, DeviceMesh | OneDeviceMesh):
-            raise LongspanError(f"the mesh is {spell(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
+            raise LongspanError(f"the mesh is {format_value(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, checked_call, path_of, spell
+from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, checked_call, format_value, path_of
 
 Checkpointing = Literal["none", "save_attention", "selective", "full"]
 Offload = Literal["none", "host", "disk"]
@@ -74,7 +74,7 @@ class Memory:
         for name, choices in (("checkpointing", CHECKPOINTING), ("offload", OFFLOAD), ("head_loss", HEAD_LOSSES)):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
-                raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
+                raise LongspanError(f"{name}={format_value(value)} is unknown; choose {', '.join(choices)}")
         check_number("tiled_mlp", self.tiled_mlp, 0, LARGEST_COUNT, whole=True)
         check_number("head_chunks", self.head_chunks, 0, LARGEST_COUNT, whole=True)
         check_number("layers_per_checkpoint", self.layers_per_checkpoint, 0, LARGEST_COUNT, whole=True)
@@ -130,4 +130,6 @@ def memory_of(asked: object) -> Memory:
     levels = {"fastest": FASTEST, "longest": LONGEST}
     if isinstance(asked, str) and asked in levels:
         return levels[asked]
-    raise LongspanError(f"memory={spell(asked)} is unknown; choose fastest, longest or auto, or give a longspan.Memory")
+    raise LongspanError(
+        f"memory={format_value(asked)} is unknown; choose fastest, longest or auto, or give a longspan.Memory"
+    )

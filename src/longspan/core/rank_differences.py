@@ -30,7 +30,7 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> lis
             odd = odd_ones(values)
             usual = [i for i in range(len(values)) if i not in odd]
             parts = [*_parts(values, odd), (usual[0], usual)]
-            said = [f"{_spell(values[i])} on {spell_ranks([ranks[j] for j in some])}" for i, some in parts]
+            said = [f"{_format_value(values[i])} on {format_ranks([ranks[j] for j in some])}" for i, some in parts]
             texts.append(f"{key} is {', '.join(said)}")
     return texts
 
@@ -44,7 +44,7 @@ def _parts(values: Sequence[Any], odd: list[int]) -> list[tuple[int, list[int]]]
     ][:_SHOWN]
 
 
-def _spell(value: str | None) -> str:
+def _format_value(value: str | None) -> str:
     if value is None:
         return "missing"
     return value if len(value) <= 120 else f"{value[:117]}..."
@@ -56,7 +56,7 @@ def listed(texts: Sequence[str], most: int = _SHOWN) -> str:
     return "; ".join(texts[:most]) + more
 
 
-def spell_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """rank 2; ranks 0, 1, 3; of many, the first eight and how many more."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, existing_path, read_text, spell
+from longspan.core.validation import LARGEST_COUNT, check_number, existing_path, format_value, read_text
 
 RopeKind = Literal["linear", "dynamic", "yarn", "longrope"]
 RopeChoice = Literal["as-is", "auto", "linear", "dynamic", "yarn", "longrope"]
@@ -127,7 +127,7 @@ def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
             raise LongspanError(f"{flag} {path} has no list {key}; give both, short_factor and long_factor")
         for x in numbers:
             if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
-                raise LongspanError(f"{flag} {path}: {key} holds {spell(x)}; all of them are numbers above 0")
+                raise LongspanError(f"{flag} {path}: {key} holds {format_value(x)}; all of them are numbers above 0")
         lists.append(tuple(float(x) for x in numbers))
     if len(lists[0]) != len(lists[1]):
         raise LongspanError(

@@ -14,7 +14,7 @@ def is_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL
 
 
-def spell_os_error(error: OSError) -> str:
+def format_os_error(error: OSError) -> str:
     """An error of the system in one line."""
     where = f": {error.filename}" if error.filename else ""
     return f"[Errno {error.errno}] {error.strerror}{where}" if error.strerror else f"{type(error).__name__}: {error}"

@@ -42,7 +42,7 @@ _FILE_ENDINGS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".csv", ".gz", 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def spell(value: object) -> str:
+def format_value(value: object) -> str:
     """A value in an error message, cut to a length that a line can hold."""
     try:
         text = repr(value)
@@ -94,7 +94,7 @@ def check_number(
     endless = ["finite"] if most == math.inf and isinstance(value, float) and not math.isfinite(value) else []
     wanted = " and ".join(endless + low + high)
     form = "" if fits else "an integer " if whole else "a number "
-    raise LongspanError(f"{name} must be {(form + wanted).strip()}, got {spell(value)}")
+    raise LongspanError(f"{name} must be {(form + wanted).strip()}, got {format_value(value)}")
 
 
 def check_count(name: str, value: Any) -> None:
@@ -113,7 +113,7 @@ def check_flag(name: str, value: Any) -> None:
         LongspanError: with the value.
     """
     if not isinstance(value, bool):
-        raise LongspanError(f"{name} must be True or False, got {spell(value)}")
+        raise LongspanError(f"{name} must be True or False, got {format_value(value)}")
 
 
 def check_function(name: str, value: Any, arguments: str) -> None:
@@ -124,7 +124,7 @@ def check_function(name: str, value: Any, arguments: str) -> None:
     """
     wanted = f"{name} must be a function ({arguments})"
     if not callable(value):
-        raise LongspanError(f"{wanted}, got {spell(value)} ({type(value).__name__})")
+        raise LongspanError(f"{wanted}, got {format_value(value)} ({type(value).__name__})")
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # some builtins have none
@@ -144,7 +144,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """
     if not isinstance(value, str) or value not in choices:
         names = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        raise LongspanError(f"{name}={spell(value)} is unknown; choose {names}")
+        raise LongspanError(f"{name}={format_value(value)} is unknown; choose {names}")
 
 
 def check_processes(ranks: int, mesh: str) -> None:
@@ -250,7 +250,7 @@ def as_path(name: str, value: Any) -> Path:
     """
     if not isinstance(value, str | os.PathLike):
         raise LongspanError(
-            f"`{name}` must be a path (text or pathlib.Path), got {spell(value)} ({type(value).__name__})"
+            f"`{name}` must be a path (text or pathlib.Path), got {format_value(value)} ({type(value).__name__})"
         )
     return path_of(f"`{name}`", os.fspath(value))
 
@@ -271,7 +271,7 @@ def check_text(name: str, text: str) -> str:
         LongspanError: for text with a NUL byte.
     """
     if "\0" in text:
-        raise LongspanError(f"{name} {spell(text)} has a NUL byte in it, which no name can have; remove it")
+        raise LongspanError(f"{name} {format_value(text)} has a NUL byte in it, which no name can have; remove it")
     return text
 
 
@@ -305,8 +305,8 @@ def path_of(name: str, text: str) -> Path:
         too_long = too_long or error.errno == errno.ENAMETOOLONG
     if too_long:
         raise LongspanError(
-            f"{name} {spell(text)} is too long for a path: a system allows about {_LONGEST_NAME} bytes a name and "
-            f"{_LONGEST_PATH:,} in all; give a shorter one"
+            f"{name} {format_value(text)} is too long for a path: a system allows about {_LONGEST_NAME} bytes a name "
+            f"and {_LONGEST_PATH:,} in all; give a shorter one"
         )
     return path
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import near, spell
+from longspan.core.validation import format_value, near
 from longspan.hf.pretrained import first_line, not_found
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -71,8 +71,8 @@ class LocalFiles:
         at = state or {"file": 0, "row": 0, "offset": 0}
         if at.keys() != self._at.keys():
             raise LongspanError(
-                f"the place {spell(state)} in the data was written by another version of longspan; start another run "
-                "from its weights: --model OUT/hf --out ANOTHER"
+                f"the place {format_value(state)} in the data was written by another version of longspan; start "
+                "another run from its weights: --model OUT/hf --out ANOTHER"
             )
         self._at = dict(at)
 
@@ -125,7 +125,8 @@ class LocalFiles:
     def _text_of(self, file: Path, number: int, row: Any) -> str:
         if not isinstance(row, dict):
             raise LongspanError(
-                f"--data {file}: line {number} holds {spell(row)}, not an object with the field {self.text_field!r}"
+                f"--data {file}: line {number} holds {format_value(row)}, not an object with the field "
+                f"{self.text_field!r}"
             )
         if self.text_field not in row:
             self._refuse_rows(file, row)

@@ -79,7 +79,7 @@ class SequenceInfo:
     padding: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    def spell(self) -> str:
+    def describe(self) -> str:
         """Everything but the digests, in words: alike on all ranks of a sequence group."""
         return repr(dataclasses.replace(self, digest=None))
 
@@ -440,13 +440,13 @@ def _documents_of(batch: Mapping[str, Any], n: int) -> Tensor | None:
     for key, also in others:
         if (rows_of_key := document_segments(also, key)) != rows:
             raise LongspanError(
-                f"`{first}` and `{key}` mark different documents: {_spell(rows, n)}, and {_spell(rows_of_key, n)}; "
-                f"give one of them"
+                f"`{first}` and `{key}` mark different documents: {_format_value(rows, n)}, and "
+                f"{_format_value(rows_of_key, n)}; give one of them"
             )
     return ids
 
 
-def _spell(rows: Segments | None, n: int) -> str:
+def _format_value(rows: Segments | None, n: int) -> str:
     """The first row's documents in words."""
     row = ((0, n),) if rows is None else rows[0]
     sizes = [str(stop - start) for start, stop in row[:6]]

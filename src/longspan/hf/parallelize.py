@@ -28,7 +28,7 @@ from longspan.comm.digests import digests_of, weights_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
-from longspan.core.validation import check_flag, checked_call, spell
+from longspan.core.validation import check_flag, checked_call, format_value
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.checks.guards import Guard, RestCheck, forbid
 from longspan.hf.checks.savers import refuse_savers
@@ -249,7 +249,7 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
     fsdp, mp_policy, weights = (options[option] for option in ("fsdp", "mp_policy", "weights"))
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise LongspanError(
-            f"mp_policy={spell(mp_policy)} is no policy; give torch.distributed.fsdp.MixedPrecisionPolicy("
+            f"mp_policy={format_value(mp_policy)} is no policy; give torch.distributed.fsdp.MixedPrecisionPolicy("
             "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     for option in ("fsdp", "check_at_rest", "logits"):
@@ -263,8 +263,8 @@ def _checked(model: nn.Module, sp: SequenceSharding, options: dict[str, Any]) ->
     dropout = options["dropout"]
     if dropout is not None and (isinstance(dropout, bool) or dropout != 0):
         raise LongspanError(
-            f"dropout={spell(dropout)}: it takes 0.0 alone, which switches the model's dropout off; other values are "
-            "set in the config that the model is made from"
+            f"dropout={format_value(dropout)}: it takes 0.0 alone, which switches the model's dropout off; other "
+            "values are set in the config that the model is made from"
         )
     for option in ("check_batches", "check_weights"):
         value = options[option]

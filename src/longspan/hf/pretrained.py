@@ -18,7 +18,7 @@ from longspan.core.rope import (
     scaled_table,
     scaling_for,
 )
-from longspan.core.validation import existing_path, means_a_path, near, read_text, spell
+from longspan.core.validation import existing_path, format_value, means_a_path, near, read_text
 from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.ranks import launch
 
@@ -261,7 +261,9 @@ def check_language_model(where: str, found: Any, context: int, rope: RopeAsked =
         )
     vocabulary = getattr(found.get_text_config(), "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
-        raise LongspanError(f"{where} is not the config of a language model: its vocab_size is {spell(vocabulary)}")
+        raise LongspanError(
+            f"{where} is not the config of a language model: its vocab_size is {format_value(vocabulary)}"
+        )
     if not _has_text_model(found):
         raise LongspanError(f"{where} is of the type {found.model_type}, of which transformers has no language model")
     scaling = scaling_for(positions_of(found), rope, context, where)
@@ -276,7 +278,9 @@ def positions_of(config: Any) -> RopeState:
     text = config.get_text_config()
     limit: object = getattr(text, "max_position_embeddings", None)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise LongspanError(f"max_position_embeddings {spell(limit)} of the model's config must be an integer above 0")
+        raise LongspanError(
+            f"max_position_embeddings {format_value(limit)} of the model's config must be an integer above 0"
+        )
     rotary = isinstance(getattr(text, "rope_parameters", None), dict)
     return rope_state(text.to_dict(), limit, rotary, _rotary_dims(text) if rotary else None)
 
@@ -312,7 +316,11 @@ def _check_kept(where: str, text: Any, scaling: RopeScaling) -> None:
     """Refuse a scaling that is gone, or another one, once the model has been saved and loaded."""
     try:
         again = type(text).from_dict(text.to_dict())
-        why = "" if again.rope_parameters == text.rope_parameters else f"it makes {spell(again.rope_parameters)} of it"
+        why = (
+            ""
+            if again.rope_parameters == text.rope_parameters
+            else f"it makes {format_value(again.rope_parameters)} of it"
+        )
     except Exception as error:  # whatever a config class raises
         why = first_line(error)
     if why:
@@ -357,7 +365,7 @@ def _check_json(flag: str, name: str) -> None:
             raise
         raise LongspanError(f"{flag} {path} is not JSON: {first_line(error)}; give a model's config.json") from error
     if not isinstance(found, dict):
-        raise LongspanError(f"{flag} {path} holds {spell(found)}, not an object; give a model's config.json")
+        raise LongspanError(f"{flag} {path} holds {format_value(found)}, not an object; give a model's config.json")
 
 
 def check_weights(name: str, info: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import Toml, check_flag, check_number, existing_path, path_of, read_toml, spell
+from longspan.core.validation import Toml, check_flag, check_number, existing_path, format_value, path_of, read_toml
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
 """The collectives of longspan and of the methods that it is compared with."""
@@ -38,7 +38,9 @@ class Link:
     def __post_init__(self) -> None:
         check_number("the bandwidth of a link", self.bandwidth, 0, above=True)
         if not isinstance(self.latency, Mapping):
-            raise LongspanError(f"the latency of a link must be seconds by collective, got {spell(self.latency)}")
+            raise LongspanError(
+                f"the latency of a link must be seconds by collective, got {format_value(self.latency)}"
+            )
         for op in OPS:
             check_number(f"the latency of a link's {op}", self.latency.get(op), 0)
 
@@ -77,7 +79,7 @@ class MeasuredLink:
             check_number(f"a time among the points of {what}", seconds, 0, above=True)
         sizes = [sent for sent, _ in self.points]
         if sorted(set(sizes)) != sizes:
-            raise LongspanError(f"the points of {what} must have ascending sizes, got {spell(sizes)}")
+            raise LongspanError(f"the points of {what} must have ascending sizes, got {format_value(sizes)}")
 
     def seconds(self, sent: float) -> float:
         """Return the seconds of a message of which a rank sends `sent` bytes, interpolated between the points.
@@ -169,26 +171,27 @@ class Hardware:
     def __post_init__(self) -> None:
         where = f"hardware {self.name}: "
         for name in ("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS):
-            check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
-        check_number(f"{where}gpus_per_node={spell(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
+            check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0, above=True)
+        check_number(f"{where}gpus_per_node={format_value(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
-            check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0, 1, above=True)
+            check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0, 1, above=True)
         for name in ("overlaps", "on_cpu"):
             check_flag(f"{where}{name}", getattr(self, name))
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
-                raise LongspanError(f"{where}{name} must be a Link, got {spell(getattr(self, name))}")
+                raise LongspanError(f"{where}{name} must be a Link, got {format_value(getattr(self, name))}")
         if not isinstance(self.measured, Mapping):
-            raise LongspanError(f"{where}measured must be links by (axis, op), got {spell(self.measured)}")
+            raise LongspanError(f"{where}measured must be links by (axis, op), got {format_value(self.measured)}")
         for name in ("reserve_bytes", "attention_block", "attention_width", "disk_bytes"):
-            check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0)
+            check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0)
         for name in ("attention_flops", "attention_forward_flops"):
             if getattr(self, name) is not None:
-                check_number(f"{where}{name}={spell(getattr(self, name))}", getattr(self, name), 0, above=True)
+                check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0, above=True)
         for key, link in self.measured.items():
             if not (isinstance(key, tuple) and len(key) == 2 and isinstance(link, MeasuredLink)):
                 raise LongspanError(
-                    f"{where}measured must hold a MeasuredLink by (axis, op), got {spell(link)} by {spell(key)}"
+                    f"{where}measured must hold a MeasuredLink by (axis, op), got {format_value(link)} by "
+                    f"{format_value(key)}"
                 )
             link.check(f"{where}{key[1]} on {key[0]}")
 
@@ -330,7 +333,7 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise LongspanError(
-            f"hardware {spell(name_or_path)} is neither a name nor a path; there are {', '.join(CATALOGUE)}"
+            f"hardware {format_value(name_or_path)} is neither a name nor a path; there are {', '.join(CATALOGUE)}"
         )
     return _read(os.fspath(name_or_path), ())
 
@@ -361,7 +364,7 @@ def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
     for key in ("name", "like", "dtype", "measured"):
         _typed(file, key, str, "text")
     if values.get("dtype", "bf16") not in ("bf16", "fp32"):
-        raise file.error(f"dtype = {spell(values['dtype'])} must be 'bf16' or 'fp32'", "dtype")
+        raise file.error(f"dtype = {format_value(values['dtype'])} must be 'bf16' or 'fp32'", "dtype")
     for key in ("overlaps", "on_cpu"):
         _typed(file, key, bool, "true or false")
     for key in ("intra", "inter", "links"):
@@ -406,12 +409,12 @@ def _check_keys(file: Toml, known: Collection[str], *keys: str) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             nearest = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
-            raise file.error(f"unknown key {spell('.'.join((*keys, name)))}; {nearest}", *keys, name)
+            raise file.error(f"unknown key {format_value('.'.join((*keys, name)))}; {nearest}", *keys, name)
 
 
 def _typed(file: Toml, key: str, kind: type, wanted: str) -> None:
     if key in file.values and not isinstance(file.values[key], kind):
-        raise file.error(f"{key} = {spell(file.values[key])} must be {wanted}", key)
+        raise file.error(f"{key} = {format_value(file.values[key])} must be {wanted}", key)
 
 
 def _table(file: Toml, *keys: str) -> dict[str, Any]:
@@ -419,7 +422,7 @@ def _table(file: Toml, *keys: str) -> dict[str, Any]:
     for key in keys:
         table = table[key]
     if not isinstance(table, dict):
-        raise file.error(f"{'.'.join(keys)} = {spell(table)} must be a table", *keys)
+        raise file.error(f"{'.'.join(keys)} = {format_value(table)} must be a table", *keys)
     return table
 
 
@@ -449,7 +452,7 @@ def _points(file: Toml, *where: str) -> tuple[tuple[float, float], ...]:
     given = table.get("points", [])
     pairs = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
     if not pairs or not all(isinstance(x, int | float) and not isinstance(x, bool) for pair in given for x in pair):
-        raise file.error(f"points = {spell(given)} must be pairs of bytes and seconds", *where, "points")
+        raise file.error(f"points = {format_value(given)} must be pairs of bytes and seconds", *where, "points")
     points = tuple((float(sent), float(seconds)) for sent, seconds in given)
     try:
         MeasuredLink(0.0, 1.0, points).check(".".join(where))
@@ -476,7 +479,9 @@ def _number(file: Toml, *keys: str, above: bool = False, whole: bool = False, mo
     for key in keys:
         value = value.get(key)
     try:
-        check_number(f"{'.'.join(keys)} = {spell(value)}", value, 1 if whole else 0, most, above=above, whole=whole)
+        check_number(
+            f"{'.'.join(keys)} = {format_value(value)}", value, 1 if whole else 0, most, above=above, whole=whole
+        )
     except LongspanError as error:
         raise file.error(str(error), *keys) from error
     return value if whole else float(value)

@@ -13,7 +13,7 @@ from longspan.core.kv_placement import is_sharded
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
-from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, spell
+from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, format_value
 
 Mode = Literal["train", "prefill", "decode"]
 TensorStyle = Literal["tp", "megatron-sp"]
@@ -89,14 +89,14 @@ class Job:
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
-                raise LongspanError(f"{name}={spell(value)} is unknown; choose {', '.join(choices)}")
+                raise LongspanError(f"{name}={format_value(value)} is unknown; choose {', '.join(choices)}")
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
         check_number("overlap-chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
         for name in ("weight_sharding", "tiled_loss", "kv_replication", "cache_latent"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
-            raise LongspanError(f"memory is {spell(self.memory)}; make one with longspan.core.memory.Memory")
+            raise LongspanError(f"memory is {format_value(self.memory)}; make one with longspan.core.memory.Memory")
         if self.wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
             raise LongspanError(
                 f"wire-dtype={self.wire_dtype} does not work with a KV cache; leave it out of mode decode and "
@@ -171,7 +171,7 @@ class Mesh:
 
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LongspanError(f"{name}={spell(value)} must be an integer of at least 1")
+        raise LongspanError(f"{name}={format_value(value)} must be an integer of at least 1")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import size
-from longspan.core.validation import LARGEST_COUNT, check_number, spell
+from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.offload import HOST_SHARE, NO_OFFLOAD, Offloaded, offload_cost, offloaded_bytes
@@ -295,7 +295,7 @@ def check_values(**values: object) -> None:
     kinds = {"model": "layer_kinds", "job": "tiled_loss", "mesh": "tensor", "hardware": "gpus_per_node"}
     for name, value in values.items():
         if not hasattr(value, kinds[name]):
-            raise LongspanError(f"{name} is {spell(value)}; make one with longspan.plan.{_MADE_BY[name]}")
+            raise LongspanError(f"{name} is {format_value(value)}; make one with longspan.plan.{_MADE_BY[name]}")
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import differences, listed, spell_ranks
+from longspan.core.rank_differences import differences, format_ranks, listed
 from longspan.core.sections import values
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
 
@@ -106,7 +106,7 @@ def _exchange(peers: Peers, said: str, alive: bool) -> str:
 
 def _nothing_from(ranks: list[int], peers: Peers, limit_s: float) -> str:
     return (
-        f"{spell_ranks(ranks)} of {peers.world_size} said nothing of what must be alike on all ranks for {limit_s:g} "
+        f"{format_ranks(ranks)} of {peers.world_size} said nothing of what must be alike on all ranks for {limit_s:g} "
         "s; see what keeps them, or give a longer --timeout"
     )
 
@@ -118,7 +118,7 @@ def compare(every: list[dict[str, str]]) -> str:
         texts = set(refused.values())
         if len(refused) == len(every) and len(texts) == 1:
             return texts.pop()
-        return "; ".join(f"{spell_ranks(_having(refused, text))}: {text}" for text in sorted(texts))
+        return "; ".join(f"{format_ranks(_having(refused, text))}: {text}" for text in sorted(texts))
     different = differences(every, range(len(every)))
     if not different:
         return ""

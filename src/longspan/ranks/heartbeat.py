@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from longspan.core.rank_differences import spell_ranks
+from longspan.core.rank_differences import format_ranks
 from longspan.ranks.rendezvous import Peers
 
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits
@@ -139,7 +139,7 @@ class Watch:
         places = "; ".join(f"rank {rank}: {living[rank]}" for rank in lost[:8])
         others = [f"rank {rank}: {beat}" for rank, beat in living.items() if rank not in lost][:4]
         return (
-            f"{spell_ranks(lost)} of {self._world_size}: no sign of life for {self._timeout_s:g} s (stopped, hung or "
+            f"{format_ranks(lost)} of {self._world_size}: no sign of life for {self._timeout_s:g} s (stopped, hung or "
             f"cut off); last known place: {places}{' (meanwhile ' + '; '.join(others) + ')' if others else ''}"
         )
 
@@ -158,7 +158,7 @@ class Watch:
         places = "; ".join(f"rank {rank}: {living[rank]}" for rank in [*named, *(set(living) - set(named))][:8])
         idle = " or computed anything" if self._cpu and idle_s > self._timeout_s else ""
         return (
-            f"{spell_ranks(named)} of {self._world_size} {what}: no rank has moved on{idle} for {still_s:.0f} s; last "
+            f"{format_ranks(named)} of {self._world_size} {what}: no rank has moved on{idle} for {still_s:.0f} s; last "
             f"known places: {places}"
         )
 

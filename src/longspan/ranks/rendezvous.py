@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import spell_ranks
+from longspan.core.rank_differences import format_ranks
 from longspan.ranks.slurm import adopt_step
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None
             absent = [other for other in range(1, world) if not store.check([f"{session}/here/{other}"])] or [0]
     job_said = f"; the job is {job}, and if there is no such job, run `unset {' '.join(VARIABLES)}`" if job else ""
     raise LongspanError(
-        f"{spell_ranks(absent)} of {world} did not arrive within {timeout_s:g} s{job_said}; if the ranks need longer "
+        f"{format_ranks(absent)} of {world} did not arrive within {timeout_s:g} s{job_said}; if the ranks need longer "
         "to start, give a longer --start-timeout (init_mesh: timeout=)"
     )
 

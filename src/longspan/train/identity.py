@@ -82,7 +82,7 @@ def sample_files(files: Mapping[str, Path]) -> dict[str, str]:
 # What is said of a run that goes on.
 
 
-def spell_change(data: str, name: str, before: Any, now: Any) -> str:
+def format_change(data: str, name: str, before: Any, now: Any) -> str:
     """One difference between a checkpoint's identity and this run's; of the data's files, those that differ."""
     if name == "data" and all(isinstance(entry, list) and len(entry) == 3 for entry in [*(before or []), *(now or [])]):
         return f"the files of --data {data} differ: {_spell_files(before, now)}"
@@ -124,7 +124,7 @@ def changed_settings(resume: Checkpoint, config: TrainConfig) -> str | None:
     if not isinstance(before, dict):
         return None
     parts = [
-        f"{name} was {_spell(before[name])}, is {_spell(value)}"
+        f"{name} was {_format_value(before[name])}, is {_format_value(value)}"
         for name, value in now.items()
         if name in before
         and before[name] != value
@@ -133,7 +133,7 @@ def changed_settings(resume: Checkpoint, config: TrainConfig) -> str | None:
     return f"{', '.join(parts)} from step {resume.step + 1} on" if parts else None
 
 
-def _spell(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """3e-4 and not 0.0003, as a rate is written."""
     if not isinstance(value, float) or not 0 < abs(value) < 1e-3:
         return f"{value:g}" if isinstance(value, float) else str(value)

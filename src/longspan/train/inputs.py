@@ -16,7 +16,7 @@ from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_to
 from longspan.hf.pretrained import read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import TrainConfig
-from longspan.train.identity import BATCH, run_identity, spell_change
+from longspan.train.identity import BATCH, format_change, run_identity
 
 if TYPE_CHECKING:
     from longspan.hf.weights.sources import Origin
@@ -214,7 +214,7 @@ def _check_same_run(config: TrainConfig, inputs: Inputs) -> None:
             f"(--batch, or else --micro-batch x --data-degree); give --batch {before}, or --change-batch to go on so"
         )
     if changed:
-        parts = [spell_change(config.data.data, name, before, now) for name, (before, now) in changed.items()]
+        parts = [format_change(config.data.data, name, before, now) for name, (before, now) in changed.items()]
         raise LongspanError(
             f"checkpoint {inputs.resume.path} was made with other data or another model, so the run would not be the "
             f"same: {'; '.join(parts)}; give the same, or start another run from its weights: --model OUT/hf --out "

@@ -29,7 +29,7 @@ from longspan.compat.torch_api import gather_into
 from longspan.compat.torchao_api import check_torchao
 from longspan.core.accumulation import sums_once
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import spell_ranks
+from longspan.core.rank_differences import format_ranks
 from longspan.data import ROUNDS_AHEAD, StepBatch, deal, prefetch, rounds, together
 from longspan.hf.batch import shard_batch
 from longspan.hf.checks.nonfinite import watch
@@ -267,7 +267,7 @@ class Trainer:
     def _refuse_data(self, unlike: list[int]) -> NoReturn:
         raise LongspanError(
             f"the ranks read different data in step {self.step + 1}; every machine needs the same files in --data "
-            f"{self.config.data.data}, and the same tokenizer; unlike the others: {spell_ranks(unlike)}"
+            f"{self.config.data.data}, and the same tokenizer; unlike the others: {format_ranks(unlike)}"
         )
 
     def _cut(self, step: StepBatch) -> StepBatch:

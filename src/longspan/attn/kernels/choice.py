@@ -27,7 +27,7 @@ from longspan.attn.kernels.table import DEFAULT, Facts, KernelTable, read_table
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, checked_call, spell
+from longspan.core.validation import as_path, checked_call, format_value
 
 AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
 """What a caller may ask for: a name, a kernel of one's own, a table (`kernel_table`), or a function
@@ -105,7 +105,7 @@ def as_kernel(kernel: AnyKernel) -> Kernel:
     function: Any = kernel
     if not callable(function):
         known = ", ".join(("auto", *REGISTRY))
-        raise LongspanError(f"kernel={spell(kernel)} is neither a name ({known}) nor a callable")
+        raise LongspanError(f"kernel={format_value(kernel)} is neither a name ({known}) nor a callable")
     return FunctionKernel(function)
 
 

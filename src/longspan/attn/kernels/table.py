@@ -15,7 +15,7 @@ from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.sdpa import SHORT_WINDOW
 from longspan.attn.mask import Mask
 from longspan.core.errors import LongspanError
-from longspan.core.validation import Toml, read_toml, spell
+from longspan.core.validation import Toml, format_value, read_toml
 
 WHAT = ("mod", "window", "short_window", "documents", "causal", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -142,7 +142,9 @@ def _read(name: str, path: Path, known: Collection[str] | None) -> tuple[TableRo
 
 def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str] | None) -> TableRow:
     def wrong(key: str, must: str) -> LongspanError:
-        return LongspanError(f"{toml.name} {toml.path}, row {number}: {key}={spell(values.get(key))} must be {must}")
+        return LongspanError(
+            f"{toml.name} {toml.path}, row {number}: {key}={format_value(values.get(key))} must be {must}"
+        )
 
     names = [f.name for f in fields(TableRow) if f.name not in ("source", "said")]
     unknown = sorted(set(values) - set(names))

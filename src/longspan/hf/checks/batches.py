@@ -209,15 +209,15 @@ def _number(facts: Mapping[str, str]) -> int:
 
 def _form(batch: Mapping[str, Any]) -> dict[str, str]:
     """What must be alike in a sequence group, but for the values of tensors."""
-    return {f"`{key}`": _spell(value) for key, value in batch.items() if value is not None}
+    return {f"`{key}`": _format_value(value) for key, value in batch.items() if value is not None}
 
 
-def _spell(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"{kind} {list(value.shape)}"
     if isinstance(value, SequenceInfo):  # the parts differ, what they were cut from must not
-        return f"cut from {value.spell()}"
+        return f"cut from {value.describe()}"
     if isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
@@ -229,7 +229,7 @@ def _wide(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str,
     labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
     facts = {
         "a batch's labels": "given" if labels else "missing",
-        "num_items_in_batch": _spell_number(items),
+        "num_items_in_batch": _format_number(items),
         "the router loss": "asked for" if router else "not asked for",
         "the model's mode": "training" if model.training else "evaluation",
         "torch.is_grad_enabled()": str(torch.is_grad_enabled()),
@@ -240,7 +240,7 @@ def _wide(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str,
     return facts
 
 
-def _spell_number(items: Any) -> str:
+def _format_number(items: Any) -> str:
     if items is None or (isinstance(items, Tensor) and items.device.type != "cpu"):
         return "given" if items is not None else "missing"
     return str(float(items))

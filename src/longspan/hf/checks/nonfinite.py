@@ -22,7 +22,7 @@ from longspan.comm.arguments import check_module
 from longspan.comm.digests import local_part
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import spell_ranks
+from longspan.core.rank_differences import format_ranks
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.batch import check_batch
 from longspan.hf.weights.fsdp import reshard
@@ -51,7 +51,7 @@ class NonFinite:
 
     def __str__(self) -> str:
         bad, of = self.values
-        return f"{self.tensor} on {spell_ranks(self.ranks)} ({bad:,} of {of:,} values are NaN or infinite)"
+        return f"{self.tensor} on {format_ranks(self.ranks)} ({bad:,} of {of:,} values are NaN or infinite)"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from longspan.comm.errors import on_every_rank
 from longspan.compat.torch_api import not_compiled, version_of
 from longspan.compat.transformers_api import cache_name, own_positions, take_cache
 from longspan.core.errors import LongspanError
-from longspan.core.validation import spell
+from longspan.core.validation import format_value
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding, real_tokens
 from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache, last_tokens
 from longspan.hf.forward.loss import mean_loss, mean_row_loss, problem_of
@@ -235,7 +235,7 @@ class ForwardHooks:
         except Exception as error:  # of any kind: the other ranks must hear of it
             problem = error
         if self.batches is not None:
-            self.batches.compare(model, {**batch, "cache": cache.spell()}, False, problem)
+            self.batches.compare(model, {**batch, "cache": cache.describe()}, False, problem)
         elif problem is not None:
             raise problem
         assert tokens is not None
@@ -408,8 +408,8 @@ class ForwardHooks:
         places = isinstance(keep, Tensor) and keep.dim() == 1 and len(keep) and keep.dtype in (torch.int64, torch.int32)
         if not places and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
             raise LongspanError(
-                f"logits_to_keep={spell(keep)}: give a number of last tokens, or an integer tensor [k] of places in "
-                "the sequence"
+                f"logits_to_keep={format_value(keep)}: give a number of last tokens, or an integer tensor [k] of "
+                "places in the sequence"
             )
         if batch.get("labels") is not None:
             raise LongspanError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one out")

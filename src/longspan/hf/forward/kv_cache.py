@@ -34,7 +34,7 @@ from longspan.core.cache_dtype import OFFLOADS, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups, split_heads
 from longspan.core.kv_placement import GENERATED_RUN, KVPlacement
-from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call, spell
+from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call, format_value
 from longspan.hf.batch import SequenceInfo, VisibleKeys, check_cache_position
 from longspan.hf.forward.outputs import PickedTokens
 
@@ -253,7 +253,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             store.shared = latents.rank if holds_latent(latents.width, most, elements, shared) else 0
         return store.shared > 0
 
-    def spell(self) -> str:
+    def describe(self) -> str:
         """What must be alike on every rank."""
         rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
         code = "" if self.codec.name == "exact" else f", {self.codec.name}"
@@ -550,7 +550,9 @@ def _refuse(batch: Mapping[str, Any]) -> None:
         raise LongspanError("output_attentions=True is not supported on a parallelized model; leave it out")
     keep = batch.get("logits_to_keep")
     if keep is not None and not (isinstance(keep, int) and keep >= 0):
-        raise LongspanError(f"logits_to_keep={spell(keep)} with a cache: give a number of last tokens, or leave it out")
+        raise LongspanError(
+            f"logits_to_keep={format_value(keep)} with a cache: give a number of last tokens, or leave it out"
+        )
     if (batch.get("input_ids") is None) == (batch.get("inputs_embeds") is None):
         raise LongspanError("a batch needs `input_ids` or `inputs_embeds`, one of them")
 

@@ -151,7 +151,7 @@ def longspan_mask(
             if torch.equal(asked, request.allows(i, j)):
                 return request
     raise LongspanError(
-        f"the model asks for the attention mask {_spell(mask_function)} (local size {local_size}), which is not "
+        f"the model asks for the attention mask {_format_value(mask_function)} (local size {local_size}), which is not "
         f"supported; supported are causal and bidirectional masks, sliding windows of both, causal chunks, padding and "
         f"packed documents"
     )
@@ -174,10 +174,10 @@ def _tensors_in(function: Any) -> Iterator[Tensor]:
             yield from _tensors_in(value)
 
 
-def _spell(function: Any) -> str:
+def _format_value(function: Any) -> str:
     """A mask function by name, with the functions that it is made of."""
     name = str(getattr(function, "__qualname__", repr(function))).split(".<locals>")[0]
-    parts = [_spell(value) for value in parts_of(function) if callable(value) and not isinstance(value, Tensor)]
+    parts = [_format_value(value) for value in parts_of(function) if callable(value) and not isinstance(value, Tensor)]
     return f"{name}({', '.join(parts)})" if parts else name
 
 

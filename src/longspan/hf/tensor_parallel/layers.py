@@ -33,7 +33,7 @@ from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.core.validation import spell
+from longspan.core.validation import format_value
 from longspan.hf.forward.kv_cache import CachedInfo, last_tokens
 from longspan.hf.support import attention_layers, decoder_of, draws
 from longspan.hf.tensor_parallel.experts import ExpertParallel
@@ -639,7 +639,7 @@ def check_style(style: Any, size: int) -> None:
         LongspanError: with those there are.
     """
     if style not in STYLES:
-        raise LongspanError(f"tensor_style={spell(style)} is unknown; choose {' or '.join(map(repr, STYLES))}")
+        raise LongspanError(f"tensor_style={format_value(style)} is unknown; choose {' or '.join(map(repr, STYLES))}")
 
 
 def _set_heads(layer: Any, heads: HeadShard) -> None:

@@ -283,7 +283,7 @@ class DiskStore:
             with self.traffic.moving(way, stop - start):
                 work(what, start, stop)
         except OSError as error:
-            return self._file.spell(error)
+            return self._file.describe(error)
         except Exception as error:
             return f"activations could not be moved to or from the disk: {type(error).__name__}: {error}"
         return ""

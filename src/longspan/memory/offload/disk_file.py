@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longspan.core.errors import LongspanError
-from longspan.core.system import is_full, spell_os_error
+from longspan.core.system import format_os_error, is_full
 
 BLOCK = 4096
 """Bytes: what O_DIRECT asks of the memory, the place in the file and the length, on all file systems that take it."""
@@ -52,8 +52,8 @@ class SpillFile:
             fd = _open_nameless(folder)
         except OSError as error:
             raise LongspanError(
-                f"offload_folder={folder!r} cannot be written to: {spell_os_error(error)}; give another one on a local "
-                "disk"
+                f"offload_folder={folder!r} cannot be written to: {format_os_error(error)}; give another one on a "
+                "local disk"
             ) from error
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
@@ -74,15 +74,15 @@ class SpillFile:
         if size <= self.size:
             return
         if size - self.size > self._free():
-            raise LongspanError(self._spell_full(size - self.size))
+            raise LongspanError(self._format_disk_full(size - self.size))
         try:
             self._allocate(size)
         except OSError as error:
             with contextlib.suppress(OSError):  # what was allocated before it failed
                 os.ftruncate(self._fd, self.size)
             if not is_full(error):
-                raise LongspanError(self.spell(error)) from error
-            raise LongspanError(self._spell_full(size - self.size, error)) from error
+                raise LongspanError(self.describe(error)) from error
+            raise LongspanError(self._format_disk_full(size - self.size, error)) from error
         self.size = size
 
     def _allocate(self, size: int) -> None:
@@ -123,21 +123,21 @@ class SpillFile:
         """Give the disk's room back."""
         self._close()
 
-    def spell(self, error: OSError) -> str:
+    def describe(self, error: OSError) -> str:
         """An error of reading or writing, with the folder."""
         if is_full(error):
-            return self._spell_full(0, error)
+            return self._format_disk_full(0, error)
         return (
             f"activations that lie in offload_folder={self.folder!r} cannot be written or read: "
-            f"{spell_os_error(error)}; give another folder, or offload='none'"
+            f"{format_os_error(error)}; give another folder, or offload='none'"
         )
 
     def _free(self) -> int:
         found = os.fstatvfs(self._fd)
         return found.f_bavail * found.f_frsize
 
-    def _spell_full(self, needed: int, error: OSError | None = None) -> str:
-        said = f" ({spell_os_error(error)}: a quota or a limit of the system?)" if error else ""
+    def _format_disk_full(self, needed: int, error: OSError | None = None) -> str:
+        said = f" ({format_os_error(error)}: a quota or a limit of the system?)" if error else ""
         return (
             f"activations do not fit on the disk of offload_folder={self.folder!r}: {needed:,} bytes more are needed "
             f"for this rank, beside {self.size:,} that it has, and {self._free():,} bytes are free{said}; give a "

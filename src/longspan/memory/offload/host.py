@@ -236,19 +236,19 @@ class _Pool:
     def _check(self, needed: int) -> None:
         free = free_memory()
         if free is not None and needed > free:
-            raise LongspanError(_spell_full(needed, free))
+            raise LongspanError(_format_memory_full(needed, free))
 
     def _add(self, size: int) -> None:
         try:
             memory = self._copier.memory(size)
         except RuntimeError as error:  # what CUDA gives where it cannot pin
-            raise LongspanError(f"{_spell_full(size, free_memory())} ({error})") from error
+            raise LongspanError(f"{_format_memory_full(size, free_memory())} ({error})") from error
         slots = Slots(_ALIGN)
         slots.grow(size)
         self._chunks.append((memory, slots))
 
 
-def _spell_full(needed: int, free: int | None) -> str:
+def _format_memory_full(needed: int, free: int | None) -> str:
     has = "an unknown number of" if free is None else f"{free:,}"
     return (
         f"activations do not fit in the host's memory: {needed:,} bytes more are needed for this rank, and {has} "

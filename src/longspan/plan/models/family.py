@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, spell
+from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.layers import Mixer, Mlp, Parameter
 
 _MOST_LAYERS = 1 << 14
@@ -58,7 +58,9 @@ class Config:
             return None
         most = _MOST_LAYERS if key == "num_hidden_layers" else LARGEST_COUNT
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise LongspanError(f"{self.where}: {name}={spell(value)} must be a whole number of at least {minimum}")
+            raise LongspanError(
+                f"{self.where}: {name}={format_value(value)} must be a whole number of at least {minimum}"
+            )
         check_number(f"{self.where}: {name}", value, minimum, most)
         return value
 

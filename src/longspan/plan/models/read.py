@@ -12,7 +12,7 @@ from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeState, rope_state
-from longspan.core.validation import existing_path, read_text, spell
+from longspan.core.validation import existing_path, format_value, read_text
 from longspan.plan.layers import Mlp, Parameter
 from longspan.plan.models.blocks import norm
 from longspan.plan.models.catalogue import CONFIGS
@@ -32,7 +32,9 @@ def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
             whatever `shape_from_config` refuses.
     """
     if not isinstance(name_or_path, str | os.PathLike):
-        raise LongspanError(f"model {spell(name_or_path)} is neither a name nor a path; there are {', '.join(CONFIGS)}")
+        raise LongspanError(
+            f"model {format_value(name_or_path)} is neither a name nor a path; there are {', '.join(CONFIGS)}"
+        )
     name_or_path = os.fspath(name_or_path)
     if name_or_path.lower() in CONFIGS:
         return shape_from_config(CONFIGS[name_or_path.lower()], name_or_path.lower())
