@@ -1,11 +1,13 @@
-"""`longspan bench link`: how fast are the links between your ranks, and the ranks themselves?
+"""`longspan bench`: measure your machines, and compare methods on them.
 
-Latency and bandwidth of every collective that longspan uses are measured on each axis of the mesh, with all ranks busy
-at once, then the speed of one rank's matmul, attention and memory. The planner reads what is written as hardware.
+- `config`, `job`: the flags, and the command.
+- `timing`, `measure`, `bytes_sent`: timers, traces, memory and counted bytes, used by the scripts in benchmarks/ too.
+- `link`: `links` and `compute` measure, `fit` fits latency and bandwidth, `hardware_file` writes the planner's file.
+- `collectives`: every collective at every size.
+- `attention`, `step`: `methods` lists the candidates, `workloads`, `step` and `peers` make their workloads, `compare`
+  measures them next to formulas and, with `predict`, predictions; `output` and `drawing` print and draw.
 
-`config` is what can be asked for, `timing` times all ranks at once, `links` and `compute` measure, `fit` turns times
-into latency and bandwidth, `report` writes the file and the table. Importing this package does not import torch: the
-command line builds its help from `BenchConfig`.
+Importing this package does not import torch, as the command line builds its help from `BenchConfig`.
 """
 
 from longspan.bench.config import BenchConfig

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from longspan.bench.config import MOST_CONTEXT, BenchConfig
+from longspan.bench.config import MAX_CONTEXT, BenchConfig
 from longspan.bench.methods import Candidate
 from longspan.core.validation import existing_path
 from longspan.plan.job import Job
@@ -31,7 +31,7 @@ def read_config(config: BenchConfig) -> dict[str, Any]:
             "num_hidden_layers": config.layers,
             "vocab_size": config.vocab,
             "rms_norm_eps": 1e-6,
-            "max_position_embeddings": MOST_CONTEXT,
+            "max_position_embeddings": MAX_CONTEXT,
         }
     shape = read_model(config.model)
     softmax = shape.layers[0].mixer
@@ -59,7 +59,7 @@ def shape_of(what: str, model: dict[str, Any]) -> ModelShape:
     width = model["num_attention_heads"] * model["head_dim"]
     sizes = {key: model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")}
     more = {"intermediate_size": width, "num_hidden_layers": 1, "vocab_size": 64, "rms_norm_eps": 1e-6}
-    limits = {"max_position_embeddings": MOST_CONTEXT}
+    limits = {"max_position_embeddings": MAX_CONTEXT}
     return shape_from_config({"model_type": "llama", "hidden_size": width, **sizes, **more, **limits}, "an attention")
 
 
