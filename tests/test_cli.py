@@ -12,6 +12,7 @@ import pytest
 
 from longspan import cli
 from longspan.cli_help import field_texts
+from longspan.cli_values import parse_integer
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, options
 from longspan.ranks.launch import RankFailed, Stopped
@@ -80,14 +81,14 @@ def test_flags_are_the_fields() -> None:
     [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1M", 1 << 20), ("8_192", 8192), ("-1", -1), ("1.5e3", 1500)],
 )
 def test_integers_may_have_a_unit(text: str, number: int) -> None:
-    assert cli.parse_integer(text) == number
+    assert parse_integer(text) == number
     assert _parse(f"--context={text}").context == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "8.5k", "8kk", "eight"])
 def test_what_is_no_integer_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="is not an integer"):
-        cli.parse_integer(text)
+        parse_integer(text)
     with pytest.raises(SystemExit) as stop:
         _parse("--context", text)
     assert stop.value.code == 2
@@ -151,32 +152,32 @@ def test_a_flag_with_underscores_wins_too(tmp_path: Path) -> None:
         ("ulysses = 4", r"line 1: ulysses belongs in the table \[parallel\]; move it there"),
         ("[parallel]\nsteps = 4", r"line 2: steps belongs above all tables"),
         ("[parallel]\nlr = 4", r"line 2: lr belongs in the table \[optimizer\]"),
-        ("[parallel]\nulysses = 1.5", r"line 2: ulysses = 1.5 will not do: give a whole number"),
+        ("[parallel]\nulysses = 1.5", r"line 2: ulysses = 1.5 is invalid: give a whole number"),
         ("[parallel]\nulyses = 4", r"line 2: unknown key 'ulyses'; did you mean 'ulysses'\?"),
         ("zzz = 4", r"unknown key 'zzz'; longspan train --help lists all"),
         ("learning_rate = 1e-4", r"line 1: unknown key 'learning_rate'; did you mean 'lr'\?"),
         ("gradient_accumulation_steps = 4", r"did you mean 'batch'\?"),
         ("[train]\nulysses = 4", r"unknown key 'train'; "),
-        ("seed = {a = 1}", r"line 1: seed = {'a': 1} will not do: give a whole number"),
+        ("seed = {a = 1}", r"line 1: seed = {'a': 1} is invalid: give a whole number"),
         ("ulysses = ", r"run\.toml is not TOML: "),
         (
             "[checkpoint]\nsave_every = 3\nsave-every = 4",
             r"line 3: save-every is also set in .*line 2, spelled differently",
         ),
         ("lr = 1\nlr = 2", r"is not TOML: .*line 2"),
-        ("[optimizer]\nlr = '0.1'", r"line 2: lr = '0.1' will not do: give a number"),
-        ("steps = 1.5", r"line 1: steps = 1.5 will not do: give a whole number"),
-        ("steps = '8kk'", r"steps = '8kk' will not do: '8kk' is not an integer"),
-        ("steps = true", r"steps = True will not do"),
-        ("fsdp = 'no'", r"fsdp = 'no' will not do: give true or false"),
-        ("out = 5", r"out = 5 will not do: give a path"),
-        ("[data]\ndata = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] will not do: give text"),
-        ("[optimizer]\nbetas = [0.9]", r"betas = \[0.9\] will not do: give a list of 2 numbers"),
+        ("[optimizer]\nlr = '0.1'", r"line 2: lr = '0.1' is invalid: give a number"),
+        ("steps = 1.5", r"line 1: steps = 1.5 is invalid: give a whole number"),
+        ("steps = '8kk'", r"steps = '8kk' is invalid: '8kk' is not an integer"),
+        ("steps = true", r"steps = True is invalid"),
+        ("fsdp = 'no'", r"fsdp = 'no' is invalid: give true or false"),
+        ("out = 5", r"out = 5 is invalid: give a path"),
+        ("[data]\ndata = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] is invalid: give text"),
+        ("[optimizer]\nbetas = [0.9]", r"betas = \[0.9\] is invalid: give a list of 2 numbers"),
         ("[optimizer]\nbetas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
         ("[optimizer]\nbetas = [0.9, '--lr=9']", r"give a number"),
         (
             "[optimizer]\nschedule = 'Linear'",
-            r"schedule = 'Linear' will not do: choose one of 'cosine', 'linear', 'constant'",
+            r"schedule = 'Linear' is invalid: choose one of 'cosine', 'linear', 'constant'",
         ),
         ("'lr=3 --steps' = 1", r"unknown key 'lr=3 --steps'"),
         ("no-fsdp = true", r"unknown key 'no-fsdp'; did you mean 'fsdp'"),

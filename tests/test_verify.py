@@ -156,7 +156,7 @@ def test_a_ring_passes(
     layout = changes.get("layout", "zigzag")
     text = _table(report, capsys)
     assert f"data 1 x ring {config.parallel.ring} x ulysses {config.parallel.ulysses}, {dtype}" in text
-    assert f"blocks of the ring {layout}, keys and values by {config.parallel.ring_impl}" in text
+    assert f"ring layout {layout}, keys and values by {config.parallel.ring_impl}" in text
     held = sorted(run for _, runs in report.rank_tokens for run in runs)
     assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
     if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TextIO
 
 from longspan.core.sections import is_section, shown
 
-_ELSEWHERE = {
+_OTHER_NAMES = {
     "model": "model_name_or_path model_name model_path model_id base_model pretrained",
     "tokenizer": "tokenizer_name tokenizer_path",
     "data": "dataset datasets dataset_name dataset_path train_file train_data",
@@ -56,11 +56,11 @@ _ELSEWHERE = {
     "file": "input_file prompt_file",
     "cache-offload": "offload_kv_cache",
 }
-"""Names that other tools (transformers, TRL, axolotl, torchtitan, vLLM) give to each option here."""
+"""The names of each option in other tools (transformers, TRL, axolotl, torchtitan, vLLM)."""
 
 
-def meant(name: str, known: list[str], prog: str, prefix: str = "") -> str:
-    """Return a hint for an option that does not exist: the one that was probably meant.
+def suggest_option(name: str, known: list[str], prog: str, prefix: str = "") -> str:
+    """Return a hint for an option that does not exist: the closest one.
 
     Args:
         name: the name that was written, with hyphens.
@@ -68,7 +68,7 @@ def meant(name: str, known: list[str], prog: str, prefix: str = "") -> str:
         prog: the command.
         prefix: put before the option in the hint ("--"; none in a file).
     """
-    names = {word.replace("_", "-"): flag for flag in known for word in _ELSEWHERE.get(flag, "").split()}
+    names = {word.replace("_", "-"): flag for flag in known for word in _OTHER_NAMES.get(flag, "").split()}
     names |= {flag: flag for flag in known}
     name = name.removeprefix("no-")
     close = [name] if name in names else difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
@@ -78,27 +78,27 @@ def meant(name: str, known: list[str], prog: str, prefix: str = "") -> str:
 
 
 def width() -> int:
-    """Columns of the terminal; 80 where there is none, at least 40."""
+    """Return the columns of the terminal, at least 40; 80 without a terminal."""
     return max(40, shutil.get_terminal_size().columns)
 
 
 def indented(name: str, text: str, column: int) -> str:
-    """`name`, and from `column` on `text`, in as many lines as it takes."""
+    """Return `name`, and `text` from `column` on, wrapped."""
     hanging = " " * column
     return textwrap.fill(text, width(), initial_indent=f"  {name}".ljust(column), subsequent_indent=hanging)
 
 
 def paragraphs(text: str) -> str:
-    """`text` with its long lines wrapped."""
+    """Return `text` with its long lines wrapped."""
     return "\n".join(
         textwrap.fill(line, width(), subsequent_indent=line[: -len(line.lstrip())]) for line in text.split("\n")
     )
 
 
 def documented(config_class: type[Any]) -> Any:
-    """tyro's rule for a config class: as tyro's own, but where a line of a docstring ends in the source means nothing.
+    """Return tyro's rule for a config class whose docstrings are wrapped at the terminal's width.
 
-    Left alone, it breaks every line of the help where the source does, on any terminal.
+    tyro itself keeps the line breaks of the source.
     """
     import tyro
 
@@ -129,7 +129,7 @@ def documented(config_class: type[Any]) -> Any:
 
 
 def field_texts(config_class: type[Any]) -> dict[str, str]:
-    """The docstring of every field, in one line."""
+    """Return the docstring of every field, as one line."""
     texts: dict[str, str] = {}
     for cls in reversed(config_class.__mro__):
         if not dataclasses.is_dataclass(cls):
@@ -144,8 +144,8 @@ def field_texts(config_class: type[Any]) -> dict[str, str]:
     return texts
 
 
-class _Held(io.TextIOWrapper):
-    """What is printed, until it is shown: with the characters and colours that its stream can show."""
+class _Buffer(io.TextIOWrapper):
+    """Collects printed text, with the encoding and colours of a stream."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding=stream.encoding or "utf-8", errors="replace")
@@ -155,23 +155,23 @@ class _Held(io.TextIOWrapper):
         return self._stream.isatty()
 
     def text(self) -> str:
-        """All that was printed."""
+        """Return everything printed."""
         self.seek(0)
         return self.read()
 
 
 @contextlib.contextmanager
 def wrapped() -> Iterator[None]:
-    """What is printed inside is shown at the end, its long lines wrapped.
+    """Wrap the long lines of everything printed inside, and print it at the end.
 
     Raises:
-        BrokenPipeError: if whoever reads stdout has gone.
+        BrokenPipeError: if the reader of stdout has closed it.
     """
-    held = _Held(sys.stdout)
+    buffer = _Buffer(sys.stdout)
     try:
-        with contextlib.redirect_stdout(held):
+        with contextlib.redirect_stdout(buffer):
             yield
     finally:
-        for line in held.text().splitlines():
+        for line in buffer.text().splitlines():
             print(paragraphs(line) if "\x1b" not in line and line[:1].isalnum() else line)
         sys.stdout.flush()

@@ -167,9 +167,7 @@ class BenchConfig:
         for name in ("heads", "kv_heads", "head_dim", "overlap_chunks", "ffn", "layers", "vocab"):
             check_number(f"--{name.replace('_', '-')}", getattr(self, name), 1, 1 << 24)
         if self.model is None and self.heads % self.kv_heads:
-            raise LongspanError(
-                f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; every KV head serves as many"
-            )
+            raise LongspanError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; give a multiple")
 
     def check_ranks(self, ranks: int) -> None:
         """Raise on contexts that the ranks of the job do not divide.
