@@ -48,6 +48,10 @@ class Fault:
     tests: str
 
 
+class FaultNotFound(Exception):
+    """A line that a fault changes has moved or is another one."""
+
+
 FAULTS = (
     # core: arithmetic of heads, layouts, masks
     Fault("last_kv_head_of_a_rank", "core/heads.py", "start // group, -(-stop // group)",
@@ -178,28 +182,38 @@ FAULTS = (
           "max(mine, part.elements / whole.elements * all_)", "mine * part.elements", "tests/test_verify_compare.py"),
     Fault("clip_never_scales", "train/optimizer.py", "    if limit:", "    if limit < 0:",
           "tests/test_train.py -k plain_loop"),
-    Fault("trace_hosts_not_aligned", "tracing/merge.py", 'float(event["ts"]) + moved', 'float(event["ts"])',
+    Fault("trace_hosts_not_aligned", "tracing/merge.py", 'float(event["ts"]) + ', 'float(event["ts"]) + 0 * ',
           "tests/test_tracing.py"),
 )  # fmt: skip
 
 
-def plant(fault: Fault, tree: Path) -> str:
-    """Change the file of a copy of the tree; returns what it was.
+def planted(fault: Fault, tree: Path) -> str:
+    """Return the fault's file in a tree, with the fault.
 
     Raises:
-        SystemExit: if the text to replace does not occur once.
+        FaultNotFound: the text to replace does not occur once.
     """
     path = tree / "src" / "longspan" / fault.file
     if not path.is_file():
-        raise SystemExit(f"{fault.name}: there is no src/longspan/{fault.file}; name the file where the line is now")
-    before = path.read_text()
-    if (count := before.count(fault.old)) != 1:
-        raise SystemExit(
+        raise FaultNotFound(f"{fault.name}: no src/longspan/{fault.file}; name the file where the line is now")
+    text = path.read_text()
+    if (count := text.count(fault.old)) != 1:
+        raise FaultNotFound(
             f"{fault.name}: src/longspan/{fault.file} has the text {fault.old!r} {count} times, it must be there once; "
             "adapt the fault in tests/faults.py to the line as it is now"
         )
-    path.write_text(before.replace(fault.old, fault.new))
-    return before
+    return text.replace(fault.old, fault.new)
+
+
+def not_found() -> list[str]:
+    """Return what is wrong with the texts of all faults."""
+    wrong = []
+    for fault in FAULTS:
+        try:
+            planted(fault, ROOT)
+        except FaultNotFound as error:
+            wrong.append(str(error))
+    return wrong
 
 
 def run(tests: str, tree: Path) -> tuple[int, str]:
@@ -261,26 +275,23 @@ def main() -> int:
     by_name = {fault.name: fault for fault in FAULTS}
     if unknown := set(args.only or ()) - by_name.keys():
         parser.error(f"no fault is named {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
+    wrong = not_found()
+    if wrong or args.list:
+        print("\n".join(wrong) or f"{len(FAULTS)} faults, each text found once")
+        return int(bool(wrong))
     unseen = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         tree = Path(folder)
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
             copy(ROOT / name, tree / name)
-        wrong = []
-        for fault in FAULTS:  # all of them first: a text that has moved is told at once
-            try:
-                (tree / "src" / "longspan" / fault.file).write_text(plant(fault, tree))
-            except SystemExit as error:
-                wrong.append(str(error))
-        if wrong or args.list:
-            print("\n".join(wrong) or f"{len(FAULTS)} faults, each text found once")
-            return bool(wrong)
         import_libraries()
         for fault in [by_name[name] for name in args.only or by_name]:
-            before, start = plant(fault, tree), time.monotonic()
+            path, start = tree / "src" / "longspan" / fault.file, time.monotonic()
+            before = path.read_text()
+            path.write_text(planted(fault, tree))
             code, tail = run(fault.tests, tree)
-            (tree / "src" / "longspan" / fault.file).write_text(before)
+            path.write_text(before)
             verdict = {0: "UNSEEN", 1: "seen"}.get(code, f"ERROR (pytest's exit code {code})")
             print(f"{fault.name}: {verdict} ({time.monotonic() - start:.0f} s, {fault.tests})", flush=True)
             if code != 1:
