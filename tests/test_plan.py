@@ -755,3 +755,10 @@ def test_planning_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_equal_models_have_equal_plans() -> None:
+    """A second model with equal layers once counted q, k and v twice in a chunk of a prompt."""
+    job, mesh = Job(context=8192, mode="prefill", prefill_chunk=2048), Mesh(ring=2)
+    first, second = (cost(read_model("llama-3.1-8b"), job, mesh, A100).memory_bytes for _ in range(2))
+    assert first == second

@@ -312,6 +312,7 @@ class _Step:
         first_layer = 0 if model.tied else self.largest
         in_flight = (model.root_params // t - self.own_head + first_layer) * self.flat
         yield {"gradients": self.at_rest + self.head * c.b * self.sharded + in_flight}
+        # A CPU's AdamW makes two fp32 temporaries of one shard.
         yield {"gradients": self.at_rest, "optimizer": 8 * self._largest_shard if c.on_cpu else 0}
         if self.own_head:  # in flight while the last layer is gathered
             gradients = self.earlier + self.own_head * max(self.flat, 4 + c.b)

@@ -73,15 +73,17 @@ class Attention(Mixer):
 
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
         """
-        return cast("Self", _cache_mixer(self, job.cache_latent, job.kv_replication, mesh.tensor, mesh.ulysses))
+        latent = _latent_mixer(self, job.cache_latent, job.kv_replication, mesh.tensor, mesh.ulysses)
+        return self if latent is None else cast("Self", latent)
 
 
 @functools.lru_cache(maxsize=1024)
-def _cache_mixer(layer: Attention, latent: bool, kv_replication: bool, tensor: int, ulysses: int) -> Attention:
+def _latent_mixer(layer: Attention, latent: bool, kv_replication: bool, tensor: int, ulysses: int) -> Attention | None:
+    """Return the attention to a cache of latent vectors, or None if the cache holds keys and values."""
     heads = max(shard.kv_heads for shard in head_shards(layer.q_heads, layer.kv_heads, tensor, ulysses))
     shareable = latent and tensor == 1 and (ulysses == 1 or kv_replication)
     if not holds_latent(layer.latent_dim, heads, layer.head_dim + layer.v_head_dim, shareable):
-        return layer
+        return None
     width = layer.latent_dim
     return replace(
         layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True

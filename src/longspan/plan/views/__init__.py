@@ -1,1 +1,1 @@
-"""The planner's forms: JSON, tables, what-if data, the page, the drawing."""
+"""What the planner shows: JSON, tables, the page and its data, the drawing."""

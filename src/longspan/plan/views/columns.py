@@ -1,8 +1,7 @@
-"""Tables that suit the width of a terminal: what carries the answer is whole, and what there is no room for is named.
+"""Tables that fit the width of a terminal.
 
-A column that is not `folds` keeps its cells on one line; one that does breaks them between words, never inside one.
-Where all columns do not fit, those of the highest `spare` go first, and the table's caption says which, and the width
-that shows them.
+A column with `folds` breaks its cells between words; others keep them on one line. If the columns do not fit, those of
+the highest `spare` are left out first, and a caption names them and the width that shows all.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 ROOM = 24
-"""Characters of a column that folds, below which other columns rather go."""
+"""Width of a folding column below which other columns are left out instead."""
 
 GAP = 2
-"""Characters between columns, and before the first."""
+"""Spaces between columns, and before the first."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,11 @@ class Column:
     """One column.
 
     Attributes:
-        name: its head; it breaks between words.
-        cells: one for each row.
-        spare: 0 for what is always shown; of the others the highest goes first.
-        folds: whether its cells may be broken between words.
-        right: whether they stand to the right.
+        name: its header, which breaks between words.
+        cells: one per row.
+        spare: 0: always shown; of the others the highest is left out first.
+        folds: whether its cells may break between words.
+        right: whether cells are right-aligned.
     """
 
     name: str
@@ -40,17 +39,17 @@ class Column:
 
     @property
     def least(self) -> int:
-        """Characters below which a word, or a cell that does not fold, would be broken."""
+        """Width below which a word, or a cell that does not fold, would break."""
         return max([_longest_word(self.name), *(_longest_word(c) if self.folds else len(c) for c in self.cells)])
 
     @property
     def most(self) -> int:
-        """Characters that it takes on one line."""
-        return max([_in_lines(self.name), *(len(cell) for cell in self.cells)])
+        """Width with all cells on one line."""
+        return max([_header_width(self.name), *(len(cell) for cell in self.cells)])
 
     @property
     def wanted(self) -> int:
-        """Characters that it is given before other columns are."""
+        """Width that it gets before other columns do."""
         return max(self.least, min(self.most, ROOM)) if self.folds else self.most
 
 
@@ -58,15 +57,15 @@ def _longest_word(text: str) -> int:
     return max((len(word) for word in text.split(" ")), default=0)
 
 
-def _in_lines(head: str) -> int:
-    """Characters of a head that is broken into two lines where that is narrower."""
+def _header_width(head: str) -> int:
+    """Return the width of a header on one line, or on two if that is narrower."""
     words = head.split(" ")
     cuts = [max(len(" ".join(words[:i])), len(" ".join(words[i:]))) for i in range(1, len(words))]
     return min([len(head), *cuts])
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """Lines of whole words, each as long as `width` allows."""
+    """Return lines of whole words, at most `width` wide."""
     lines = [""]
     for word in text.split(" "):
         if not lines[-1]:
@@ -80,15 +79,15 @@ def _folded(text: str, width: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Columns:
-    """A table before its width is known.
+    """A table whose width is not known yet.
 
     Attributes:
-        title: above it.
-        columns: all of the same number of cells.
-        styles: one for each row, None for none.
-        sections: rows before which a line is left free.
-        captions: lines below it.
-        header: whether heads are shown.
+        title: shown above the table.
+        columns: with equal numbers of cells.
+        styles: one per row, or None.
+        sections: rows with an empty line above.
+        captions: lines below the table.
+        header: whether headers are shown.
     """
 
     title: str
@@ -100,15 +99,15 @@ class Columns:
 
     @property
     def full(self) -> int:
-        """Characters of a terminal on which every column is shown."""
+        """Width of a terminal that shows every column."""
         return _taken([column.wanted for column in self.columns])
 
     def show(self, console: Console) -> None:
-        """Print it, as wide as the console."""
+        """Print the table, at most as wide as the console."""
         shown, widths = self._shown(console.width)
         console.print(Text(self.title, style="italic"))
         if self.header:
-            for line in _lines([column.name for column in shown], shown, widths, at_the_foot=True):
+            for line in _lines([column.name for column in shown], shown, widths, to_bottom=True):
                 _print(console, line, "bold")
             _print(console, " " + "─" * (_taken(widths) - 2))
         for row in range(len(self.columns[0].cells)):
@@ -123,12 +122,12 @@ class Columns:
         console.print()
 
     def _shown(self, width: int) -> tuple[list[Column], list[int]]:
-        """The columns for a terminal of so many characters, and the characters of each."""
+        """Return the columns that fit, and their widths."""
         shown = list(self.columns)
         while _taken([column.wanted for column in shown]) > width and any(column.spare for column in shown):
             shown.remove(max(shown, key=lambda column: column.spare))
         widths = [column.most for column in shown]
-        while _taken(widths) > width:  # from the widest that folds, a character at a time
+        while _taken(widths) > width:  # shrink the widest folding column by a character
             foldable = [i for i, column in enumerate(shown) if column.folds and widths[i] > column.least]
             if not foldable:
                 break
@@ -141,13 +140,13 @@ def _taken(widths: Sequence[int]) -> int:
 
 
 def _lines(
-    cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], at_the_foot: bool = False
+    cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], to_bottom: bool = False
 ) -> list[str]:
-    """A row as lines; a cell that is shorter than others stands at the head of them, or at the foot."""
+    """Return a row as lines; cells with fewer lines are aligned to the top, or to the bottom."""
     folded = [_folded(cell, width) for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, folded))
     blank = [[""] * (height - len(lines)) for lines in folded]
-    stacked = [(b + lines if at_the_foot else lines + b) for b, lines in zip(blank, folded, strict=True)]
+    stacked = [(b + lines if to_bottom else lines + b) for b, lines in zip(blank, folded, strict=True)]
     return [
         (" " * GAP)
         + (" " * GAP)

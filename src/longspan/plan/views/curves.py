@@ -1,4 +1,4 @@
-"""What-if data for the page and the drawing: the same job at other contexts and on other numbers of GPUs."""
+"""Data of the page and the drawing: plans of the job at other contexts and on other numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
 from longspan.plan.views.report import command
 
 BEST = 6
-"""Plans kept of every point, beside the pure meshes and the recommended one."""
+"""Plans listed per point, besides the meshes of one axis and the recommended one."""
 
 RANKS_SHOWN = 16
-"""Ranks whose heads are listed; a diagram of more has no room for them."""
+"""Ranks whose heads are listed, as many as the diagram has room for."""
 
 PARTS_SHOWN = 32
-"""Ranks of a sequence group whose tokens are told apart."""
+"""Ranks of a sequence group up to which all ranks' tokens are listed."""
 
 SHORTEST, LONGEST = 1 << 12, 1 << 24
-"""Tokens of the shortest and longest context of every grid; a job outside them widens it."""
+"""Shortest and longest context of every grid; a job outside them widens it."""
 
 
 def contexts(job: Job) -> list[int]:
-    """Powers of two from 4k (or the job's own context) to 16M (or four times the job's), and the job's own."""
+    """Return powers of two from 4k (or the job's context) to 16M (or four times the job's), and the job's context."""
     first = min(SHORTEST, 1 << (job.context.bit_length() - 1))
     return _powers(first, min(max(LONGEST, 4 * job.context), LARGEST_COUNT), job.context)
 
 
 def gpu_counts(gpus: int) -> list[int]:
-    """Powers of two from 1 to at least eight times the job's GPUs (but no more than are searched), and its own."""
+    """Return powers of two from 1 to at least eight times the job's GPUs (at most `MOST_GPUS`), and the job's GPUs."""
     return _powers(1, min(8 * gpus, MOST_GPUS), gpus)
 
 
@@ -50,7 +50,7 @@ def _powers(first: int, last: int, own: int) -> list[int]:
 
 
 def best_plans(found: Search, gpus: int) -> list[Plan]:
-    """The first few plans, the recommended one and the pure meshes, in the order of the search."""
+    """Return the first few plans, the recommended one and the meshes of one axis, in the order of the search."""
     pure = {Mesh(**{axis: gpus}) for axis in AXES if axis != "data"}
     if found.recommended is not None:
         pure.add(found.recommended.mesh)
@@ -58,15 +58,12 @@ def best_plans(found: Search, gpus: int) -> list[Plan]:
 
 
 def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Iterable[Mesh] = ()) -> dict[str, Any]:
-    """The best plans at every context and number of GPUs; of the meshes `also`, who holds what.
+    """Return the best plans at every context and number of GPUs, as plain data.
 
-    Sizes in bytes, times in seconds (six digits). What repeats is written once: `items` names the numbers of a plan's
-    `memory`; `collectives` and `notes` hold what the first number of a row of `comm`, and the numbers of `notes`, point
-    to. A row of `comm` goes on with bytes per call, calls, and seconds of all calls. `lines` follows the meshes that
-    are best for the job itself along all contexts. `layouts` says who holds which tokens.
-
-    Returns:
-        A dict of plain data, with `points[i][j]` for `contexts[i]` on `gpus[j]`.
+    Sizes are bytes, times seconds (six digits). `points[i][j]` is `contexts[i]` on `gpus[j]`. Repeated values are
+    written once: `items` names the numbers of a plan's `memory`; a row of `comm` is [index in `collectives`, bytes per
+    call, calls, seconds of all calls]; numbers of `notes` are indices. `lines` has the best meshes of the job along all
+    contexts. `heads` and `layouts` say which rank holds which heads and tokens, also for the meshes `also`.
 
     Raises:
         LongspanError: if `gpus` is below 1.
@@ -99,27 +96,27 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
 
 
 class _Table:
-    """Distinct values in the order in which they came, each named by its place."""
+    """Distinct values in order of appearance, each with its index."""
 
     def __init__(self) -> None:
-        self._places: dict[Hashable, int] = {}
+        self._indices: dict[Hashable, int] = {}
 
-    def place(self, value: Hashable) -> int:
-        return self._places.setdefault(value, len(self._places))
+    def index(self, value: Hashable) -> int:
+        return self._indices.setdefault(value, len(self._indices))
 
     @property
     def rows(self) -> list[Any]:
-        return list(self._places)
+        return list(self._indices)
 
 
 def _point(found: Search, gpus: int, collectives: _Table, notes: _Table) -> dict[str, Any]:
-    kept = best_plans(found, gpus)
+    best = best_plans(found, gpus)
     return {
         "legal": len(found.plans),
         "rejected": len(found.rejected),
-        "recommended": None if found.recommended is None else kept.index(found.recommended),
+        "recommended": None if found.recommended is None else best.index(found.recommended),
         "command": None if found.recommended is None else command(found.recommended),
-        "plans": [_compact(plan, collectives, notes) for plan in kept],
+        "plans": [_compact(plan, collectives, notes) for plan in best],
     }
 
 
@@ -136,15 +133,15 @@ def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
         "tokens_per_second": six(plan.tokens_per_second),
         "mfu": six(plan.mfu),
         "comm": [
-            [collectives.place((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, six(c.seconds)]
+            [collectives.index((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, six(c.seconds)]
             for c in plan.comm
         ],
-        "notes": [notes.place(note) for note in plan.notes],
+        "notes": [notes.index(note) for note in plan.notes],
     }
 
 
 def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
-    """One mesh at every context that it can be cut for; it fits the first `fitting` of them."""
+    """Return one mesh at every context that it can hold; the first `fitting` of them fit in memory."""
     jobs = [replace(job, context=context) for context in contexts(job)]
     plans = [planned(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
     return {
@@ -157,21 +154,21 @@ def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[s
 
 
 def six(number: float) -> float:
-    """Six digits are more than a prediction has, and a third of the file."""
+    """Round to six digits: more than a prediction has, and a third of the file."""
     return float(f"{number:.6g}")
 
 
 def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
-    """The heads of the first layer whose heads are dealt, and who computes which: by "tensor,ulysses", for each Ulysses
-    rank. `mixed`: whether other layers keep all heads where their tokens are.
+    """Return the heads of each Ulysses rank, by "tensor,ulysses", of the first layer whose heads are sharded.
 
-    A share is [first query head, end, first KV head, end], counted within what tensor parallelism leaves the rank.
+    A share is [first query head, end, first KV head, end], counted within a tensor rank's heads. `mixed`: other layers
+    do not shard heads.
     """
-    dealt = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.shards_heads]
-    mixed = 0 < len(dealt) < len(model.layer_kinds)
-    if not dealt:
+    sharded = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.shards_heads]
+    mixed = 0 < len(sharded) < len(model.layer_kinds)
+    if not sharded:
         return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}, "mixed": mixed}
-    q, kv = dealt[0].q_heads, dealt[0].kv_heads
+    q, kv = sharded[0].q_heads, sharded[0].kv_heads
     shares = {}
     for tensor, ulysses in sorted({(mesh.tensor, mesh.ulysses) for mesh in meshes}):
         of_ranks = head_shards(q, kv, tensor, ulysses)[:RANKS_SHOWN]
@@ -180,10 +177,10 @@ def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
 
 
 def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
-    """Who holds which tokens: by "ring,ulysses" the layout's name, and at every context the runs of the first ranks of
-    a sequence group (`parts`) and of the first blocks of the ring; flat, [start, stop, start, stop, ...].
+    """Return which rank holds which tokens, by "ring,ulysses": the layout's name, and at every context the runs of the
+    first ranks of a sequence group (`parts`) and of the first ring blocks, flat: [start, stop, start, stop, ...].
 
-    All parts are listed of groups of up to `PARTS_SHOWN` ranks; a diagram of more has no room for them.
+    Groups of up to `PARTS_SHOWN` ranks list all ranks.
     """
     found: dict[str, Any] = {}
     for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):

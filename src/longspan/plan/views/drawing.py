@@ -1,4 +1,4 @@
-"""Memory and time against the context, one line per mesh, as a PNG. matplotlib is imported when it is drawn."""
+"""A PNG of memory and time against the context, one line per mesh. Only drawing imports matplotlib."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ SIZE = (1600, 800)
 """Pixels."""
 
 Line = dict[str, Any]
-"""One of `lines` of `longspan.plan.views.curves.grid`: a mesh along all contexts."""
+"""One of the `lines` of `longspan.plan.views.curves.grid`: a mesh along all contexts."""
 
-# Okabe and Ito's palette (its yellow darkened for white paper), which colour-blind readers can tell apart; the markers
-# say the same once more.
+# Okabe and Ito's palette (yellow darkened for white paper), which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5C5C5C", "#B8A800", "#000000")
 _MARKERS = "osD^vphd<"
 _INK, _MUTED, _GRID, _LIMIT = "#1C1E21", "#5A6068", "#E3E3DF", "#A33B00"
@@ -36,7 +35,7 @@ def draw(grid: dict[str, Any], path: Path) -> None:
     Memory, time and context have logarithmic axes.
 
     Args:
-        grid: what `longspan.plan.views.curves.grid` made of the job; its `lines` are drawn.
+        grid: of `longspan.plan.views.curves.grid`; its `lines` are drawn.
         path: the file.
 
     Raises:
@@ -52,7 +51,7 @@ def draw(grid: dict[str, Any], path: Path) -> None:
         raise LongspanError(
             f"nothing to draw: no mesh of {job['gpus']} GPUs can hold a context of {job['context']} tokens"
         )
-    # A Figure of its own, not pyplot's: nothing global, no window, any thread.
+    # Not pyplot's figure: no global state, no window, any thread.
     layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1, wspace=0.03)
     figure = Figure(figsize=(SIZE[0] / 100, SIZE[1] / 100), dpi=100, facecolor="white", layout=layout)
     axes: dict[str, Any] = figure.subplot_mosaic([["memory", "seconds"], ["memory", "slower"]], height_ratios=[2, 1])
@@ -80,7 +79,7 @@ def _memory(axes: Axes, lines: Sequence[Line], gpu: dict[str, Any]) -> None:
     least = min(size for line in lines for size in line["memory"]) / 1e9
     axes.set_title("Memory per GPU, GB (1e9 bytes)", loc="left", fontsize=12.5, color=_INK)
     axes.set_yscale("log")
-    # What is far above the capacity is of no interest, and would press everything else together.
+    # Values far above the capacity would compress everything else.
     axes.set_ylim(0.7 * min(least, capacity), 6 * max(least, capacity))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -105,7 +104,7 @@ def _seconds(axes: Axes, lines: Sequence[Line], step: str) -> None:
 
 
 def _slower(axes: Axes, lines: Sequence[Line]) -> None:
-    """Six decades of time hide what separates two meshes; this shows it."""
+    """Draw the time relative to the fastest mesh: on six decades of time, meshes look alike."""
     fastest: dict[int, float] = {}
     for line in lines:
         for context, seconds in zip(line["contexts"], line["step"], strict=True):
@@ -121,10 +120,7 @@ def _slower(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _line(axes: Axes, place: int, meshes: int, line: Line, y: Sequence[float]) -> None:
-    """One mesh: solid as far as it fits, dotted from the last point that does.
-
-    Meshes often coincide, so each line is a little thinner than the one under it.
-    """
+    """Draw one mesh, solid as far as it fits, then dotted. Meshes may coincide: each line is thinner than the last."""
     x, fitting = line["contexts"], line["fitting"]
     beyond = slice(max(0, fitting - 1), None)
     look: dict[str, Any] = {
@@ -161,7 +157,7 @@ def _frame(axes: Axes, contexts: Sequence[int], own: int) -> None:
 
 
 def _short(tokens: int) -> str:
-    """131072 as "128k"."""
+    """Format 131072 as "128k"."""
     for size, letter in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "k")):
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{letter}"

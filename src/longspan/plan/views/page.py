@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a plan: everything it needs is inside, so it opens offline and can be mailed."""
+"""A self-contained HTML page of a plan, which opens offline."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def render(report: dict[str, Any], grid: dict[str, Any], settings: dict[str, Any] | None = None) -> str:
-    """The page, as text.
+    """Return the page.
 
     Args:
-        report: what `longspan.plan.views.report.to_dict` made of the job.
-        grid: what `longspan.plan.views.curves.grid` made of the same job.
-        settings: what `longspan.plan.views.settings.settings_grid` made of it; None for a page without switches.
+        report: of `longspan.plan.views.report.to_dict`.
+        grid: of `longspan.plan.views.curves.grid`, for the same job.
+        settings: of `longspan.plan.views.settings.settings_grid`; None: a page without switches.
     """
     job, gpu = report["job"], report["hardware"]["name"]
     title = f"longspan plan: {report['model']['name']}, {job['context']:,} tokens, {job['gpus']} x {gpu}"
@@ -29,6 +29,6 @@ def render(report: dict[str, Any], grid: dict[str, Any], settings: dict[str, Any
 
 
 def _inside_script(data: Any) -> str:
-    """JSON that can stand in a <script>: the HTML parser looks for `</script>` and `<!--` there, in strings as well."""
+    """Return JSON for a <script>, where the HTML parser finds `</script>` and `<!--` even in strings."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

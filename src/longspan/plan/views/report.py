@@ -1,4 +1,4 @@
-"""Plans as plain data (the JSON of `longspan plan --json`), and as the command that runs them."""
+"""A plan as plain data (`longspan plan --json`), and as the command that runs it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def to_dict(
     hardware: Hardware,
     methods: Sequence[Method] = (),
     memory_options: dict[str, Any] | None = None,
-    advice: Suggestions | None = None,
+    suggestions: Suggestions | None = None,
 ) -> dict[str, Any]:
-    """Everything that was found. Sizes in bytes, times in seconds; documented in docs/reference/json.md."""
+    """Return the report as plain data: sizes in bytes, times in seconds; docs/reference/json.md documents it."""
     return {
         "schema": SCHEMA,
         "job": {**asdict(job), "gpus": gpus},
@@ -42,17 +42,17 @@ def to_dict(
         "rejected": [{"mesh": mesh_dict(mesh), "reasons": [reason]} for mesh, reason in found.rejected],
         "methods": [method_dict(method) for method in methods],
         "memory_options": memory_options,
-        "suggestions": None if advice is None else suggestions_dict(advice),
+        "suggestions": None if suggestions is None else suggestions_dict(suggestions),
     }
 
 
-def suggestions_dict(advice: Suggestions) -> dict[str, Any]:
-    """What would do where nothing is recommended; each part null where there is none."""
+def suggestions_dict(suggestions: Suggestions) -> dict[str, Any]:
+    """Return each suggestion, or null."""
     parts = {
-        "memory_options": advice.memory_options,
-        "more": advice.more,
-        "fewer": advice.fewer,
-        "longest": advice.longest,
+        "memory_options": suggestions.memory_options,
+        "more": suggestions.more,
+        "fewer": suggestions.fewer,
+        "longest": suggestions.longest,
     }
     return {name: None if plan is None else _short_dict(plan) for name, plan in parts.items()}
 
@@ -75,7 +75,7 @@ def mesh_dict(mesh: Mesh) -> dict[str, int]:
 
 
 def model_dict(model: ModelShape) -> dict[str, Any]:
-    """What the model is."""
+    """Return the model's sizes."""
     return {
         "name": model.name,
         "params": model.params,
@@ -92,7 +92,7 @@ def model_dict(model: ModelShape) -> dict[str, Any]:
 
 
 def hardware_dict(hardware: Hardware) -> dict[str, Any]:
-    """What it runs on, with the efficiencies that were assumed."""
+    """Return the hardware, with the assumed efficiencies."""
     return {
         "name": hardware.name,
         "memory_bytes": int(hardware.memory_bytes),
@@ -112,7 +112,7 @@ def hardware_dict(hardware: Hardware) -> dict[str, Any]:
 
 
 def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
-    """One plan. `longest=False` leaves out `max_context`, which takes a search of its own."""
+    """Return one plan; `longest=False` leaves out `max_context`, which takes a search."""
     return {
         "mesh": mesh_dict(plan.mesh),
         "layout": layout_of(plan.job, plan.mesh).kind,
@@ -151,7 +151,7 @@ def _rope_dict(plan: Plan) -> dict[str, Any] | None:
 
 
 def method_dict(method: Method) -> dict[str, Any]:
-    """One row of the comparison."""
+    """Return one row of the comparison."""
     return {
         "name": method.name,
         "ops_per_layer": method.ops_per_layer,
@@ -165,10 +165,10 @@ def method_dict(method: Method) -> dict[str, Any]:
 
 
 def command(plan: Plan) -> str | None:
-    """The command that runs a plan, where this version has one, quoted for a shell.
+    """Return the command that runs a plan, quoted for a shell, or None if this version has none.
 
-    What is written in capitals stands for what the user has: DATA for text, and of a built-in model of which the hub
-    has no weights that can be trained as they are, for a folder with such.
+    Words in capitals are placeholders: DATA for a text; a folder of weights for built-in models whose weights on the
+    hub cannot be trained as they are.
     """
     job, mesh = plan.job, plan.mesh
     if not plan.runs:
@@ -194,10 +194,7 @@ def _tensor_flags(job: Job, mesh: Mesh) -> list[str]:
 
 
 def _generate_command(plan: Plan) -> str | None:
-    """The same of a prompt, or of a token behind a cache, where that is one text and nothing that `generate` has not.
-
-    FILE stands for the text.
-    """
+    """Return the command for a prompt, or None if `generate` cannot run it. FILE is a placeholder for the text."""
     job, mesh, memory_options = plan.job, plan.mesh, plan.job.memory
     if (
         mesh.data > 1
@@ -206,7 +203,7 @@ def _generate_command(plan: Plan) -> str | None:
     ):
         return None
     model = _model_flag(plan.model.name)
-    if model.startswith("--config "):  # a config alone has no weights: the folder that holds both
+    if model.startswith("--config "):  # a config alone has no weights: name its folder
         path = Path(plan.model.name)
         folder = path.parent if path.suffix == ".json" and not path.is_dir() else path
         model = f"--model {shlex.quote(f'./{folder}' if str(folder).startswith('-') else str(folder))}"
@@ -239,23 +236,23 @@ def _started(plan: Plan, name: str, words: list[str]) -> str:
 
 
 def memory_flags(memory: Memory) -> list[str]:
-    """The flags of `longspan plan` and `longspan train` that say these memory options."""
+    """Return the flags of `longspan plan` and `longspan train` for these memory options."""
     if memory == Memory():
         return ["--memory fastest"]
     if memory == Memory(checkpointing="full"):
         return ["--grad-checkpointing"]
-    lean = replace(memory, offload="none", offload_folder="", cpu_offload=False) == LONGEST
-    base = LONGEST if lean else Memory()
-    said = ["--memory longest"] if lean else []
+    offloaded_longest = replace(memory, offload="none", offload_folder="", cpu_offload=False) == LONGEST
+    base = LONGEST if offloaded_longest else Memory()
+    flags = ["--memory longest"] if offloaded_longest else []
     for name in ("checkpointing", "layers_per_checkpoint", "offload", "offload_folder", "tiled_mlp", "head_chunks"):
         if getattr(memory, name) != getattr(base, name):
-            said.append(f"--{name.replace('_', '-')} {shlex.quote(str(getattr(memory, name)))}")
+            flags.append(f"--{name.replace('_', '-')} {shlex.quote(str(getattr(memory, name)))}")
     for name in ("tiled_norms", "cpu_offload"):
         if getattr(memory, name) and not getattr(base, name):
-            said.append(f"--{name.replace('_', '-')}")
+            flags.append(f"--{name.replace('_', '-')}")
     if not memory.recompute_mlp_act:
-        said.append("--no-recompute-mlp-act")
-    return said
+        flags.append("--no-recompute-mlp-act")
+    return flags
 
 
 def _ring_flags(job: Job, mesh: Mesh) -> list[str]:
@@ -272,5 +269,5 @@ def _model_flag(name: str) -> str:
         return f"--model {HUB[name]}" if name in HUB else ELSEWHERE[name]
     path = Path(name)
     file = path if path.suffix == ".json" and not path.is_dir() else path / "config.json"
-    plain = f"./{file}" if str(file).startswith("-") else str(file)  # or it would be a flag
+    plain = f"./{file}" if str(file).startswith("-") else str(file)  # a leading "-" would make it a flag
     return f"--config {shlex.quote(plain)}"

@@ -1,8 +1,8 @@
-"""The same job under other settings, for the page's switches: checkpointing, memory options, kind of GPU, batch.
+"""Data of the page's switches: the job with other checkpointing, memory options, kind of GPU and batch.
 
-Every combination of the four is planned at contexts and numbers of GPUs around the job's own, on all meshes that this
-version runs. What is kept of a combination is what a reader compares: the memory of each mesh, and the times of the
-fastest that fit. The rest of a plan (collectives, notes) is in `longspan.plan.views.curves.grid`, of the job as it is.
+Every combination is planned at contexts and numbers of GPUs around the job's own, on all meshes without a tensor axis.
+It has the memory of each mesh, and the times of the fastest that fit. `longspan.plan.views.curves.grid` has the rest of
+a plan (collectives, notes), for the job as it is.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from longspan.plan.views.curves import contexts, gpu_counts, six
 from longspan.plan.views.report import memory_flags
 
 BEST = 4
-"""Plans kept of a point, those that fit: the fastest first."""
+"""Plans listed per point: the fastest that fit."""
 
 BATCHES = 4
-"""How many times as large a batch is planned as the job's, beside that and one sequence."""
+"""Factor of the largest batch over the job's; one sequence and the job's batch are planned too."""
 
 CONTEXTS = 4
-"""How many times longer and shorter contexts are planned than the job's."""
+"""Factor by which planned contexts are longer or shorter than the job's."""
 
 MORE_GPUS = 8
-"""How many times as many GPUs are planned as the job has; and half of them."""
+"""Factor of the most GPUs over the job's; the fewest are half of the job's."""
 
 MOST_MESHES = 80
-"""Meshes planned of a context, over all numbers of GPUs and batches; those far from the job's are left out."""
+"""Meshes planned per context, over all numbers of GPUs and batches; those far from the job's are left out."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the switches can be set to.
+    """The positions of the switches.
 
     Attributes:
-        checkpointing: of `Memory`; only the job's own where there is no backward.
-        memory options: by name, what goes with a checkpointing.
-        hardware: kinds of GPU, the job's own first.
-        batches: sequences of a step.
-        contexts: tokens, a part of those of the grid.
-        gpus: how many, a part of those of the grid.
+        checkpointing: of `Memory`; only the job's own without a backward.
+        memory_options: by name, fields of `Memory` besides checkpointing.
+        hardware: kinds of GPU, the job's first.
+        batches: sequences per step.
+        contexts: tokens, a subset of the grid's.
+        gpus: numbers of GPUs, a subset of the grid's.
     """
 
     checkpointing: tuple[str, ...]
@@ -61,7 +61,7 @@ class Settings:
     gpus: tuple[int, ...]
 
     def memory(self, checkpointing: str, memory_options: str) -> Memory:
-        """The memory options of two switches together; without checkpointing nothing is there to be offloaded."""
+        """Return the memory options of two switches; without checkpointing nothing is offloaded."""
         found = Memory(
             **{
                 **self.memory_options[memory_options],
@@ -78,16 +78,16 @@ class Settings:
 
 
 def settings_of(job: Job, gpus: int, hardware: Hardware) -> Settings:
-    """The switches for a job."""
+    """Return the switches for a job."""
     batches = tuple(sorted({1, job.batch, BATCHES * job.batch}))
     near = tuple(n for n in contexts(job) if job.context <= CONTEXTS * n and n <= CONTEXTS * job.context)
     counts = [n for n in gpu_counts(gpus) if gpus <= 2 * n and n <= MORE_GPUS * gpus]
     counts.sort(key=lambda n: (n != gpus, max(n / gpus, gpus / n)))
-    kept, planned_for = [counts[0]], 0
+    chosen, planned_for = [counts[0]], 0
     for n in counts:
         planned_for += sum(batch % mesh.data == 0 for mesh in _running(n) for batch in batches)
-        if n not in kept and planned_for <= (MOST_MESHES if gpus <= 128 else MOST_MESHES // 2):
-            kept.append(n)
+        if n not in chosen and planned_for <= (MOST_MESHES if gpus <= 128 else MOST_MESHES // 2):
+            chosen.append(n)
     own = job.memory
     given = {f.name: getattr(own, f.name) for f in fields(Memory) if f.name != "checkpointing"}
     memory_options = _memory_options(job, hardware)
@@ -102,21 +102,21 @@ def settings_of(job: Job, gpus: int, hardware: Hardware) -> Settings:
         _kinds(hardware),
         batches,
         near,
-        tuple(sorted(kept)),
+        tuple(sorted(chosen)),
     )
 
 
 def _memory_options(job: Job, hardware: Hardware) -> dict[str, dict[str, Any]]:
     tiled = {"tiled_mlp": 0, "tiled_norms": True, "head_chunks": 0}
     found: dict[str, dict[str, Any]] = {"none": {}, "tiles": tiled}
-    if not hardware.on_cpu:  # its ranks compute in the host's memory as it is
+    if not hardware.on_cpu:  # it computes in the host's memory
         offload = {"offload": "host"} if job.mode == "train" else {}
         found["tiles, and the host's memory"] = {**tiled, **offload, "cpu_offload": job.weight_sharding}
     return found
 
 
 def _kinds(own: Hardware) -> tuple[Hardware, ...]:
-    """The job's own, and those of the catalogue; what was assumed of the one of the catalogue holds for all."""
+    """Return the job's kind and those of the catalogue; flags that change a catalogue kind apply to all."""
     if own.on_cpu:
         return (own,)
     others = [kind for name, kind in CATALOGUE.items() if name != own.name and not kind.on_cpu]
@@ -132,20 +132,18 @@ def _running(gpus: int) -> Iterator[Mesh]:
 
 
 def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """Plans under every combination of settings.
+    """Return plans of every combination of settings, as plain data: sizes in bytes, times in seconds (six digits).
 
-    Sizes in bytes, times in seconds (six digits). `meshes` and `memories` hold what repeats, and are pointed into.
-    Points are in the order checkpointing, memory options, batches, contexts, gpus, the last one fastest.
+    Meshes and memories are indices into `meshes` and `memories`. Points are in the order checkpointing, memory options,
+    batches, contexts, gpus, the last one fastest.
 
-    Returns:
-        A dict of plain data. `held[point]` is [mesh, memory, mesh, memory, ...] of every mesh that can hold the job,
-        the least memory first. `timed[kind][point]` is [mesh, memory, step, compute, exposed, ...] of the fastest that
-        fit on a kind of GPU, and empty where none does. `flops[i][j]` are those that a step of `batches[i]` and
-        `contexts[j]` needs (for MFU); `flags[i][j]` say
-        `checkpointing[i]` with `memory options[j]` to `longspan plan`, and `asked` the rest of the job.
+    - `held[point]`: [mesh, memory, mesh, memory, ...] of every mesh that can hold the job, least memory first.
+    - `timed[kind][point]`: [mesh, memory, step, compute, exposed, ...] of the fastest that fit on a kind of GPU.
+    - `flops[i][j]`: FLOPs that a step of `batches[i]` and `contexts[j]` needs (for MFU).
+    - `flags[i][j]`: flags of `longspan plan` for `checkpointing[i]` with `memory_options[j]`; `asked`: the other flags.
     """
     chosen = settings_of(job, gpus, hardware)
-    memories, places = _Places(), _Places()
+    memories, mesh_indices = _Indices(), _Indices()
     held: list[list[int]] = []
     timed: list[list[list[float]]] = [[] for _ in chosen.hardware]
     for checkpointing, memory_options, batch, context, count in product(
@@ -155,11 +153,15 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         legal = [mesh for mesh in _running(count) if refusal(model, asked, mesh) is None]
         rows = [(mesh, _items(model, asked, mesh, hardware)) for mesh in legal]
         rows.sort(key=lambda row: sum(row[1]))
-        held.append([place for mesh, items in rows for place in (places.of(_sizes(mesh)), memories.of(items))])
+        held.append([index for mesh, items in rows for index in (mesh_indices.of(_sizes(mesh)), memories.of(items))])
         for kind, points in zip(chosen.hardware, timed, strict=True):
             best = sorted(filter(None, (_timed(model, asked, mesh, items, kind) for mesh, items in rows)), key=_order)
             points.append(
-                [n for b in best[:BEST] for n in (places.of(_sizes(b.mesh)), memories.of(b.items), *map(six, b.times))]
+                [
+                    n
+                    for b in best[:BEST]
+                    for n in (mesh_indices.of(_sizes(b.mesh)), memories.of(b.items), *map(six, b.times))
+                ]
             )
     return {
         "checkpointing": chosen.checkpointing,
@@ -188,7 +190,7 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
             [model_flops(model, replace(job, batch=batch, context=context)) for context in chosen.contexts]
             for batch in chosen.batches
         ],
-        "meshes": places.rows,
+        "meshes": mesh_indices.rows,
         "memories": memories.rows,
         "held": held,
         "timed": timed,
@@ -196,18 +198,18 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
 
 
 def _flags(job: Job) -> str:
-    """What of a job the switches and sliders leave alone, as flags of `longspan plan`."""
-    said = [f"--mode {job.mode}", f"--dtype {job.dtype}", f"--optimizer {job.optimizer}"]
+    """Return the flags of `longspan plan` that no switch or slider changes."""
+    flags = [f"--mode {job.mode}", f"--dtype {job.dtype}", f"--optimizer {job.optimizer}"]
     named = {"layout": job.layout, "ring-impl": job.ring_impl}
-    said += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
-    said += [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1)
-    said += [f"--wire-dtype {job.wire_dtype}"] * (job.wire_dtype != "exact")
-    flags = {"fsdp": job.weight_sharding, "tiled-loss": job.tiled_loss, "kv-replication": job.kv_replication}
-    return " ".join([*said, *(f"--no-{name}" for name, on in flags.items() if not on)])
+    flags += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
+    flags += [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1)
+    flags += [f"--wire-dtype {job.wire_dtype}"] * (job.wire_dtype != "exact")
+    switches = {"fsdp": job.weight_sharding, "tiled-loss": job.tiled_loss, "kv-replication": job.kv_replication}
+    return " ".join([*flags, *(f"--no-{name}" for name, on in switches.items() if not on)])
 
 
-class _Places:
-    """Distinct tuples in the order in which they came, each named by its place."""
+class _Indices:
+    """Distinct tuples in order of appearance, each with its index."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, ...], int] = {}
@@ -231,7 +233,7 @@ def _items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple
 
 @dataclass(frozen=True)
 class _Timed:
-    """A mesh that fits: its memory, and the seconds of a step, of its computing and of what is waited for."""
+    """A mesh that fits: its memory, and the seconds of a step, of computing and of exposed communication."""
 
     mesh: Mesh
     items: tuple[int, ...]
@@ -239,24 +241,24 @@ class _Timed:
 
 
 def _order(plan: _Timed) -> tuple[float, int]:
-    """As `longspan.plan.search.search` ranks."""
+    """Rank as `longspan.plan.search.search` does."""
     return plan.times[0], sum(plan.items)
 
 
 def _timed(model: ModelShape, job: Job, mesh: Mesh, items: tuple[int, ...], hardware: Hardware) -> _Timed | None:
-    """What `planned` says of a mesh, without its collectives and notes; None where it does not fit."""
+    """Return the result of `planned` without collectives and notes, or None if the mesh does not fit."""
     fits = sum(items) <= hardware.memory_bytes and offloaded_bytes(model, job, mesh, hardware).fits(hardware)
-    ways: tuple[RingImpl, ...] = ("p2p", "allgather")
-    other = [replace(job, ring_impl=way) for way in ways] if mesh.ring > 1 and job.ring_impl == "auto" else []
+    impls: tuple[RingImpl, ...] = ("p2p", "allgather")
+    other = [replace(job, ring_impl=impl) for impl in impls] if mesh.ring > 1 and job.ring_impl == "auto" else []
     if not fits and not other:
         return None
     if fits:
         step, *parts = _times(model, job, mesh, hardware)
-        # No way round the ring saves more than what is waited for.
+        # No ring implementation saves more than the exposed communication.
         near = parts[1] > WORTH * step and any(_times(model, o, mesh, hardware)[0] < (1 - WORTH) * step for o in other)
         if not near:
             return _Timed(mesh, items, (step, parts[0], parts[1]))
-    elif not any(fits_in_memory(model, way, mesh, hardware) for way in other):
+    elif not any(fits_in_memory(model, each, mesh, hardware) for each in other):
         return None
     plan = planned(model, job, mesh, hardware)
     found = tuple(plan.memory_bytes[item] for item in ITEMS)
@@ -264,7 +266,7 @@ def _timed(model: ModelShape, job: Job, mesh: Mesh, items: tuple[int, ...], hard
 
 
 def _times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float, float]:
-    """Seconds of a step, of computing, of communication that is waited for; as `longspan.plan.search.cost` has them."""
+    """Return the seconds of a step, of computing, of exposed communication, as `longspan.plan.search.cost` does."""
     compute, exposed = step_times(model, job, mesh, hardware)
     compute += optimizer_seconds(model, job, mesh, hardware)
     return compute + exposed + offload_cost(model, job, mesh, hardware).seconds, compute, exposed

@@ -1,4 +1,4 @@
-"""The planner's tables on a terminal: one screen that a person reads."""
+"""The planner's tables on a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longspan.plan.views.memory_options import memory_table
 from longspan.plan.views.report import command
 
 REASONS = 3
-"""Reasons against meshes that are printed; the JSON has all."""
+"""Printed reasons against meshes; the JSON has all."""
 
 
 def show(
@@ -33,22 +33,22 @@ def show(
     methods: Sequence[Method] = (),
     top: int = 6,
     memory_options: Sequence[MemoryRow] = (),
-    advice: str = "",
+    suggestions: str = "",
     console: Console | None = None,
 ) -> None:
-    """Print what was found: the meshes ranked, the recommended one in detail, what was rejected, the methods.
+    """Print the ranked meshes, the recommended one in detail, and the rejected ones; or methods, or memory options.
 
     Args:
         found: the meshes.
-        model: what runs.
+        model: the model.
         job: the job.
-        gpus: how many.
-        hardware: of which kind.
-        methods: what `longspan.plan.methods.compare` found, to be shown in place of the meshes.
-        top: meshes that are shown.
-        memory options: what `longspan.plan.memory_search.memory_rows` found, to be shown in place of the meshes.
-        advice: where nothing is recommended, what would do.
-        console: where to.
+        gpus: number of GPUs.
+        hardware: the kind of GPU.
+        methods: of `longspan.plan.methods.compare`, to print instead of the meshes.
+        top: meshes to print.
+        memory_options: of `longspan.plan.memory_search.memory_rows`, to print instead of the meshes.
+        suggestions: sentences, if nothing is recommended.
+        console: to print to.
     """
     console = console or Console(highlight=False)
     console.print(_title(model, job, gpus, hardware))
@@ -62,27 +62,27 @@ def show(
         _meshes(found, top).show(console)
     best = found.recommended or found.fastest
     if best is None:
-        console.print(_nothing_fits(found, advice))
+        console.print(_nothing_fits(found, suggestions))
     else:
         _detail(best, console)
         if found.recommended is None:
-            console.print(_nothing_runs(best, advice))
+            console.print(_nothing_runs(best, suggestions))
     if found.rejected:
         _rejected(found).show(console)
 
 
 def _detail(best: Plan, console: Console) -> None:
-    """Memory and communication of a plan, what to know of it, and its command."""
+    """Print a plan's memory, communication, notes and command."""
     _memory(best).show(console)
     if best.comm:
         _communication(best).show(console)
     for note in best.reasons:
         console.print(Text(f"note: {note}", style="yellow"))
-    said = command(best)
-    if said is not None:
-        # No markup and no wrapping: the line is there to be copied.
+    line = command(best)
+    if line is not None:
+        # No markup and no wrapping: the line is to be copied.
         console.print(Text("run:"))
-        console.print(Text(f"  {said}", no_wrap=True), soft_wrap=True)
+        console.print(Text(f"  {line}", no_wrap=True), soft_wrap=True)
 
 
 def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
@@ -99,14 +99,14 @@ def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
     )
 
 
-def _round(plan: Plan) -> str:
-    """With a ring: how tokens lie, and how keys and values go round it."""
+def _ring(plan: Plan) -> str:
+    """Return the layout and the ring implementation, if there is a ring."""
     return "" if plan.ring_impl is None else f"{layout_of(plan.job, plan.mesh).kind}, {plan.ring_impl}"
 
 
 def _named(plan: Plan) -> str:
-    """The mesh, and what `_round` says."""
-    return f"{plan.mesh} ({_round(plan)})" if _round(plan) else str(plan.mesh)
+    """Return the mesh with layout and ring implementation."""
+    return f"{plan.mesh} ({_ring(plan)})" if _ring(plan) else str(plan.mesh)
 
 
 def _verdict(plan: Plan, found: Search) -> str:
@@ -122,17 +122,17 @@ def _meshes(found: Search, top: int) -> Columns:
     best = found.recommended
     if best is not None and all(plan is not best for plan in plans):
         plans[-1:] = [best]
-    ways = {_round(plan) for plan in plans} - {""}
-    captions = [f"rings: {way}" for way in ways] if len(ways) == 1 else []
+    rings = {_ring(plan) for plan in plans} - {""}
+    captions = [f"rings: {ring}" for ring in rings] if len(rings) == 1 else []
     if any(plan.fits and not plan.runs for plan in plans):
-        captions.append("planned only: from formulas, this version does not run it")
+        captions.append("planned only: this version does not run it")
         if best is not None and best is plans[-1]:
             captions.append(f"recommended: the fastest that runs, number {found.plans.index(best) + 1} of all")
     left = len(found.plans) - top
     if left > 0:
         captions.append(f"and {left} more (--top {len(found.plans)} shows all)")
     columns = [
-        Column("mesh", [str(plan.mesh) if len(ways) == 1 else _named(plan) for plan in plans], folds=True),
+        Column("mesh", [str(plan.mesh) if len(rings) == 1 else _named(plan) for plan in plans], folds=True),
         Column("memory", [size(plan.memory_total_bytes) for plan in plans], right=True),
         Column("", [_verdict(plan, found) for plan in plans]),
         Column("max context", [f"{plan.max_context:,}" for plan in plans], spare=1, right=True),
@@ -141,8 +141,8 @@ def _meshes(found: Search, top: int) -> Columns:
         Column("MFU", [f"{plan.mfu:.0%}" for plan in plans], spare=3, right=True),
         Column("sent/layer", [size(plan.comm_bytes_per_gpu_per_layer) for plan in plans], spare=4, right=True),
     ]
-    if len({plan.job.memory for plan in found.plans}) > 1:  # chosen for each mesh
-        columns.append(Column("memory_options", [plan.job.memory.described() for plan in plans], folds=True))
+    if len({plan.job.memory for plan in found.plans}) > 1:  # chosen per mesh
+        columns.append(Column("memory options", [plan.job.memory.described() for plan in plans], folds=True))
     styles = ["bold green" if plan is found.recommended else None if plan.fits else "red" for plan in plans]
     return Columns("meshes, the fastest that fits first", columns, styles, captions=captions)
 
@@ -170,12 +170,12 @@ def _communication(plan: Plan) -> Columns:
         Column("time", [*(seconds(c.seconds) for c in comm), seconds(plan.comm_seconds)], right=True),
         Column("beside", [*(c.beside for c in comm), ""], spare=2),
     ]
-    said = (
-        f"beside: what it runs beside. Not hidden: {seconds(plan.exposed_seconds)} of a step of "
+    caption = (
+        f"beside: the computation it overlaps with. Exposed: {seconds(plan.exposed_seconds)} of a step of "
         f"{seconds(plan.step_seconds)}"
     )
     title = f"sent per GPU and step, {_named(plan)}"
-    return Columns(title, columns, sections=[len(comm)], captions=[said])
+    return Columns(title, columns, sections=[len(comm)], captions=[caption])
 
 
 def _rejected(found: Search) -> Columns:
@@ -190,10 +190,10 @@ def _rejected(found: Search) -> Columns:
     ]
     left = len(by_reason) - REASONS
     captions = [f"and {left} more reason{'s' if left > 1 else ''} (--json has all)"] if left > 0 else []
-    return Columns("meshes that cannot be", columns, captions=captions, header=False)
+    return Columns("meshes that cannot hold the job", columns, captions=captions, header=False)
 
 
-def _nothing_fits(found: Search, advice: str) -> Text:
+def _nothing_fits(found: Search, suggestions: str) -> Text:
     if not found.plans:
         return Text("no mesh can hold this job", style="bold red")
     nearest = found.plans[0]
@@ -205,14 +205,14 @@ def _nothing_fits(found: Search, advice: str) -> Text:
     )
     said = (
         f"nothing fits; the nearest is {nearest.mesh}: {nearest.short_of(0)[0]}. Item by item: "
-        f"{format_items(nearest.memory_bytes)}. As it was asked for, {so_far}. {advice}"
+        f"{format_items(nearest.memory_bytes)}. Without changes, {so_far}. {suggestions}"
     )
     return Text(said.rstrip(), style="bold red")
 
 
-def _nothing_runs(best: Plan, advice: str) -> Text:
+def _nothing_runs(best: Plan, suggestions: str) -> Text:
     why = "; ".join(unsupported(best.model, best.job, best.mesh))
-    return Text(f"nothing that fits is recommended: {why}. {advice}".rstrip(), style="bold red")
+    return Text(f"nothing that fits is recommended: {why}. {suggestions}".rstrip(), style="bold red")
 
 
 def _methods(methods: Sequence[Method]) -> Columns:
