@@ -272,7 +272,7 @@ def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.Sequen
     dist.all_gather_object(losses, loss)
     assert len(set(losses)) == 1
     found = gradients(model)  # before a forward without a backward, which leaves FSDP's last group gathered
-    if model.training and model.longspan_hooks.head is not None:
+    if model.training and model.longspan_state.head is not None:
         assert "logits" not in out
         with torch.no_grad():
             out = model(**{name: value for name, value in mine.items() if name != "labels"})

@@ -151,7 +151,7 @@ def test_replicas_that_part_are_noticed(pool4: RankPool) -> None:
         messages = set(pool4.run(_drift, 2, fault))
         assert len(messages) == 1
         message = messages.pop()
-        assert message.startswith(f"{step} the weights are not alike on all ranks any more: {name}"), message
+        assert message.startswith(f"{step} the weights of the ranks have diverged: {name}"), message
         assert "rank 3, not as on ranks 0, 1, 2" in message and "2 training forwards ago" in message
 
 

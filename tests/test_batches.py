@@ -49,7 +49,7 @@ def _fault(fault: str, whole: dict[str, Any]) -> dict[str, Any]:
 
 # What is said of whole batches, and of those that were cut.
 SAID = {
-    "values": ("(alike in shape, of other values)", "(alike in shape, of other values)"),
+    "values": ("(same shapes, other values)", "(same shapes, other values)"),
     "labels": ("`labels` is missing on rank 3, int64 [2, 21] on rank 2", "`labels` is missing on rank 3"),
     "length": (
         "`input_ids` is int64 [2, 20] on rank 3, int64 [2, 21] on rank 2",
@@ -60,7 +60,7 @@ SAID = {
     "mask": ("`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "of other values"),
     "documents": ("`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
     "items": ("`num_items_in_batch` is 7 on rank 3, missing on rank 2",) * 2,
-    "bad": ("(alike in shape, of other values)", "(alike in shape, of other values)"),
+    "bad": ("(same shapes, other values)", "(same shapes, other values)"),
     "type": ("`position_ids` is 'none' on rank 3, missing on rank 2", ""),
 }
 
@@ -165,7 +165,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 def _with_the_loss(family: str, cut: bool) -> tuple[list[str], int]:
     sp = sharding(data=2)
     model = longspan.parallelize(build(family), sp)
-    assert model.longspan_hooks.batches is not None
+    assert model.longspan_state.forward.batches is not None
     outputs: list[Tensor] = []
     with _as_on_a_gpu():
         for step in range(8):

@@ -29,7 +29,7 @@ def _padding_forgotten() -> Iterator[None]:
     def forgetful(batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         return cut_batch({key: value for key, value in batch.items() if key != "attention_mask"}, *args, **kwargs)
 
-    with mock.patch("longspan.hf.forward.hooks.cut_batch", forgetful):
+    with mock.patch("longspan.hf.forward.shard_batch.cut_batch", forgetful):
         yield
 
 

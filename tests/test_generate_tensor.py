@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import longspan
-from longspan.hf.tensor_parallel.layers import TensorStyle
+from longspan.hf.tensor_parallel.plan import TensorStyle
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models import shape_from_config
 from tests.generating import PROMPT, check_generated, generated, prompt

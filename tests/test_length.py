@@ -317,7 +317,7 @@ def test_token_logprobs(pool4: RankPool, data: int, ring: int, fsdp: bool, gathe
 
 
 def test_token_logprobs_refuses() -> None:
-    with pytest.raises(LongspanError, match="was not parallelized"):
+    with pytest.raises(LongspanError, match="is not parallelized"):
         longspan.token_logprobs(build("Llama"), batch())
     model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))
     with pytest.raises(LongspanError, match=r"temperature.*0"):

@@ -403,12 +403,12 @@ def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     model = longspan.parallelize(build("Llama", max_position_embeddings=1 << 17), ONE_DEVICE, memory="auto").train()
     assert "attention: chosen at the first forward" in longspan.explain(model)
     model(**batch()).loss.backward()
-    assert model.longspan_hooks.memory_options.memory == FASTEST
+    assert model.longspan_state.memory.memory == FASTEST
     long = batch(rows=1, n=12000)
     truth = gradients_of(build("Llama", max_position_embeddings=1 << 17), long)
     model.zero_grad()
     model(**long).loss.backward()
-    memory_options = model.longspan_hooks.memory_options
+    memory_options = model.longspan_state.memory
     assert memory_options.memory != FASTEST
     for name, grad in gradients(model).items():
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6)
@@ -438,7 +438,7 @@ def test_auto_reads_a_family_that_the_planner_does_not_know(family: str, monkeyp
     truth = gradients_of(copy.deepcopy(plain), long)
     model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
     model(**long).loss.backward()
-    assert model.longspan_hooks.memory_options.memory != FASTEST
+    assert model.longspan_state.memory.memory != FASTEST
     for name, grad in gradients(model).items():
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
 
@@ -462,7 +462,7 @@ def test_auto_leaves_out_what_does_not_go_together(monkeypatch: pytest.MonkeyPat
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
-    assert model.longspan_hooks.memory_options.memory == Memory(tiled_mlp=2, tiled_norms=True)
+    assert model.longspan_state.memory.memory == Memory(tiled_mlp=2, tiled_norms=True)
     plain = longspan.parallelize(build("Mixtral"), ONE_DEVICE).train()
     assert torch.allclose(loss, plain(**batch(), output_router_logits=True).loss)
 
@@ -490,10 +490,10 @@ def test_auto_reserves_room_in_the_forward_that_chooses_an_offload(monkeypatch: 
 def test_losses_are_counted_where_only_the_loss_is_asked_for() -> None:
     """From this count a trainer sees whether a forward computed the loss of all ranks."""
     model = longspan.parallelize(build("Llama"), ONE_DEVICE).eval()
-    hooks = model.longspan_hooks
+    hooks = model.longspan_state.forward
     with hooks.only_loss():
         model(**batch())
-    assert hooks.losses == 1
+    assert hooks.losses.computed == 1
     with hooks.deferring():  # without labels: nothing is counted
         model(input_ids=batch()["input_ids"])
-    assert hooks.losses == 1
+    assert hooks.losses.computed == 1

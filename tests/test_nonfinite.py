@@ -78,5 +78,5 @@ def test_on_one_device_and_what_is_no_parallelized_model() -> None:
     )
     model.model.norm.weight.data[:] = 3e38  # finite, although its sum is no number of its dtype
     assert first_not_finite(model, longspan.SequenceSharding(longspan.init_mesh())) is None
-    with pytest.raises(LongspanError, match=r"LlamaForCausalLM is not parallelized; pass it through"):
+    with pytest.raises(LongspanError, match=r"LlamaForCausalLM is not parallelized; call longspan.parallelize"):
         longspan.find_nonfinite(build("Llama"), batch())

@@ -268,7 +268,7 @@ def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch
             policies.clear()
             fsdp.apply_fsdp(_model(), gpu, None, cpu_offload=asked)
             assert [type(policy) for policy in policies] == [kind] * 5  # embedding, 2 layers, norm and head, the root
-        with pytest.raises(LongspanError, match=r"on a CPU they are there already: there is nothing to move"):
+        with pytest.raises(LongspanError, match="on a CPU there is nothing to move"):
             fsdp.apply_fsdp(_model(), sp, None, cpu_offload=True)
 
 

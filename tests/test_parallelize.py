@@ -138,7 +138,7 @@ def test_gradient_accumulation(pool4: RankPool, fsdp: bool, once: bool) -> None:
 
 def test_no_sync_is_for_parallelized_models() -> None:
     model = build("Llama")
-    with pytest.raises(LongspanError, match="LlamaForCausalLM was not parallelized"), longspan.no_sync(model):
+    with pytest.raises(LongspanError, match="LlamaForCausalLM is not parallelized"), longspan.no_sync(model):
         pass
     longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
     with longspan.no_sync(model):  # alone there is nothing to sum

@@ -124,7 +124,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
     memory_options = options.get("memory", FASTEST)
     model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
-    store = model.longspan_hooks.memory_options.store
+    store = model.longspan_state.memory.store
     if store is not None:  # its bounds are for real models: all of these small layers would be on their way at once
         store._in_flight = context // sp.size * config["hidden_size"] * 4
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

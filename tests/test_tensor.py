@@ -13,6 +13,7 @@ import longspan
 from longspan import LongspanError
 from longspan.comm.tensor import TensorGroup
 from longspan.core.memory import Memory
+from longspan.hf.preconditions import ParallelizeOptions, check_alone
 from tests.choose import confirming
 from tests.fakes import fake_world
 from tests.models import UNEVEN, Truth, batch, build, compare, truth_of, widened
@@ -222,14 +223,8 @@ def _refusal(model: Any, tensor: int, others: int = 1, **options: Any) -> str:
     with fake_world(0, tensor * others):
         sp = sharding({"tensor": tensor, "ulysses": others})
         with pytest.raises(LongspanError) as error:
-            longspan.hf.parallelize._checked(model, sp, {**_OPTIONS, **options})
+            check_alone(model, sp, ParallelizeOptions(**options))
     return str(error.value)
-
-
-_OPTIONS: dict[str, Any] = {
-    "fsdp": True, "mp_policy": None, "kernel": "auto", "weights": "same", "check_batches": None, "check_weights": 100,
-    "check_at_rest": False, "logits": False, "memory": "fastest", "dropout": None, "tensor_style": "tp",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -283,9 +283,9 @@ def _shift_positions(patch: pytest.MonkeyPatch) -> None:
 
 def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
     from longspan.comm import shard
-    from longspan.hf.forward import hooks
+    from longspan.hf.forward import shard_batch
 
-    original = hooks.cut_batch
+    original = shard_batch.cut_batch
 
     def late(batch: Any, sp: Any, **options: Any) -> dict[str, Any]:
         if "labels" not in batch:
@@ -293,7 +293,7 @@ def _shift_labels_after_the_cut(patch: pytest.MonkeyPatch) -> None:
         mine = shard.shard(batch["labels"], sp, pad_value=-100)
         return {**original(batch, sp, **options), "labels": F.pad(mine[:, 1:], (0, 1), value=-100)}
 
-    patch.setattr(hooks, "cut_batch", late)
+    patch.setattr(shard_batch, "cut_batch", late)
 
 
 def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.forward import hooks
+    from longspan.hf.forward import loss_stages
 
     def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         total = F.cross_entropy(
@@ -315,7 +315,7 @@ def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(every, group=sp.world_group)
         return mine + (every - mine).detach(), torch.zeros(())
 
-    patch.setattr(hooks, "mean_loss", loss)
+    patch.setattr(loss_stages, "mean_loss", loss)
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -334,15 +334,15 @@ def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _report_a_loss_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.forward import hooks
+    from longspan.hf.forward import loss_stages
 
-    original = hooks.mean_loss
+    original = loss_stages.mean_loss
 
     def loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         mean, carried = original(*args)
         return mean * (1 + 1e-7 * _rank()), carried
 
-    patch.setattr(hooks, "mean_loss", loss)
+    patch.setattr(loss_stages, "mean_loss", loss)
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
-"""What must be alike on every rank is compared before anything can hang, and the difference named by rank and key.
+"""Consistency checks: compare ranks before a collective could hang, and name the ranks and keys that differ.
 
-Each comparison is one gather of a few numbers; texts and digests of single tensors travel only when the numbers differ,
-which every rank then knows. So all ranks raise the same error, whichever of them is at fault.
+Each comparison gathers a few numbers. Texts and digests of single tensors are sent only if the numbers differ. All
+ranks see the same numbers, so all raise the same error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Every rank's numbers, in the order of the group's ranks; as many on every rank, each an int64."""
+    """Gather the int64 numbers of every rank, in group order; each rank gives equally many."""
     row = torch.tensor(mine, dtype=torch.int64, device=device)
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
@@ -40,13 +40,13 @@ def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.
 def check_same_model(
     sp: SequenceSharding, facts: Mapping[str, str], weights: Mapping[str, int], problem: Exception | None
 ) -> None:
-    """Raise on every rank alike, if any rank has a problem, or facts or weights differ. Collective.
+    """Raise on every rank if any rank has a problem, or if facts or weights differ. Collective.
 
     Args:
         sp: the sharding.
-        facts: what must be alike, by the name that a message gives it.
+        facts: what must be equal, by the name that an error gives it.
         weights: digests of parameters and buffers, by name.
-        problem: what this rank has found wrong by itself.
+        problem: the error of this rank's own checks.
 
     Raises:
         LongspanError: naming the ranks, and the keys or parameters; on the rank that has it, `problem` itself.
@@ -75,7 +75,7 @@ def check_same_model(
 
 
 def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
-    """Which parameters differ, and on which ranks."""
+    """Describe which parameters differ, and on which ranks."""
     names = dict.fromkeys(name for each in weights for name in each)
     wrong = {name: odd_ones([each.get(name) for each in weights]) for name in names}
     wrong = {name: odd for name, odd in wrong.items() if odd}
@@ -86,7 +86,7 @@ def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
 
 
 def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
-    """Give the parameters and buffers of the first rank to all. Collective, where there are ranks."""
+    """Copy the parameters and buffers of the first rank to all ranks. Collective."""
     group = sp.mesh_group
     if group is None or sp.job_size == 1:
         return
@@ -104,7 +104,7 @@ def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
 
 
 class ReplicaCheck:
-    """Without FSDP every rank holds all weights and updates them by itself: are they still alike?
+    """Compare weights that every rank holds whole and updates by itself (no FSDP).
 
     Args:
         model: whose parameters are compared.
@@ -118,7 +118,7 @@ class ReplicaCheck:
         self.digester = Digester(parameters[0].device) if every and parameters else None
 
     def number(self, model: nn.Module) -> int:
-        """The joint digest of all parameters in every `every`-th training forward, otherwise 0, alike on every rank."""
+        """Return the joint digest of all parameters in every `every`-th training forward, 0 in the others."""
         if self.digester is None or not (model.training and torch.is_grad_enabled()):
             return 0
         self.seen += 1
@@ -130,12 +130,12 @@ class ReplicaCheck:
         return int(self.digester.joint(parameters))
 
     def refuse(self, model: nn.Module, group: dist.ProcessGroup, held: int = 1) -> None:
-        """Raise on every rank alike, naming parameter and ranks. Collective.
+        """Raise on every rank, naming parameter and ranks. Collective.
 
         Args:
             model: whose weights differ.
             group: all ranks.
-            held: every so-manieth rank holds the same weights.
+            held: ranks `held` apart hold the same weights.
 
         Raises:
             LongspanError: always.
@@ -145,21 +145,21 @@ class ReplicaCheck:
         groups = [(weights[i::held], ranks[i::held]) for i in range(held)]
         found = next(_unlike(*each) for each in groups if any(x != each[0][0] for x in each[0]))
         raise LongspanError(
-            f"the weights are not alike on all ranks any more: {found}; they were "
+            f"the weights of the ranks have diverged: {found}; they were equal "
             f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
             f"differ, or a rank's memory was damaged: go on from a checkpoint before that, and test that machine"
         )
 
 
 def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.ProcessGroup:
-    """A group of all ranks over which hosts speak without waiting for their GPUs. Collective.
+    """Return a gloo group of all ranks, for the hosts to communicate without waiting for their GPUs. Collective.
 
     Args:
         sp: the sharding.
-        timeout_s: seconds after which a wait on a group that is made for this gives up; by default torch's.
+        timeout_s: timeout of a new group; by default torch's.
 
     Raises:
-        LongspanError: if gloo cannot make one beside NCCL.
+        LongspanError: if gloo cannot connect the hosts.
     """
     group = sp.mesh_group
     assert group is not None
@@ -174,8 +174,8 @@ def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.Pro
         )
     except RuntimeError as error:
         raise LongspanError(
-            f"the ranks' hosts cannot speak to one another over gloo ({error_text(error)}), which compares their "
-            f"batches; name the network interface in GLOO_SOCKET_IFNAME, or do without: "
+            f"the hosts cannot connect over gloo ({error_text(error)}), which compares their batches; set the network "
+            f"interface in GLOO_SOCKET_IFNAME, or switch the comparison off: "
             f"parallelize(..., check_batches=0, check_weights=0)"
         ) from error
     assert isinstance(made, dist.ProcessGroup)

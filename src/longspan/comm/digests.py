@@ -1,9 +1,9 @@
-"""Checksums of tensors, 64 bits each: what ranks compare instead of the tensors themselves.
+"""64-bit checksums of tensors, which ranks compare instead of the tensors.
 
-A tensor's bytes are read as words x of 64 bits, in rows of `ROW`; its digest is the sum over rows r and places i of
-m_r * w_i * x_ri modulo 2^64, where m and w are odd numbers that look random. An odd factor is invertible, so any change
-inside one word, each single flipped bit among them, changes the digest; other changes go unseen with a probability of
-about 2^-63. One pass over memory, on the tensor's own device, without a synchronisation with the host.
+A tensor's bytes are read as 64-bit words x, in rows of `ROW`. Its digest is the sum over rows r and columns i of
+m_r * w_i * x_ri modulo 2^64, where m and w are pseudo-random odd numbers. An odd factor is invertible, so any change
+within one word changes the digest; other changes are missed with a probability of about 2^-63. A digest takes one pass
+over memory, on the tensor's device, without synchronising with the host.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ROW = 1 << 12
-"""Words in a row: the factors of a row stay in a cache."""
+"""Words per row, few enough for their factors to stay in cache."""
 
-_AT_ONCE = 1 << 26  # words that a GPU multiplies at once, in a tensor of their own: 512 MiB
+_AT_ONCE = 1 << 26  # words that a GPU multiplies in one temporary tensor: 512 MiB
 
 
 class Digester:
-    """Makes digests on one device, where it keeps its factors.
+    """Compute digests on one device.
 
     Args:
         device: of the tensors.
@@ -35,9 +35,9 @@ class Digester:
         self.factors = _odd_numbers(0, ROW, device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The digest of a tensor's values, int64 [] on its device; of a sharded tensor that of this rank's shard.
+        """Return the digest of a tensor's bytes (of this rank's shard of a `DTensor`), int64 [] on its device.
 
-        Shape and dtype are not in it.
+        The digest does not depend on shape and dtype.
         """
         words = _words(local_part(x))
         rows = len(words) // ROW
@@ -54,7 +54,7 @@ class Digester:
         return torch.cat([(part * self.factors).sum(1) for part in parts])
 
     def joint(self, tensors: Iterable[Tensor]) -> Tensor:
-        """One digest of several tensors in their order, int64 []."""
+        """Return one digest of several tensors, in order, int64 []."""
         each = [self(x) for x in tensors]
         if not each:
             return self.factors.new_zeros(())
@@ -63,13 +63,13 @@ class Digester:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those without values (on the meta device) left out."""
+    """Return parameters and buffers by name, except those on the meta device."""
     both: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: x for name, x in both.items() if not x.is_meta}
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digest of every tensor by name. The host waits for them once a device."""
+    """Return the digest of every tensor by name; the host waits once per device."""
     out: dict[str, int] = {}
     by_device: dict[torch.device, list[str]] = {}
     for name, x in tensors.items():
@@ -82,18 +82,18 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def digest_of_text(text: str) -> int:
-    """A number below 2^32 for a text."""
+    """Return a checksum of a text, below 2^32."""
     return zlib.crc32(text.encode())
 
 
 @torch.no_grad()
 def local_part(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the tensor: its memory, outside of any graph."""
+    """Return this rank's shard of a DTensor, or the tensor itself, detached."""
     return (x.to_local() if isinstance(x, DTensor) else x).detach()
 
 
 def _words(x: Tensor) -> Tensor:
-    """The bytes of a tensor as int64 [words], the last filled up with zeros."""
+    """Return the bytes of a tensor as int64 [words], padded with zeros."""
     data = x.contiguous().view(-1).view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
         data = torch.nn.functional.pad(data, (0, -len(data) % 8)) if len(data) % 8 else data.clone()
@@ -101,9 +101,9 @@ def _words(x: Tensor) -> Tensor:
 
 
 def _odd_numbers(first: int, count: int, device: torch.device) -> Tensor:
-    """Odd numbers that look random, the same everywhere: splitmix64 of first, first + 1, ...; int64 [count]."""
+    """Return pseudo-random odd numbers, splitmix64 of first, first + 1, ...; int64 [count]."""
     x = torch.arange(first + 1, first + count + 1, device=device) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        # A shift of int64 brings the sign in; the mask takes it out.
+        # A right shift of int64 copies the sign bit; the mask removes the copies.
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x | 1

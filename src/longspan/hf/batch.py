@@ -1,9 +1,9 @@
-"""A whole training batch <-> this rank's part.
+"""Shard a training batch by tokens.
 
-`shard_batch` shifts the labels BEFORE the cut (a rank's last token is judged by the next rank's first), makes positions
-global, and carries what the attention must know of the whole sequence in one value, `SequenceInfo`, that travels with
-the batch through the model's own keyword arguments. It is never stored: gradient checkpointing may run a layer again
-long after the next batch has come in.
+`shard_batch` shifts the labels before it shards them (a rank's last token predicts the next rank's first), and makes
+position ids global. Facts about the whole sequence go to attention in one value, `SequenceInfo`, through the model's
+keyword arguments. They are never stored on the model: activation checkpointing may rerun a layer after the next batch
+has arrived.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ class VisibleKeys:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """What one rank must know of the whole batch that its part was cut from.
+    """Facts about the whole batch that each rank needs.
 
     Attributes:
-        length: real tokens of the sequence, padding by `shard` not counted.
-        segments: documents and padding, None where every token of a row sees its whole row.
+        length: tokens of the sequence, without the padding that `shard` adds.
+        segments: documents and padding; None if every token of a row may see its whole row.
         max_position: the largest position id of the whole batch.
-        layout: where its tokens lie: the sharding's, under this batch's mask.
-        starts: for each run of `segments` the position id of its first token, where position ids restart; None: all 0.
-        shifted: whether the labels are shifted: those of a causal LM are, those of a masked LM are not.
-        digest: `digest` of the whole batch, by which ranks that were given different ones are found out; None where
-            it is not on the CPU.
-        device_digest: of a batch on a GPU that was cut beforehand, `device_digest` of the whole, int64 [] there.
-        counted: whether `position_ids` were not given, so that they count along the row.
+        layout: which rank holds which tokens, under this batch's mask.
+        starts: for each run of `segments` the position id of its first token, if position ids restart; None: all 0.
+        shifted: whether labels are shifted, as a causal LM's are.
+        digest: `digest` of the whole batch, to detect ranks with different batches; None if it is on a GPU.
+        device_digest: `device_digest` of a batch on a GPU that was sharded by `shard_batch`, int64 [] there.
+        counted: whether `position_ids` were not given and count along the row.
         visible: which keys are real, if an attention mask has zeros between the ones of a row.
         fillers: for each key of the batch, the values of one real token per row, `[B, ...]`, which replace padding in a
             forward. Empty if nothing is padded on any rank.
@@ -80,12 +79,12 @@ class SequenceInfo:
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def describe(self) -> str:
-        """Everything but the digests, in words: alike on all ranks of a sequence group."""
+        """Return all attributes but the digests as text, equal on all ranks of a sequence group."""
         return repr(dataclasses.replace(self, digest=None))
 
 
 def digest(batch: Mapping[str, Any]) -> int:
-    """A checksum of a batch: names, shapes, dtypes and all bytes of its tensors, and its plain values."""
+    """Return a checksum of a batch: names, shapes, dtypes and bytes of its tensors, and its plain values."""
     crc = 0
     for key, value in sorted(batch.items()):
         if isinstance(value, Tensor):
@@ -98,17 +97,17 @@ def digest(batch: Mapping[str, Any]) -> int:
 
 
 def device_digest(batch: Mapping[str, Any]) -> Tensor:
-    """A checksum of the values of a batch's tensors, made on their device without waiting for it; int64 []."""
+    """Return a checksum of the values of a batch's tensors, int64 [] on their device, without waiting for it."""
     tensors = [value for _, value in sorted(batch.items()) if isinstance(value, Tensor)]
     device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
     return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
 
 
-# What a model reads for each token.
+# Keys with a value per token.
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
 _CUT = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask"}
 
-# What says which tokens belong together. It becomes `SequenceInfo.segments` and goes no further.
+# Keys that mark documents. They become `SequenceInfo.segments` and are removed.
 _IDS = ("document_ids", "seq_idx")
 _BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
@@ -126,36 +125,38 @@ def check_batch(name: str, batch: Any) -> None:
 
 @checked_call()
 def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True) -> dict[str, Any]:
-    """Cut a batch beforehand, in the data loader: `model(**shard_batch(batch, sp))` is `model(**batch)`.
+    """Shard a batch in the data loader: `model(**shard_batch(batch, sp))` equals `model(**batch)`.
 
     Args:
         batch: the same full batch on every rank of a sequence group: `input_ids` [B, n] (or `inputs_embeds`
-            [B, n, d]), and as wanted `labels` [B, n] (unshifted, -100 where no loss is computed), or
-            `shift_labels` [B, n] (already shifted), `position_ids` [B, n] or [1, n], `token_type_ids` [B, n],
-            `per_layer_inputs` [B, n, layers, d] (Gemma-3n's, with `inputs_embeds`), `attention_mask` [B, n] (1 real, 0
-            padding, which nobody attends to). Packed documents are marked in any of these ways: `document_ids` or
-            `seq_idx` [B, n] (an id for every token, below 0 for padding), `cu_seq_lens_q` and `cu_seq_lens_k`
-            [documents + 1] for a batch of one row (as transformers' `DataCollatorWithFlattening` gives them, with
-            `max_length_q` and `max_length_k`), or position ids that restart. What is no tensor of the sequence passes
-            through.
+            [B, n, d]), and optionally
+
+            - `labels` [B, n] (unshifted, -100 for no loss) or `shift_labels` [B, n] (already shifted);
+            - `position_ids` [B, n] or [1, n], `token_type_ids` [B, n];
+            - `per_layer_inputs` [B, n, layers, d] (Gemma-3n's, with `inputs_embeds`);
+            - `attention_mask` [B, n]: 1 for a real token, 0 for padding, which no token attends to;
+            - marks of packed documents, one of: `document_ids` or `seq_idx` [B, n] (an id per token, below 0 for
+              padding); `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] for a batch of one row (from transformers'
+              `DataCollatorWithFlattening`, with `max_length_q` and `max_length_k`); position ids that restart.
+
+            Other values pass through.
         sp: the sharding.
-        shift: whether `labels` are to be shifted: the token at i + 1 is what the logits at i predict. True for a
-            causal LM, False for a masked LM (BERT), whose logits at i predict the token at i.
+        shift: whether to shift `labels`. True for a causal LM, whose logits at i predict the token at i + 1. False for
+            a masked LM (BERT), whose logits at i predict the token at i.
 
     Returns:
-        The same keys with this rank's tokens, `labels` shifted, `position_ids` always present and global, the
-        `attention_mask` and what marks documents replaced by what they say, and the key `longspan` with the
-        `SequenceInfo`.
+        The same keys with this rank's tokens; `labels` shifted; `position_ids` always present and global; the
+        `attention_mask` and marks of documents replaced by the key `longspan`, a `SequenceInfo`.
 
         Documents never attend to each other. As in transformers (with `use_cache=False`), position ids that restart
-        mark documents only where no `attention_mask` is given; they do so for every family, also where transformers
-        parts such documents in its flash attention alone (gpt-oss, encoders). Position ids are taken as they are: those
-        that are not given count through the whole row, also where `document_ids` or `cu_seq_lens_q` mark documents.
+        mark documents only without an `attention_mask`. They do so for every family, also where transformers separates
+        such documents only in flash attention (gpt-oss, encoders). Position ids that are not given count through the
+        whole row, also with `document_ids` or `cu_seq_lens_q`.
 
     Raises:
         LongspanError: for a batch without tokens, tensors of another length, labels on padding, documents that do not
-            fit the batch or are marked in two ways that contradict each other, or a key that has the length of the
-            sequence and is not understood.
+            fit the batch or are marked in two contradicting ways, or an unknown key that has the length of the
+            sequence.
     """
     check_sharding(sp)
     check_flag("shift", shift)
@@ -260,8 +261,9 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
 
 
 def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
-    """My tokens of `x`. Of ids and flags a copy: a view would keep the whole sequence's alive as long as mine. (What
-    has a gradient, embeddings, is the caller's, and larger than what a copy would free.)
+    """Return my tokens of `x`. Copy ids and flags: a view would keep the whole sequence alive.
+
+    Embeddings are not copied: they belong to the caller, who keeps them alive for their gradient anyway.
     """
     part = shard(x, sp, pad_value=pad_value)
     return part if sp.size == 1 or x.is_floating_point() else part.clone()
@@ -270,7 +272,7 @@ def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
 def _under_its_mask(
     sp: SequenceSharding, segments: Segments | None, batch_size: int, n: int, causal: bool
 ) -> SequenceSharding:
-    """The sharding of this batch: where a layout looks at masks, that of a layer that sees whole documents."""
+    """Return the sharding of this batch; a layout that depends on masks gets that of a full-attention layer."""
     if not sp.layout.placement.sees_mask:
         return sp
     mask = Mask(causal=causal, segments=segments)
@@ -342,7 +344,7 @@ def check_cache_position(value: Any, past: int, new: int) -> None:
 
 
 def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
-    """Labels such that entry i is the token that the logits at i predict."""
+    """Return labels whose entry i is the token that the logits at i predict."""
     labels: Tensor | None = batch.get("labels")
     shifted: Tensor | None = batch.get("shift_labels")
     if shifted is not None:
@@ -357,7 +359,7 @@ def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
 
 
 def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device) -> Tensor:
-    """Which of my tokens are real, neither padding of the batch nor `shard`'s own; bool [B, n_local]."""
+    """Return which of my tokens are real: neither padding of the batch nor of `shard`; bool [B, n_local]."""
     real = _in_rows(info, batch_size, device)
     return _part(real if info.visible is None else real & info.visible.mask.to(device), sp.with_layout(info.layout))
 
@@ -388,7 +390,7 @@ def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: boo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tokens belong together.
+# Documents.
 
 
 def _rows_of(
@@ -420,14 +422,14 @@ def _rows_of(
 
 
 def _restarts(positions: Tensor) -> Tensor:
-    """Where a position id does not follow that of the token before, bool [B, n]."""
+    """Return where a position id is not that of the previous token plus 1, bool [B, n]."""
     restarts = torch.zeros_like(positions, dtype=torch.bool)
     restarts[:, 1:] = positions.diff(dim=-1) != 1
     return restarts
 
 
 def _documents_of(batch: Mapping[str, Any], n: int) -> Tensor | None:
-    """The documents that the batch names, as ids [B, n], all below 0 for padding. None where it names none."""
+    """Return the documents that the batch marks, as ids [B, n], below 0 for padding; None if it marks none."""
     found: dict[str, Tensor] = {key: batch[key].to(torch.int64) for key in _IDS if batch.get(key) is not None}
     found |= {key: _ids_between(key, batch, n) for key in _BORDERS if batch.get(key) is not None}
     if not found:
@@ -440,21 +442,21 @@ def _documents_of(batch: Mapping[str, Any], n: int) -> Tensor | None:
     for key, also in others:
         if (rows_of_key := document_segments(also, key)) != rows:
             raise LongspanError(
-                f"`{first}` and `{key}` mark different documents: {_format_value(rows, n)}, and "
-                f"{_format_value(rows_of_key, n)}; give one of them"
+                f"`{first}` and `{key}` mark different documents: {_format_documents(rows, n)}, and "
+                f"{_format_documents(rows_of_key, n)}; give one of them"
             )
     return ids
 
 
-def _format_value(rows: Segments | None, n: int) -> str:
-    """The first row's documents in words."""
+def _format_documents(rows: Segments | None, n: int) -> str:
+    """Return the lengths of the first row's documents as text."""
     row = ((0, n),) if rows is None else rows[0]
     sizes = [str(stop - start) for start, stop in row[:6]]
     return f"{len(row)} of {', '.join(sizes)}{', ...' if len(row) > 6 else ''} tokens in row 0"
 
 
 def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
-    """Ids from the borders of documents, as FlashAttention takes them."""
+    """Return document ids from FlashAttention's cumulative lengths."""
     borders, tokens = batch[key], batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     if tokens.shape[0] != 1:
         raise LongspanError(
@@ -474,11 +476,11 @@ def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
 
 
 def _without_padding(documents: Tensor, mask: Tensor) -> Tensor:
-    """`documents` with the mask's padding marked; padding may lie between documents, not inside."""
+    """Return `documents` with the mask's padding marked; padding may be between documents, not inside."""
     ids = documents.masked_fill(mask == 0, -1)
     try:
         document_segments(ids)
-    except LongspanError as error:  # the documents alone are sound, so it is the mask that parts one
+    except LongspanError as error:  # the documents alone are valid, so the mask splits one
         raise LongspanError("`attention_mask` has zeros inside a document; only padding is supported") from error
     return ids
 

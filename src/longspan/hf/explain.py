@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from longspan.core.errors import LongspanError
 from longspan.core.validation import checked_call
-from longspan.hf.forward.hooks import ForwardHooks
-from longspan.hf.support import transformers_model
+from longspan.hf.state import state_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,20 +23,16 @@ def explain(model: nn.Module) -> str:
     Raises:
         LongspanError: for a model that was not parallelized.
     """
-    inner = transformers_model(model)
-    hooks = getattr(inner, "longspan_hooks", None)
-    if not isinstance(hooks, ForwardHooks):
-        raise LongspanError(f"{type(inner).__name__} was not parallelized; call longspan.parallelize(model, sp) first")
-    sp, memory_options = hooks.sp, hooks.memory_options
-    tensor = "" if hooks.tensor is None else f" tensor={sp.tensor_size} ({hooks.tensor.style})"
+    state = state_of(model)
+    sp = state.sp
+    tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"
     lines = [
         f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}, layout {sp.layout.kind}",
     ]
     if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
         lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
-    if memory_options is not None:
-        lines.append(f"memory: {memory_options.memory.described()} ({memory_options.why})")
-    chosen = Counter(str(layer.choice) for layer in hooks.binding.layers if layer.choice is not None)
+    lines.append(f"memory: {state.memory.memory.described()} ({state.memory.why})")
+    chosen = Counter(str(layer.choice) for layer in state.binding.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
     if not chosen:
         lines.append("attention: chosen at the first forward")

@@ -16,6 +16,7 @@ from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.errors import LongspanError
 from longspan.core.kv_placement import PREFILL_CHUNK
 from longspan.hf.forward.kv_cache import ShardedCache
+from longspan.hf.state import is_parallelized, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -160,8 +161,7 @@ def _refuse(settings: Any, more: dict[str, Any], cache: Any) -> None:
             "kinds; use assistant_model or prompt_lookup_num_tokens"
         )
     assistant = more.get("assistant_model")
-    hooks = getattr(assistant, "longspan_hooks", None)
-    if hooks is not None and hooks.sp.data_size > 1:
+    if assistant is not None and is_parallelized(assistant) and state_of(assistant).sp.data_size > 1:
         raise LongspanError(
             "assistant_model is parallelized, and replicas would draft different numbers of tokens, so that their "
             "forwards would wait for each other; give the plain model, or a mesh with data=1"

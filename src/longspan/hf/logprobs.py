@@ -12,7 +12,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
 from longspan.hf.batch import check_batch, shard_batch
 from longspan.hf.forward.outputs import Gathered
-from longspan.hf.support import transformers_model
+from longspan.hf.state import state_of
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import logprobs_of
@@ -89,10 +89,8 @@ def token_logprobs(
         LongspanError: for a model that was not parallelized or has no head, for a temperature of 0 or less, or a batch
             that the model's forward refuses.
     """
-    inner: Any = transformers_model(model)
-    hooks = getattr(inner, "longspan_hooks", None)
-    if hooks is None:
-        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    state = state_of(model)
+    forward = state.forward
     check_number("temperature", temperature, 1e-6, 1e6)
     check_flag("entropy", entropy)
     check_flag("top1", top1)
@@ -102,20 +100,20 @@ def token_logprobs(
         if given.get("input_ids") is None:
             raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
         given["labels"] = given["input_ids"]
-    cut = shard_batch(given, hooks.sp, shift=not hooks.masked)
+    cut = shard_batch(given, state.sp, shift=not forward.traits.labels_per_token)
     labels = cut.pop("labels", None)
     if labels is None:
         raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
-    with hooks.deferring():
+    with forward.deferring():
         logits = model(**cut).logits
     if not isinstance(logits, DeferredLogits):
-        raise LongspanError(f"{type(inner).__name__} does not call its head as transformers' models do")
+        raise LongspanError(f"{forward.traits.name} does not call its head as transformers' models do")
     if temperature != 1:
         logits = logits / temperature
     found = logprobs_of(logits, labels, entropy, ("is_top1",) if top1 else ())
     if not torch.is_grad_enabled():
-        reshard(inner)
+        reshard(model)
     if gather:
         info = cut["longspan"]
-        found = tuple(Gathered.apply(x, hooks.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]
+        found = tuple(Gathered.apply(x, state.sp, info.layout, info.length) for x in found)  # type: ignore[no-untyped-call]
     return found if entropy or top1 else found[0]

@@ -17,7 +17,8 @@ from longspan.core.validation import checked_call
 from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.memory_auto import hardware_of, memory_options_for
 from longspan.hf.shapes import shape_of_model
-from longspan.hf.support import attention_layers, decoder_layers, draws, transformers_model
+from longspan.hf.state import state_of
+from longspan.hf.support import attention_layers, decoder_layers, draws
 from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, Chain, CheckpointedLayer, LayerCall, forward_of
 from longspan.memory.offload.choice import store_for
@@ -39,7 +40,8 @@ class MemoryManager:
     """What `parallelize` does to a model for its memory's sake, and what each forward asks of it.
 
     Args:
-        model: the transformers model, its attention layers bound, before FSDP.
+        modules: of the transformers model, its attention layers bound, before FSDP.
+        config: of the model.
         memory: the memory options.
         store: where what checkpointing keeps lies; None: where it is.
         auto: chooses them for each larger batch; None: they stay.
@@ -49,15 +51,20 @@ class MemoryManager:
     """
 
     def __init__(
-        self, model: PreTrainedModel, memory: Memory, store: Store | None = None, auto: Auto | None = None
+        self,
+        modules: MemoryModules,
+        config: Any,
+        memory: Memory,
+        store: Store | None = None,
+        auto: Auto | None = None,
     ) -> None:
         self.auto = auto
         self.why = "as parallelize was asked"
-        self.found = MemoryModules(model)
+        self.found = modules
         self.layers = self.found.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
         self.chain = Chain(last=self.layers[-1])
-        self.hidden = model.config.get_text_config().hidden_size
+        self.hidden = config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
         self.set(memory, store)
@@ -234,13 +241,10 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     Raises:
         LongspanError: for a model that is not parallelized, or `fullgraph=True`.
     """
-    inner: Any = transformers_model(model)
-    hooks = getattr(inner, "longspan_hooks", None)
-    if hooks is None:
-        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
+    state = state_of(model)
     if options.get("fullgraph"):
         raise LongspanError("fullgraph=True: a layer is several graphs, with attention between them; leave it out")
-    hooks.memory_options.compile(options)
+    state.memory.compile(options)
 
 
 class Auto:

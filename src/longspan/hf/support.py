@@ -1,8 +1,8 @@
-"""What a transformers model must be like to be sharded, and what the families of models differ in.
+"""Check that a transformers model can be sharded, and find the modules that families name differently.
 
-A model is accepted where every token's way is known: attention through transformers' registry, positions given from
-outside, a loss per token. What is not known is refused, naming the layer and the reason. `longspan verify` measures the
-rest.
+A model is accepted if tokens mix only in attention layers that go through transformers' registry, positions come from
+outside, and the loss is per token or per row. Anything else is refused, naming the layer and the reason. `longspan
+verify` measures whether the rest is exact.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = "it cannot be sharded in this version"
 
-# Layers that mix tokens by something else than the attention registry.
+# Layers that mix tokens without the attention registry.
 _MIXERS = re.compile(
     r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|Recurrent|ShortConv|Hyena|Retention|SSM"
 )
@@ -37,12 +37,12 @@ _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAtt
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
 
-# How configs call the probability of attention dropout.
+# Config keys of the attention dropout probability.
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside: `model` itself, or what a PEFT wrapper holds.
+    """Return the transformers model: `model` itself, or the one in a PEFT wrapper.
 
     Raises:
         LongspanError: if there is none.
@@ -51,23 +51,23 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     inner = model if unwrap is None else unwrap()
     if not isinstance(inner, PreTrainedModel):
         raise LongspanError(
-            f"parallelize needs a transformers model (or a PEFT model around one), got {type(model).__name__}; with a "
-            f"model of your own, call longspan.attention in it and cut its batch with longspan.shard_batch"
+            f"parallelize needs a transformers model (or a PEFT model around one), got {type(model).__name__}; in a "
+            f"custom model, call longspan.attention and shard its batch with longspan.shard_batch"
         )
     return inner
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention modules by name: the innermost ones whose class says so, and that know their number if any does."""
+    """Return the attention modules by name: the innermost "...Attention", with a `layer_idx` if any has it."""
     named = {name: module for name, module in model.named_modules() if "Attention" in type(module).__name__}
     named = {name: module for name, module in named.items() if hasattr(module, "layer_idx")} or named
     return {n: m for n, m in named.items() if not any(other.startswith(n + ".") for other in named)}
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the elements of every list of modules in which each element holds an attention layer.
+    """Return the elements of every module list whose elements all contain an attention layer.
 
-    Of lists within lists (ALBERT's groups of layers) the inner ones.
+    Of nested lists (ALBERT's groups of layers) return the inner elements.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
     layers = [layer for blocks in lists if all(attention_layers(b) for b in blocks) for layer in blocks]
@@ -76,7 +76,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The child whose output goes into the model's head: the one that holds the layers."""
+    """Return the child that contains the layers; its output goes into the model's head."""
     layers = set(decoder_layers(model))
     found: nn.Module = next(child for child in model.children() if not layers.isdisjoint(child.modules()))
     return found
@@ -90,22 +90,22 @@ def innermost_decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def is_masked_lm(model: PreTrainedModel) -> bool:
-    """Whether the logits at a token predict that token (BERT), and not the next one: its labels are not shifted."""
+    """Return whether the logits at a token predict that token (BERT), so labels are not shifted."""
     return bool(model.loss_type == "ForMaskedLM")
 
 
 def labels_each_token(model: PreTrainedModel) -> bool:
-    """Whether the logits at a token say what that token is: a masked LM, and token classification."""
+    """Return whether labels are per token and unshifted: a masked LM or a token classifier."""
     return is_masked_lm(model) or bool(model.loss_type == "ForTokenClassification")
 
 
 def labels_each_row(model: PreTrainedModel) -> bool:
-    """Whether a row has one vector of logits: sequence classification, reward models."""
+    """Return whether a row has one vector of logits: a sequence classifier or reward model."""
     return bool(model.loss_type == "ForSequenceClassification")
 
 
 def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
-    """The first attention layer with dropout: its name, the probability, and what its config calls it."""
+    """Return name, probability and config key of the first attention layer with dropout, or None."""
     config = model.config.get_text_config()
     for path, layer in attention_layers(model).items():
         for name in ("attention_dropout", "attn_dropout", "dropout"):
@@ -117,7 +117,7 @@ def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
 
 
 def switch_dropout_off(model: PreTrainedModel) -> None:
-    """Set every dropout of the model to 0: modules, layers that hold their probability, and the config."""
+    """Set every dropout of the model to 0: in modules, in attributes of layers, and in the config."""
     without_dropout(model.config)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -128,16 +128,16 @@ def switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a layer draws random numbers in training: dropout as a module or as a number, or a router's jitter."""
+    """Return whether a layer draws random numbers in training: by dropout, or a router's jitter."""
     numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
 
 
 def refuse_dropout(found: tuple[str, float, str] | None) -> None:
-    """Refuse to train with what `attention_dropout` has found.
+    """Raise if `attention_dropout` found a layer.
 
     Raises:
-        LongspanError: with the way out.
+        LongspanError: with the fix.
     """
     if found is not None:
         layer, p, key = found
@@ -149,11 +149,9 @@ def refuse_dropout(found: tuple[str, float, str] | None) -> None:
 
 
 def router_top_k(model: PreTrainedModel) -> int | None:
-    """Experts per token of a mixture of experts whose auxiliary loss is
-    `longspan.losses.load_balancing.load_balancing_loss`.
+    """Return the experts per token of a mixture of experts whose router loss longspan can compute, else None.
 
-    The family's own copy of that function is called on a small example, and has to agree. None for a
-    model without such a loss, or with another one.
+    The family's own load-balancing loss must agree with `longspan.losses.load_balancing` on a small example.
     """
     theirs = router_loss(model)
     top_k = getattr(model, "num_experts_per_tok", None)
@@ -174,12 +172,12 @@ def router_top_k(model: PreTrainedModel) -> int | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused.
+# Checks.
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model will run, as far as it decides what can be computed.
+    """Where a model will run, as far as kernels depend on it.
 
     Attributes:
         device: of the ranks.
@@ -202,7 +200,7 @@ def check_model(model: PreTrainedModel, place: Place, kernel: AnyKernel, *, reco
     except LongspanError as error:
         if kind is None or kind in str(error):
             raise
-        raise LongspanError(f"{name} is {kind}, and what is taken is a model of tokens alone: {error}") from error
+        raise LongspanError(f"{name} is {kind}, and only models of tokens are supported: {error}") from error
 
 
 def _check_model(
@@ -287,7 +285,7 @@ def _check_config(model: PreTrainedModel, name: str) -> None:
 
 
 def no_router_loss(name: str) -> str:
-    """What is said where router logits are asked of a model whose auxiliary loss is not known."""
+    """Return the error for `output_router_logits=True` on a model whose router loss is unknown."""
     return (
         f"output_router_logits=True asks {name} for an auxiliary loss over all tokens, and it is not the "
         f"load-balancing loss that longspan knows how to sum over the ranks; set output_router_logits=False"
@@ -300,7 +298,7 @@ def _check_layer(
     sinks = getattr(layer, "sinks", None)
     softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
     scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
-    try:  # autocast or a policy may still change the dtype: one that flash attention takes is not refused yet
+    try:  # autocast or a policy may change the dtype later, so assume one that flash attention supports
         choose_kernel(
             kernel,
             KernelRequest(

@@ -6,7 +6,7 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
-from longspan.hf.parallelize import check_ahead
+from longspan.hf.preconditions import check_ahead
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload.choice import store_for
 from longspan.train.config import TrainConfig

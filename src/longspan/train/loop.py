@@ -33,10 +33,9 @@ from longspan.core.rank_differences import format_ranks
 from longspan.data import ROUNDS_AHEAD, StepBatch, deal, prefetch, rounds, together
 from longspan.hf.batch import shard_batch
 from longspan.hf.checks.nonfinite import watch
-from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.loading import load_sharded
 from longspan.hf.memory_auto import device_memory
-from longspan.hf.support import transformers_model
+from longspan.hf.state import state_of
 from longspan.hf.weights.gradients import no_sync
 from longspan.hf.weights.optimizer_in_backward import optimizer_in_backward
 from longspan.hf.weights.shard_slices import tensor_parts
@@ -450,8 +449,7 @@ class Trainer:
 
 def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:
     """What this rank's offload moved since this was asked last: `StepMetrics`' part of it, nothing without one."""
-    hooks = transformers_model(model).longspan_hooks
-    store = hooks.memory_options.store if isinstance(hooks, ForwardHooks) and hooks.memory_options is not None else None
+    store = state_of(model).memory.store
     if store is None:
         return {}
     found = store.metrics()

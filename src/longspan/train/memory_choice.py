@@ -31,7 +31,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.shapes import shape_of_model
-    from longspan.hf.tensor_parallel.layers import tensor_plan
+    from longspan.hf.tensor_parallel.plan import tensor_plan
     from longspan.train.inputs import load_model_config, model_flag, model_origin
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

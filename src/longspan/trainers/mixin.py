@@ -31,6 +31,7 @@ from longspan.core.validation import checked_call
 from longspan.hf.batch import IGNORE
 from longspan.hf.forward.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
+from longspan.hf.state import is_parallelized, state_of
 from longspan.hf.support import transformers_model
 from longspan.trainers.folders import SHARDS, STATE, export_into, newest_whole, plain_optimizer, shards_of
 from longspan.trainers.stopping import stop_together
@@ -100,24 +101,21 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if self._sharded and self.args.enable_jit_checkpoint:
             stop_together(self)
         inner = transformers_model(self.model)
-        if hasattr(inner, "longspan_hooks") and self.longspan_options:
+        if is_parallelized(inner) and self.longspan_options:
             raise LongspanError(
                 f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} cannot be taken; "
                 f"give them to longspan.parallelize"
             )
         self.longspan_config = copy.deepcopy(inner.config)
         for each in (self.model, getattr(self, "ref_model", None)):
-            if each is not None and not hasattr(transformers_model(each), "longspan_hooks"):
+            if each is not None and not is_parallelized(each):
                 scoring = take_back_fused_head(each, self)
                 parallelize(each, sp, **self.longspan_options)
-                hooks: Any = transformers_model(each).longspan_hooks
-                hooks.scoring = scoring
+                state_of(each).forward.options.scoring = scoring
 
     @property
-    def _hooks(self) -> ForwardHooks:
-        inner: Any = transformers_model(self.model)
-        hooks: ForwardHooks = inner.longspan_hooks
-        return hooks
+    def _forward_hooks(self) -> ForwardHooks:
+        return state_of(self.model).forward
 
     @property
     def _sharded(self) -> bool:
@@ -216,20 +214,22 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
         if not self._sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self._hooks.pooled is not None:  # its loss is a mean already, which the Trainer's scale would make another
+        if (
+            self._forward_hooks.traits.labels_per_row
+        ):  # its loss is a mean already, which the Trainer's scale would make another
             num_items_in_batch = None
         elif not self.model.training:
             if num_items_in_batch is None:
                 num_items_in_batch = self.longspan_eval.items
             else:  # versions of transformers differ in which labels count
                 self.longspan_eval.items = int(num_items_in_batch)
-        before, replicas = self._hooks.losses, self.longspan_sp.data_size
+        before, replicas = self._forward_hooks.losses.computed, self.longspan_sp.data_size
         self.longspan_in_loss = self.model.training
         try:
             found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.longspan_in_loss = False
-        if self._hooks.losses == before:  # a loss that the trainer made by itself, of its replica
+        if self._forward_hooks.losses.computed == before:  # a loss that the trainer made by itself, of its replica
             return found
         loss, outputs = found if return_outputs else (found, None)
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
@@ -256,14 +256,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the Trainer's; where only the loss is asked for, no logits are made, else those of all tokens gathered."""
         inputs = self._without_repeated(dict(inputs))
         self.longspan_eval.items = self._labelled(inputs)
-        with self._hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
+        with self._forward_hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         count = self.longspan_eval.items
         if loss is not None and count is not None:
             mean = self.accelerator.gather_over_replicas(loss).mean() if self._sharded else loss
             self.longspan_eval.add(float(mean), count)
-        self._hooks.rows = None
-        if logits is not None and self._sharded and self._hooks.pooled is None:
+        self._forward_hooks.options.rows = None
+        if logits is not None and self._sharded and not self._forward_hooks.traits.labels_per_row:
             length = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
             logits = _gathered(logits, self.longspan_sp, length)
         return loss, logits, labels
@@ -276,8 +276,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         real = self.accelerator.real_samples()
         if real is not None:
             mine = max(0, min(len(labels), real - self.longspan_sp.data_rank * len(labels)))
-            if self._hooks.pooled is not None:
-                self._hooks.rows = mine
+            if self._forward_hooks.traits.labels_per_row:
+                self._forward_hooks.options.rows = mine
                 return inputs
             inputs["labels"] = torch.cat([labels[:mine], torch.full_like(labels[mine:], IGNORE)])
         return inputs
@@ -287,11 +287,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs.get("labels")
-            if labels is not None and self._hooks.pooled is not None:
-                labels = labels[: self._hooks.rows]
-                if problem_of(self._hooks.config, labels) != "single_label_classification":
+            if labels is not None and self._forward_hooks.traits.labels_per_row:
+                labels = labels[: self._forward_hooks.options.rows]
+                if problem_of(state_of(self.model).config, labels) != "single_label_classification":
                     labels = torch.zeros(labels.shape)  # every entry counts
-            elif labels is not None and not self._hooks.masked:
+            elif labels is not None and not self._forward_hooks.traits.labels_per_token:
                 labels = labels[..., 1:]
         if labels is None:
             return None

@@ -27,7 +27,7 @@ from longspan.hf.pretrained import (
     tokenizer_of,
     without_dropout,
 )
-from longspan.hf.tensor_parallel.layers import tensor_plan
+from longspan.hf.tensor_parallel.plan import tensor_plan
 from longspan.hf.weights.sources import Origin
 from longspan.verify.config import VerifyConfig
 

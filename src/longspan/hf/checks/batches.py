@@ -1,10 +1,11 @@
-"""Are the batches of all ranks alike? Compared at every forward, before anything in it could hang.
+"""Compare the batches of all ranks at every forward, before it could hang.
 
-What decides which collectives run, and how large they are, is known to the host: names, shapes, dtypes, whether there
-are labels, gradients or not. The hosts gather a digest of it at each forward. So do they with the content where it lies
-on the CPU. On a GPU reading it would make the host wait, so there its digest is made on the device and travels in the
-sum of the loss, with factors that cancel out where all ranks of a sequence group have the same; the host looks at that
-sum when it has arrived anyway, at one of the next forwards, and tells the others in their next gather.
+The host knows what decides which collectives run and how large they are: names, shapes, dtypes, whether there are
+labels and gradients. The hosts gather a digest of these at each forward, and of the values if they are on the CPU.
+
+Reading values on a GPU would make the host wait. Their digest is computed on the device and added to the all-reduce of
+the loss, with factors that cancel if all ranks of a sequence group have the same values. The host reads that sum at one
+of the next forwards, once it has arrived, and reports a difference in the next gather.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 THOROUGH = 3
-"""First forwards in which the content is compared on the host also where it lies on a GPU: most faults show there."""
+"""First forwards in which the host waits for values on a GPU and compares them: most faults show there."""
 
-_APART = 1 << 20  # keeps what a tensor group has found apart from what a sequence group has
+_APART = 1 << 20  # separates the difference within a tensor group from that within a sequence group
 _REFUSED, _LATE = 1, 2  # flags of a rank in a gather
 
 
 @dataclass(frozen=True)
-class _Underway:
-    """A comparison that travels with a loss: the sum of all ranks' digests (0 where they are alike), and my own."""
+class _Pending:
+    """A comparison in a loss's all-reduce: the sum of all ranks' digests (0 if they are equal), and my own."""
 
     forward: int
     values: Tensor
@@ -53,12 +54,12 @@ class _Underway:
 
 
 class BatchCheck:
-    """Compares, at each forward of a model, what the ranks call it with.
+    """Compare, at each forward of a model, what the ranks call it with.
 
     Args:
-        sp: the sharding; of more than one rank.
-        forwards: so many first forwards are compared; None for all.
-        replicas: whether weights are still alike, asked in the same gather.
+        sp: the sharding, over more than one rank.
+        forwards: number of first forwards to compare; None for all.
+        replicas: compares weights in the same gather.
     """
 
     def __init__(self, sp: SequenceSharding, forwards: int | None, replicas: ReplicaCheck) -> None:
@@ -68,7 +69,7 @@ class BatchCheck:
         self.group = host_group(sp) if forwards != 0 or replicas.every else None
         self.forward = 0
         self.mine: Tensor | None = None
-        self.underway: deque[_Underway] = deque()
+        self.pending: deque[_Pending] = deque()
 
     @property
     def thorough(self) -> bool:
@@ -77,13 +78,13 @@ class BatchCheck:
 
     @not_compiled
     def compare(self, model: nn.Module, batch: Mapping[str, Any], router: bool, problem: Exception | None) -> None:
-        """Raise on every rank alike if any refuses its batch, or if batches differ. Collective, in every forward due.
+        """Raise on every rank if any rank refuses its batch, or if batches differ. Collective.
 
         Args:
             model: about to run.
-            batch: whole, or cut by `shard_batch`.
-            router: whether the loss of routers is asked for.
-            problem: why this rank refuses its batch, if it does.
+            batch: whole, or sharded by `shard_batch`.
+            router: whether the router loss is requested.
+            problem: this rank's error, if it refuses its batch.
 
         Raises:
             LongspanError: naming the ranks, and what differs.
@@ -98,54 +99,54 @@ class BatchCheck:
         self.forward += 1
         if self.left:
             self.left -= 1
-        form, wide = _form(batch), _wide(model, batch, router)
+        structure, call_facts = _structure(batch), _call_facts(model, batch, router)
         content = _content(batch, thorough)
         if content is None and problem is None:
             self.mine = _on_device(batch)
-        flags = (_REFUSED if problem is not None else 0) | (_LATE if self._found_late() else 0)
-        numbers = [flags, _number(wide), _number(form), content or 0, weights]
+        flags = (_REFUSED if problem is not None else 0) | (_LATE if self._found_difference() else 0)
+        numbers = [flags, _number(call_facts), _number(structure), content or 0, weights]
         rows = gather_numbers(numbers, self.group, torch.device("cpu"))
-        self._refuse(rows, form, wide, problem)
-        held = self.sp.tensor_size  # ranks that hold the same weights have the same place in their tensor group
+        self._raise_differences(rows, structure, call_facts, problem)
+        held = self.sp.tensor_size  # ranks `tensor_size` apart hold the same weights
         if any(len({row[4] for row in rows[i::held]}) > 1 for i in range(held)):
             self.replicas.refuse(model, self.group, held)
 
-    def _refuse(
-        self, rows: list[list[int]], form: dict[str, str], wide: dict[str, str], problem: Exception | None
+    def _raise_differences(
+        self, rows: list[list[int]], structure: dict[str, str], call_facts: dict[str, str], problem: Exception | None
     ) -> None:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         seen = [(row[2], row[3]) for row in rows]
-        same = self.sp.size * self.sp.tensor_size  # ranks that are given the same batch are neighbours
+        same = self.sp.size * self.sp.tensor_size  # ranks with the same batch are neighbours
         groups = [range(first, first + same) for first in range(0, self.sp.job_size, same)]
         apart = next((group for group in groups if len({seen[i] for i in group}) > 1), None)
         if apart is not None:
-            facts = gather_objects(form, self.group)
+            facts = gather_objects(structure, self.group)
             found = differences([facts[i] for i in apart], [ranks[i] for i in apart])
-            raise LongspanError(self._say_apart([ranks[i] for i in apart], [seen[i] for i in apart], listed(found)))
+            raise LongspanError(self._batch_error([ranks[i] for i in apart], [seen[i] for i in apart], listed(found)))
         raise_on_every_rank(problem, self.group, "refused its batch", [bool(row[0] & _REFUSED) for row in rows])
         if len({row[1] for row in rows}) > 1:
-            found = differences(gather_objects(wide, self.group), ranks)
-            raise LongspanError(f"every rank must call the model alike: {listed(found)}")
+            found = differences(gather_objects(call_facts, self.group), ranks)
+            raise LongspanError(f"every rank must call the model in the same way: {listed(found)}")
         if any(row[0] & _LATE for row in rows):
-            self._refuse_late(ranks)
+            self._raise_late(ranks)
 
-    def _say_apart(self, ranks: list[int], seen: list[Any], details: str) -> str:
+    def _batch_error(self, ranks: list[int], seen: list[Any], details: str) -> str:
         odd = odd_ones(seen)
         others, same = ([ranks[i] for i in range(len(ranks)) if (i in odd) == wrong] for wrong in (True, False))
         return (
             f"the ranks of a sequence group need the same full batch: ranks {', '.join(map(str, others))} were given "
-            f"another one than ranks {', '.join(map(str, same))} ({details or 'alike in shape, of other values'}); "
+            f"another one than ranks {', '.join(map(str, same))} ({details or 'same shapes, other values'}); "
             f"seed or shard the data loader by sp.data_rank (of {self.sp.data_size}), not by the process's rank"
         )
 
-    # --- what travels with the loss
+    # --- the comparison in the all-reduce of the loss
 
     @not_compiled
     def to_carry(self) -> Tensor | None:
-        """This rank's summand for the loss's all-reduce, fp64 []; None where this forward's batch is compared already.
+        """Return this rank's term for the loss's all-reduce, fp64 []; None if this batch is compared already.
 
-        Below 2^31 each, so that sums over ranks are exact, and in a sequence group they cancel out if all are alike.
+        Terms are below 2^31, so sums over ranks are exact. Equal batches of a sequence group cancel.
         """
         if self.mine is None or self.sp.size * self.sp.tensor_size == 1:
             return None
@@ -158,7 +159,7 @@ class BatchCheck:
 
     @not_compiled
     def carried(self, total: Tensor) -> None:
-        """Take the sum that came with a loss, without waiting for it."""
+        """Store the sum from a loss's all-reduce, without waiting for it."""
         if self.mine is None:
             return
         values = torch.stack([total.detach(), self.mine])
@@ -168,24 +169,24 @@ class BatchCheck:
             host.copy_(values, non_blocking=True)
             values, arrived = host, torch.cuda.Event()
             arrived.record()
-        self.underway.append(_Underway(self.forward, values, arrived))
+        self.pending.append(_Pending(self.forward, values, arrived))
         self.mine = None
 
-    def _found_late(self) -> bool:
-        """Look at the sums that have arrived; whether one of them says that batches differed."""
-        while self.underway:
-            first = self.underway[0]
+    def _found_difference(self) -> bool:
+        """Return whether a sum that has arrived shows different batches."""
+        while self.pending:
+            first = self.pending[0]
             if first.arrived is not None and not first.arrived.query():
                 return False
             if first.values[0] != 0:
                 return True
-            self.underway.popleft()
+            self.pending.popleft()
         return False
 
-    def _refuse_late(self, ranks: list[int]) -> None:
+    def _raise_late(self, ranks: list[int]) -> None:
         assert self.group is not None
-        while self.underway:  # the sums are the same on every rank, so all stop at the same forward
-            first = self.underway.popleft()
+        while self.pending:  # the sums are the same on every rank, so all stop at the same forward
+            first = self.pending.popleft()
             if first.arrived is not None:
                 first.arrived.synchronize()
             if first.values[0] != 0:
@@ -197,7 +198,7 @@ class BatchCheck:
         for start in range(0, self.sp.job_size, same):
             group = slice(start, start + same)
             if len(set(seen[group])) > 1:
-                text = self._say_apart(
+                text = self._batch_error(
                     ranks[group], seen[group], f"{self.forward - first.forward} forwards before this one"
                 )
                 raise LongspanError(text)
@@ -207,24 +208,24 @@ def _number(facts: Mapping[str, str]) -> int:
     return digest_of_text(json.dumps(facts, sort_keys=True))
 
 
-def _form(batch: Mapping[str, Any]) -> dict[str, str]:
-    """What must be alike in a sequence group, but for the values of tensors."""
-    return {f"`{key}`": _format_value(value) for key, value in batch.items() if value is not None}
+def _structure(batch: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be equal in a sequence group, except the values of tensors."""
+    return {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
 
 
-def _format_value(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = str(value.dtype).removeprefix("torch.")
         return f"{kind} {list(value.shape)}"
-    if isinstance(value, SequenceInfo):  # the parts differ, what they were cut from must not
+    if isinstance(value, SequenceInfo):  # shards differ, their source must not
         return f"cut from {value.describe()}"
     if isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
 
 
-def _wide(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str, str]:
-    """What must be alike on all ranks, of other replicas too: it decides which collectives they run together."""
+def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str, str]:
+    """Return what must be equal on all ranks, also across replicas, as it decides their joint collectives."""
     items = batch.get("num_items_in_batch")
     labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
     facts = {
@@ -247,7 +248,7 @@ def _format_number(items: Any) -> str:
 
 
 def _content(batch: Mapping[str, Any], wait: bool) -> int | None:
-    """A digest of the values; None where the host would have to wait for them, and shall not."""
+    """Return a digest of the values; None if they are on a GPU and the host must not wait."""
     info = batch.get("longspan")
     if isinstance(info, SequenceInfo):
         if info.digest is not None or info.device_digest is None:
@@ -257,7 +258,7 @@ def _content(batch: Mapping[str, Any], wait: bool) -> int | None:
 
 
 def _on_device(batch: Mapping[str, Any]) -> Tensor:
-    """The digest of the values where they lie, without waiting: fp64 [], an integer below 2^31."""
+    """Return the digest of the values on their device, without waiting: fp64 [], an integer below 2^31."""
     info = batch.get("longspan")
     given = info.device_digest if isinstance(info, SequenceInfo) else device_digest(batch)
     assert given is not None

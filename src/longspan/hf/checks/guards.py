@@ -1,7 +1,7 @@
-"""What may not be done to a parallelized model: refused where it happens, or when the model is called next.
+"""Refuse changes to a parallelized model that would silently train something else, or fail obscurely.
 
-A wrapper that averages gradients, an optimizer of weights that are gone, adapters that came too late: each would train
-something else without a word, or end in an obscure error.
+Examples: a wrapper that averages gradients, an optimizer of parameters that FSDP has replaced, adapters added too late.
+They raise where they happen, or at the next forward.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from longspan.core.errors import LongspanError
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
-_LOOKS = 3  # training forwards in which an optimizer of former weights is looked for
+_LOOKS = 3  # training forwards that search for optimizers
 
 
 class Guard:
-    """What a model was when it was parallelized, and the checks that it is that still.
+    """Check that a model is still as `parallelize` left it.
 
     Args:
-        model: as it is given to `parallelize`, before its weights are sharded.
-        sp: its sharding.
-        policy: FSDP's mixed precision, None where there is none.
+        model: before its weights are sharded.
+        sp: the sharding.
+        policy: FSDP's mixed precision, if any.
     """
 
     def __init__(self, model: nn.Module, sp: SequenceSharding, policy: MixedPrecisionPolicy | None) -> None:
@@ -53,15 +53,15 @@ class Guard:
         self.looks = _LOOKS
 
     def remember(self, model: nn.Module) -> None:
-        """Before FSDP replaces the parameters: note them, without keeping them alive."""
+        """Note the parameters before FSDP replaces them, without keeping them alive."""
         self.former = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
         self.sharded = True
 
     def check(self, model: nn.Module) -> None:
-        """Before a forward.
+        """Raise before a forward if the model was changed.
 
         Raises:
-            LongspanError: for what has been done to the model since, with the way out.
+            LongspanError: naming the change and the fix.
         """
         if wrapped_by_ddp(model):
             raise LongspanError(_NO_DDP)
@@ -105,11 +105,11 @@ class Guard:
                 )
 
     def _check_optimizers(self) -> None:
-        """FSDP made new parameters of the model's; an optimizer that holds the former ones trains nothing."""
+        """Raise if an optimizer holds the parameters that FSDP has replaced: it would train nothing."""
         self.former = [(name, ref) for name, ref in self.former if ref() is not None]
         if not self.former:
             return
-        gc.collect()  # an optimizer that nobody holds any more does no harm
+        gc.collect()  # an unreferenced optimizer does no harm
         former = {id(p): name for name, ref in self.former if (p := ref()) is not None}
         for optimizer in _optimizers():
             held = [former[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in former]
@@ -122,11 +122,10 @@ class Guard:
 
 
 class RestCheck:
-    """Checksums of this rank's weights (its shards, under FSDP) at rest: only an optimizer's step may change them.
+    """Checksum this rank's weights (under FSDP its shards) between optimizer steps, to detect damaged memory.
 
-    They are made after each step of the optimizer, and compared before the next step and at the next forward. What is
-    written to weights otherwise (loading a state dict) is told from damage by the tensors' version counters, which
-    writing through `.data` does not move.
+    Checksums are computed after each optimizer step, and compared before the next step and at the next forward. A
+    legitimate write (loading a state dict) moves the tensor's version counter; a write through `.data` does not.
 
     Args:
         model: parallelized.
@@ -141,10 +140,10 @@ class RestCheck:
 
     @not_compiled
     def before_forward(self) -> None:
-        """Compare, and note what has been written since.
+        """Compare the checksums and compute new ones.
 
         Raises:
-            LongspanError: naming the parameter whose bytes have changed.
+            LongspanError: naming the parameter whose bytes changed.
         """
         if not self.hooks and self.looks and torch.is_grad_enabled():
             self.looks -= 1
@@ -166,9 +165,8 @@ class RestCheck:
         for name, (version, digest) in self.known.items():
             if now[name][0] == version and now[name][1] != digest and self.damage is None:
                 self.damage = (
-                    f"the weights of {name} on this rank have changed between two steps of the optimizer, without "
-                    f"anything having written to them: its memory was damaged; go on from the last checkpoint, and "
-                    f"test that machine"
+                    f"the weights of {name} on this rank changed between two optimizer steps without a write: memory "
+                    f"was damaged; resume from the last checkpoint, and test that machine"
                 )
         self.known = now
 
@@ -178,10 +176,10 @@ def _version(p: Tensor) -> int:
 
 
 def forbid(model: nn.Module, inner: nn.Module) -> None:
-    """Refuse what can be refused where it is done: DistributedDataParallel around the model, a copy, another dtype.
+    """Make DistributedDataParallel around the model, copies of it and other dtypes raise at once.
 
     Args:
-        model: as the user holds it.
+        model: the user's, possibly a wrapper.
         inner: the transformers model in it.
     """
     for each in {id(model): model, id(inner): inner}.values():
@@ -205,7 +203,7 @@ _NO_DDP = (
 
 
 class _Refusal:
-    """Something to iterate over that refuses."""
+    """An iterable that raises."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -218,7 +216,7 @@ def _refuse_cast(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     for dtype in kinds:
         found = dtype
-        with contextlib.suppress(Exception):  # `fn` may be anything; what it cannot do to this, it will say itself
+        with contextlib.suppress(Exception):  # `fn` may be anything, and raises its own error
             found = fn(torch.empty(0, dtype=dtype)).dtype
         if found != dtype:
             raise LongspanError(
@@ -244,5 +242,5 @@ def _is_sharded(p: Tensor) -> bool:
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    """Every optimizer that is alive."""
+    """Return every live optimizer."""
     return [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]

@@ -21,15 +21,14 @@ from torch import Tensor, nn
 from longspan.comm.arguments import check_module
 from longspan.comm.digests import local_part
 from longspan.comm.objects import gather_objects
-from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import format_ranks
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.batch import check_batch
+from longspan.hf.state import state_of
 from longspan.hf.weights.fsdp import reshard
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.forward.hooks import ForwardHooks
     from longspan.losses.deferred_logits import Head
 
 
@@ -99,7 +98,7 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
     bad = first_not_finite(model, sp)
     if bad is not None:
         return bad
-    updates = _hooks_of(model).in_backward
+    updates = state_of(model).in_backward
     reshard(model)
     before = [(p, p.grad) for p in model.parameters()]
     for p, _ in before:
@@ -145,15 +144,7 @@ def sharding_of(model: nn.Module) -> SequenceSharding:
     Raises:
         LongspanError: if it was not.
     """
-    return _hooks_of(model).sp
-
-
-def _hooks_of(model: nn.Module) -> ForwardHooks:
-    found = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
-    if found is None:
-        raise LongspanError(f"{type(model).__name__} is not parallelized; pass it through longspan.parallelize first")
-    hooks: ForwardHooks = found  # type: ignore[assignment]
-    return hooks
+    return state_of(model).sp
 
 
 class _Watcher:
@@ -164,7 +155,7 @@ class _Watcher:
         self.order = 0
         self.found: _Found | None = None
         self.handles: list[Any] = []
-        self.head: Head | None = _hooks_of(model).head
+        self.head: Head | None = state_of(model).head
 
     def __enter__(self) -> None:
         for name, module in self.model.named_modules():

@@ -1,9 +1,8 @@
-"""The KV cache that a parallelized model generates with: transformers' interface, sharded keys and values.
+"""The sharded KV cache of a parallelized model, a `Cache` of transformers.
 
-Each rank holds the keys and values of its KV heads (the tensor axis, and of a tensor rank's heads the Ulysses axis) and
-of its tokens (the ring axis), so that a cache takes 1 / (ring * ulysses * tensor) of what it takes on one process,
-where there are as many KV heads as ulysses * tensor. To transformers it is a `Cache`: it counts all tokens, and can be
-kept from one call to the next, cropped, and reordered.
+Each rank holds keys and values of its KV heads (tensor and ulysses axes) and of its tokens (ring axis). With at least
+ulysses * tensor KV heads, a rank holds 1 / (ring * ulysses * tensor) of the cache of one process. To transformers, the
+cache contains all tokens; it can be reused in the next call, cropped, and reordered.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from longspan.core.kv_placement import GENERATED_RUN, KVPlacement
 from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call, format_value
 from longspan.hf.batch import SequenceInfo, VisibleKeys, check_cache_position
 from longspan.hf.forward.outputs import PickedTokens
+from longspan.hf.state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CachedInfo(SequenceInfo):
-    """What one rank must know of a forward with a cache. `length` and `segments` are those of the whole sequence.
+    """Facts about a forward with a cache. `length` and `segments` include the cached tokens.
 
     Attributes:
         cache: the cache.
         step: the forward's new tokens.
-        keep: the number of last tokens whose logits every rank needs; 0: each rank those of its own tokens.
+        keep: number of last tokens whose logits every rank needs; 0: each rank needs those of its own tokens.
     """
 
     cache: ShardedCache | None = None
@@ -64,14 +64,14 @@ class CachedInfo(SequenceInfo):
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a model was called with, read and checked.
+    """The checked arguments of a forward with a cache.
 
     Attributes:
-        new: tokens behind those of the cache.
-        segments: of the whole sequence; None where there is no padding.
+        new: number of tokens after the cached ones.
+        segments: of the whole sequence; None without padding.
         visible: which keys are real, if the attention mask has zeros between the ones of a row.
         positions: position ids of the new tokens, int64 [1 or rows, new].
-        max_position: the largest, or of a prompt that comes in chunks that of all of it.
+        max_position: the largest position; in chunked prefill, that of the whole prompt.
     """
 
     new: int
@@ -82,9 +82,9 @@ class NewTokens:
 
 
 class ShardedCache(Cache):  # type: ignore[misc]
-    """A KV cache over the ranks of a parallelized model.
+    """A KV cache sharded over the ranks of a parallelized model.
 
-    `model.generate(...)` makes one by itself. Make it beforehand to keep it for the next turn of a conversation:
+    `model.generate(...)` makes one itself. Make it first to reuse it in the next turn of a conversation:
 
         cache = longspan.ShardedCache(model)
         model.generate(ids, past_key_values=cache)
@@ -92,42 +92,36 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     Args:
         model: what `longspan.parallelize` returned.
-        room: tokens to have room for from the start; without it a layer's room grows by an eighth when it is full.
-        dtype: "exact": keys and values are held as the model computes them, and what is generated is what one process
-            generates. "int8", "fp8": a byte per element, and an fp32 scale per head and token; an approximation
-            (docs/how-to/inference.md has its error).
-        offload: "none": on the device. "host": keys and values lie in the host's memory; each layer's come to the
-            device when it runs, the next one's meanwhile, so that the device never has more than two layers'.
-        latent: of DeepSeek's attention (MLA), hold the vectors that keys and values are made of, on every Ulysses rank,
-            where they take less there than keys and values of its heads. False: never.
+        room: tokens to allocate at the start; a full layer grows by an eighth.
+        dtype: "exact": store keys and values as computed; generation equals that of one process. "int8", "fp8": a byte
+            per element and an fp32 scale per head and token; an approximation, whose error is in docs/how-to/inference.md.
+        offload: "none": on the device. "host": in host memory. Each layer is copied to the device when it runs, while
+            the next one is prefetched, so the device holds at most two layers.
+        latent: for DeepSeek's attention (MLA), store latent vectors on every Ulysses rank if they are smaller than the
+            keys and values of its heads. False: never.
 
     Attributes:
         kv_placement: which ring rank holds which tokens.
         stores: each layer's keys and values on this rank.
-        rooms: what is on the device where they lie in the host's memory; else None.
+        rooms: device buffers, with `offload="host"`; else None.
 
     Raises:
-        LongspanError: for a model that is not parallelized, or whose exchange is lossy; an unknown dtype or offload.
+        LongspanError: for a model that is not parallelized or has a lossy wire dtype; an unknown dtype or offload.
     """
 
     @checked_call(model=check_module, room=check_count, latent=check_flag)
     def __init__(
         self, model: Any, room: int = 0, dtype: str = "exact", offload: str = "none", latent: bool = True
     ) -> None:
-        hooks = next((m.longspan_hooks for m in model.modules() if hasattr(m, "longspan_hooks")), None)
-        if hooks is None:
+        state = state_of(model)
+        if state.sp.wire_dtype != "exact":
             raise LongspanError(
-                f"{type(model).__name__} is not parallelized; a ShardedCache lies over the ranks of a model that "
-                f"longspan.parallelize returned"
-            )
-        if hooks.sp.wire_dtype != "exact":
-            raise LongspanError(
-                f"wire_dtype={hooks.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
+                f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
                 f"exchanges is exact; to generate, parallelize it with a sharding of wire_dtype='exact'"
             )
         super().__init__(layers=[])
-        self.config = hooks.config
-        self.sp: SequenceSharding = hooks.sp
+        self.config = state.config
+        self.sp: SequenceSharding = state.sp
         self.kv_placement = KVPlacement(self.sp.ring_size)
         self.codec = codec_of(dtype)
         if offload not in OFFLOADS:
@@ -145,12 +139,13 @@ class ShardedCache(Cache):  # type: ignore[misc]
     # --- what a forward does
 
     def read(self, batch: Mapping[str, Any]) -> NewTokens:
-        """What a model was called with: `input_ids` or `inputs_embeds` of the new tokens, alike on every rank of the
-        sequence group; as wanted `position_ids` of them, and an `attention_mask` [B, all tokens], whose zeros are
-        padding at the left end. Nothing is changed.
+        """Check the arguments of a forward with this cache; change nothing.
+
+        They are `input_ids` or `inputs_embeds` of the new tokens, equal on every rank of the sequence group, and
+        optionally their `position_ids` and an `attention_mask` [B, all tokens].
 
         Raises:
-            LongspanError: for what does not fit the cache, or is not computed with one.
+            LongspanError: for arguments that do not fit the cache, or need a forward without one.
         """
         _refuse(batch)
         self.check_sound()
@@ -178,10 +173,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return NewTokens(new, segments, visible, positions, max(int(positions.max()), self.announced - 1))
 
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
-        """Return this rank's part of new tokens, without the cache, and what it must know of all of them.
-
-        From now on the cache counts them.
-        """
+        """Shard the new tokens, add them to the cache's length, and return this rank's inputs and the `CachedInfo`."""
         sp, past = self.sp, self.kv_placement.length
         step = begin(sp, self.kv_placement, tokens.new)
         cut = step.cut
@@ -208,10 +200,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return out, info
 
     def check_sound(self) -> None:
-        """Refuse a cache in which some layers hold more tokens than others.
+        """Raise if a forward failed half-way, so that some layers contain more tokens than others.
 
         Raises:
-            LongspanError: with the tokens that all of them hold.
+            LongspanError: with the number of tokens that all layers contain.
         """
         if self._step is not None:
             raise LongspanError(
@@ -220,15 +212,15 @@ class ShardedCache(Cache):  # type: ignore[misc]
             )
 
     def end(self) -> None:
-        """The forward has ended."""
+        """Mark the forward as complete."""
         self._step = None
 
     def store(self, layer: int, reach: int | None = None) -> Store:
-        """A layer's keys and values on this rank.
+        """Return the store of a layer's keys and values on this rank.
 
         Args:
             layer: its number.
-            reach: tokens of its window or chunk, where it has one.
+            reach: size of its window or chunk, if it has one.
         """
         if layer not in self.stores:
             room = self.room if reach is None else min(self.room, reach)
@@ -237,12 +229,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return self.stores[layer]
 
     def holds_latents(self, store: Store, latents: Latents, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
-        """Whether a layer's store holds latent vectors: as it does already, or by
-        `longspan.core.cache_dtype.holds_latent`.
+        """Return whether a layer stores latent vectors; `longspan.core.cache_dtype.holds_latent` decides at first use.
 
         Args:
             store: the layer's.
-            latents: what its keys and values are made of.
+            latents: of the layer.
             qkv: of new tokens, `[B, L, heads, head_dim]`.
         """
         if store.rows is None:
@@ -254,7 +245,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return store.shared > 0
 
     def describe(self) -> str:
-        """What must be alike on every rank."""
+        """Return what must be equal on every rank, as text."""
         rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
         code = "" if self.codec.name == "exact" else f", {self.codec.name}"
         code += "" if self.rooms is None else ", in the host's memory"
@@ -262,24 +253,24 @@ class ShardedCache(Cache):  # type: ignore[misc]
         broken = "" if self._step is None else ", in which a forward broke off"
         return f"a cache of {self.kv_placement.length} tokens{rows}{code}{broken}"
 
-    # --- what transformers asks
+    # --- the interface of transformers.Cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new tokens' own: the attention stores them, when they have come to the ranks of their heads."""
+        """Return the new keys and values: attention stores them after the all-to-all."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """All tokens, of all ranks; in a forward those before it."""
+        """Return the tokens of all ranks; during a forward those before it."""
         return self.kv_placement.length if self._step is None else self._step.past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """What masks would be made for; none are."""
+        """Return the size of a mask, though none is made."""
         return self.get_seq_length() + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Tokens before the new ones."""
+        """Return the tokens before the new ones."""
         return self.get_seq_length()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -292,7 +283,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 while there are none."""
+        """Rows; -1 while empty."""
         return next((store.rows for store in self.stores.values() if store.rows is not None), -1)
 
     @property
@@ -321,21 +312,21 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return len(self.stores)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.kv_placement, self.stores, self._step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
         if self.rooms is not None:
             self.rooms.reset()
 
     @checked_call(max_length=functools.partial(check_number, whole=True))
     def crop(self, max_length: int) -> None:
-        """Keep the first tokens alone, on every rank alike.
+        """Keep only the first tokens, on every rank.
 
         Args:
-            max_length: below 0: remove so many; 0: nothing is done (both as in transformers); above 0: keep so many.
+            max_length: above 0: tokens to keep; below 0: minus the tokens to remove; 0: do nothing (as transformers).
 
         Raises:
-            LongspanError: for a layer whose sliding window has left behind what it would need again, or after a
-                forward that broke off.
+            LongspanError: if a layer's sliding window has discarded tokens that it would need again, or after a
+                forward that failed.
         """
         past = self.kv_placement.length
         length = min(past, max_length if max_length > 0 else max(0, past + max_length))
@@ -361,16 +352,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self.rollback = self.kv_placement.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows of the batch in another order."""
+        """Reorder the rows."""
         for store in self.stores.values():
             store.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows of the batch."""
+        """Keep some rows."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each row."""
         rows = torch.arange(max(0, self.batch_size)).repeat_interleave(repeats)
         self.reorder_cache(rows)
 
@@ -378,15 +369,15 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @checked_call(folder=as_path)
     def save(self, folder: str | Path) -> None:
-        """Write it to a folder, a file per rank; collective in the sequence group. `load` reads it on any mesh.
+        """Write the cache to a folder, a file per rank; `load` reads it on any mesh. Collective in the sequence group.
 
         Args:
-            folder: new or empty, or of a cache, which is replaced when this one is whole; seen by all ranks, and of
-                each replica its own.
+            folder: new, empty, or a saved cache, which is replaced once this one is complete. All ranks of a replica
+                see it; each replica needs its own.
 
         Raises:
-            LongspanError: on every rank: for a cache that is empty or broke off, a folder that holds something else,
-                or a disk's error.
+            LongspanError: on every rank: for a cache that is empty or incomplete, a folder with other content, or an
+                I/O error.
         """
         path, rank, group = Path(folder), self.sp.replica_rank, self.sp.replica_group
 
@@ -423,9 +414,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         on_every_rank(end, group)
 
     def _of_all(self, store: Store) -> tuple[tuple[int, int], Span]:
-        """Query and KV heads of a layer of the whole model, and which of the KV heads this rank holds.
+        """Return a layer's query and KV heads in the whole model, and the KV heads of this rank.
 
-        A store counts the heads of a tensor rank.
+        A store numbers heads within its tensor rank.
         """
         (q_heads, kv_heads), (start, stop) = store.heads, store.mine
         if self.sp.tensor_size > 1:
@@ -439,17 +430,17 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @classmethod
     @checked_call(folder=as_path, model=check_module, room=check_count)
     def load(cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none") -> ShardedCache:
-        """A cache that was saved, on this model's mesh; collective in the sequence group.
+        """Load a saved cache onto this model's mesh. Collective in the sequence group.
 
         Args:
             folder: where `save` wrote it.
-            model: with the config, and the weights, of the one that it was saved of. Weights are not compared.
+            model: with the same config and weights as the saving one; weights are not compared.
             room: as for a new cache.
-            offload: as for a new cache, wherever the saved one lay.
+            offload: as for a new cache.
 
         Raises:
-            LongspanError: on every rank: for files that are missing or damaged, or a model of another config, naming
-                what differs.
+            LongspanError: on every rank: for missing or damaged files, or a model with another config, naming the
+                difference.
         """
         path, empty = Path(folder), cls(model, offload=offload)
         sp = empty.sp
@@ -473,7 +464,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         @files.in_words()
         def read() -> None:
             for layer, facts in index["layers"].items():
-                # A window's layer has let go of what lay before: it needs room for what it holds alone.
+                # A layer with a window has discarded older tokens, and needs no room for them.
                 store, (q_heads, kv_heads) = cache.store(int(layer), 0 if facts["start"] else None), facts["heads"]
                 store.shared = facts.get("shared", 0)  # a folder of an older version has none
                 parts_of_one = (1 if store.shared else 2) * (1 if cache.codec.name == "exact" else 2)
@@ -494,7 +485,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def tokens_here(self) -> int:
-        """Of the forward under way the new tokens that this rank computes, padding included."""
+        """New tokens that this rank computes in the forward in progress, including padding."""
         step = self._step
         assert step is not None
         return self.sp.layout.local_length(step.new) if step.cut else step.new
@@ -506,7 +497,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def device_nbytes(self) -> int:
-        """Of an offloaded cache: the most bytes of keys and values that the device had at once; else `nbytes`."""
+        """Peak bytes of keys and values on the device with offload; else `nbytes`."""
         return self.nbytes if self.rooms is None else self.rooms.most
 
 
@@ -514,7 +505,7 @@ def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tenso
     """Return the hidden states of the last `info.keep` new tokens, `[B, keep, D]`, on every rank of the group.
 
     Args:
-        hidden: of the new tokens: of mine `[B, L, D]` where they are cut, else of all.
+        hidden: of my new tokens `[B, L, D]` if they are sharded, else of all.
         info: of the forward.
         sp: the sharding.
     """
@@ -532,7 +523,7 @@ def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tenso
 
 
 def _facts(config: Any) -> dict[str, str]:
-    """What a model must have in common with that of a saved cache."""
+    """Return the config keys that must equal those of a saved cache."""
     apart = {"_name_or_path", "transformers_version", "architectures", "use_cache"}
     found = config.get_text_config().to_dict()
     return {key: json.dumps(value, sort_keys=True, default=str) for key, value in found.items() if key not in apart}
@@ -577,7 +568,7 @@ def _segments(mask: Tensor | None, rows: int, length: int) -> tuple[Segments | N
 
 
 def _positions(mask: Tensor | None, past: int, new: int, device: torch.device) -> Tensor:
-    """Position ids as `generate` makes them, int64 [1 or rows, new]: padding is not counted."""
+    """Return position ids as `generate` makes them, int64 [1 or rows, new]: padding is not counted."""
     if mask is None:
         return torch.arange(past, past + new, device=device)[None]
     return (mask.to(device).long().cumsum(-1) - 1).clamp(min=0)[:, past:]

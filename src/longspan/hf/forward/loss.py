@@ -1,8 +1,7 @@
 """Losses over a sharded sequence: exact means over the global batch.
 
-Each rank sums over its own tokens; one all-reduce of a few numbers gives the sums and the counts of all ranks. The
-mean of ranks' means would be another number as soon as the ranks hold different counts of tokens; and the
-load-balancing loss of a mixture of experts is a product of two means, which no mean of ranks' products is.
+Each rank sums over its own tokens; one all-reduce adds the sums and the counts of all ranks. The mean of the ranks'
+means would be wrong if ranks hold different numbers of labelled tokens.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ def causal_lm_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The mean cross entropy of the global batch (data x sequence), the same number on every rank.
+    """Return the mean cross entropy of the global batch (data x sequence), equal on every rank.
 
-    Its gradient on each rank is that rank's part: summed over all ranks, the parts are the gradient of the mean.
+    Each rank gets its tokens' part of the gradient: the sum over all ranks is the gradient of the mean.
 
     Args:
         logits: my tokens, `[B, L, V]`, any floating dtype; softmax and sums run in fp32 (fp64 for fp64), tile by tile,
             so that no second tensor of this size exists in the forward.
-        shifted_labels: what each of them should predict, int64 `[B, L]`, -100 where no loss is computed.
+        shifted_labels: the token that each should predict, int64 `[B, L]`, -100 for no loss.
         sp: the sharding.
-        num_items_in_batch: divide by this instead of the number of unmasked tokens; for gradient accumulation, where
-            it counts the unmasked tokens of all micro-batches of all ranks.
+        num_items_in_batch: divide by this instead of the number of unmasked tokens. For gradient accumulation: the
+            number of unmasked tokens in all micro-batches of all ranks.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
-        z_loss: times the square of each token's log-sum-exp is added (PaLM, arXiv:2204.02311, section 5).
+        z_loss: weight of each token's squared log-sum-exp (PaLM, arXiv:2204.02311, section 5).
 
     Returns:
-        A scalar, fp32 (fp64 for fp64). 0 where no token of the global batch is unmasked.
+        A scalar, fp32 (fp64 for fp64); 0 if no token of the global batch is unmasked.
 
     Raises:
-        LongspanError: if the shapes or dtypes do not fit, or (on a CPU) a label is no entry of the vocabulary.
+        LongspanError: if shapes or dtypes do not fit, or (on a CPU) a label is outside the vocabulary.
     """
     check_sharding(sp)
     check_tensor("logits", logits)
@@ -59,7 +58,7 @@ def causal_lm_loss(
     if logits.dim() < 2 or not logits.is_floating_point() or not logits.shape[-1]:
         raise LongspanError(f"`logits` must be a floating tensor [batch, tokens, vocabulary], got {describe(logits)}")
     _check_items(num_items_in_batch)
-    if shifted_labels.device.type == "cpu":  # elsewhere the host would wait; there torch's own check stops the kernel
+    if shifted_labels.device.type == "cpu":  # on a GPU the host would wait, and torch's own assertion stops the kernel
         _check_labels(shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
@@ -75,8 +74,7 @@ def mean_loss(
     carry: Tensor | None = None,
     terms: Terms = CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor]:
-    """`causal_lm_loss`, and beside it the sum of all ranks' `carry`, fp64 [] (by default 0): one all-reduce of three
-    numbers."""
+    """Return `causal_lm_loss` and the sum of all ranks' `carry`, fp64 [] (default 0), in one all-reduce."""
     if logits.shape[:-1] != shifted_labels.shape:
         raise LongspanError(
             f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
@@ -100,17 +98,17 @@ def mean_row_loss(
     rows: int | None = None,
     carry: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a sequence classifier over all rows of the global batch, the same number on every rank.
+    """Return the loss of a sequence classifier over all rows of the global batch, equal on every rank.
 
-    Its gradient on each rank is that of the whole in `logits`: the ranks of a sequence group hold the same logits, and
-    each takes from it what belongs to its own tokens (`longspan.hf.forward.pooled`).
+    The ranks of a sequence group hold the same logits, and each gets the full gradient with respect to them;
+    `longspan.hf.forward.pooled` then selects the part of this rank's tokens.
 
     Args:
-        logits: of this replica's rows, `[B, labels]`, alike on the ranks of its sequence group.
+        logits: of this replica's rows, `[B, labels]`, equal on the ranks of its sequence group.
         labels: `[B]` or `[B, labels]`.
-        problem: as `problem_of` says it.
+        problem: from `problem_of`.
         sp: the sharding.
-        rows: so many first rows count; by default all.
+        rows: number of first rows that count; by default all.
         carry: as for `mean_loss`.
 
     Returns:
@@ -127,7 +125,7 @@ def mean_row_loss(
         total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
         count = torch.tensor(logits_BC.numel(), device=logits.device)
     carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
-    # The ranks of a sequence group put the same number into the sum, and each needs the whole of its gradient.
+    # All ranks of a sequence group add the same number, and each needs its full gradient.
     parts = torch.stack([ScaledGradient.apply(total.double(), sp.size), count.double(), carried])  # type: ignore[no-untyped-call]
     sums = sum_over_ranks(parts, sp)
     loss: Tensor = sums[0] / sums[1].detach().clamp_min(1)
@@ -135,8 +133,8 @@ def mean_row_loss(
 
 
 def problem_of(config: Any, labels: Tensor) -> str:
-    """What a sequence classifier's labels are, as transformers reads config and labels: "regression",
-    "single_label_classification" or "multi_label_classification".
+    """Return a sequence classifier's problem type as transformers does: "regression", "single_label_classification"
+    or "multi_label_classification".
     """
     if config.problem_type is not None:
         return str(config.problem_type)
@@ -146,7 +144,7 @@ def problem_of(config: Any, labels: Tensor) -> str:
 
 
 class ScaledGradient(torch.autograd.Function):
-    """A tensor as it is, its gradient times a number."""
+    """The identity; its gradient is multiplied by a number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
@@ -170,6 +168,6 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
     wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
     if len(wrong):
         raise LongspanError(
-            f"{len(wrong)} labels are no entries of the vocabulary, the first is {int(wrong[0])}; labels are 0 to "
+            f"{len(wrong)} labels are outside the vocabulary, the first is {int(wrong[0])}; labels are 0 to "
             f"{vocabulary - 1}, or {IGNORE} where no loss is computed"
         )

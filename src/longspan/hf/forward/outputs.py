@@ -1,4 +1,4 @@
-"""Outputs of a model whose logits were not made: who asks for them is told why, and how to get them."""
+"""Outputs without logits, which say so when read, and the exchange of selected or all tokens between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from longspan.comm.gather import gather_into
-from longspan.core.errors import LongspanError
 from longspan.losses.deferred_logits import WAY_OUT, DeferredLogits, Head, LogitsNotMade
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.layout import Layout
-    from longspan.hf.batch import SequenceInfo
 
 
 def head_of(model: PreTrainedModel) -> Head | None:
@@ -35,25 +33,25 @@ def head_of(model: PreTrainedModel) -> Head | None:
 
 
 def without_deferred(output: Any) -> Any:
-    """A model's output without logits that were not made."""
+    """Return a model's output without `DeferredLogits`."""
     if isinstance(output, ModelOutput):
         if not isinstance(output.get("logits"), DeferredLogits):
             return output
         entries = {name: value for name, value in output.items() if name != "logits"}
         kind: Any = type(output)
-        return _telling(kind)(**entries)
+        return _without_logits(kind)(**entries)
     if isinstance(output, tuple):
         return tuple(value for value in output if not isinstance(value, DeferredLogits))
     return output
 
 
 @functools.cache
-def _telling(kind: Any) -> Any:
-    """The class of such an output: `logits` is None, and says why."""
+def _without_logits(kind: Any) -> Any:
+    """Return a subclass of an output whose `logits` is None and warns why."""
 
     def read(_: Any) -> None:
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        if asking.partition(".")[0] not in ("torch", "transformers"):  # FSDP looks at all that an output has
+        if asking.partition(".")[0] not in ("torch", "transformers"):  # FSDP reads every entry of an output
             warnings.warn(f"logits is None: {WAY_OUT}", stacklevel=2)
 
     def item(self: Any, key: Any) -> Any:
@@ -79,7 +77,7 @@ class PickedTokens:
 
     def __init__(self, tokens: Sequence[int], length: int, sp: SequenceSharding) -> None:
         spans = [(rank, span) for rank in range(sp.size) for span in sp.layout.padded_spans(length, rank)]
-        held = list[list[int]]([] for _ in range(sp.size))  # by rank: where its picked tokens lie among its own
+        held = list[list[int]]([] for _ in range(sp.size))  # by rank: local indices of its picked tokens
         at = list[tuple[int, int]]()  # by token: its rank, and its number among that rank's picked tokens
         for token in tokens:
             rank, (start, _) = next((r, span) for r, span in spans if span[0] <= token < span[1])
@@ -125,37 +123,8 @@ class _Joined(torch.autograd.Function):
         return grad, None
 
 
-class KeptLogits:
-    """Implement `logits_to_keep`: the head runs on the selected tokens alone, and every rank gets all their logits.
-
-    Args:
-        head: the model's head; hooks are put on it.
-    """
-
-    def __init__(self, head: nn.Module) -> None:
-        self.picked: PickedTokens | None = None
-        head.register_forward_pre_hook(lambda _, args: args if self.picked is None else self.picked.select(*args))
-        head.register_forward_hook(lambda _, args, out: out if self.picked is None else self.picked.join(out))
-
-    def begin(self, keep: int | Tensor | None, info: SequenceInfo, sp: SequenceSharding) -> None:
-        """Set which tokens the next forward keeps: the last ones, or those at given positions; None or 0: all.
-
-        Raises:
-            LongspanError: for a position outside the sequence.
-        """
-        n = info.length
-        if isinstance(keep, Tensor):
-            outside = next((int(i) for i in keep.tolist() if not -n <= i < n), None)
-            if outside is not None:
-                raise LongspanError(f"`logits_to_keep` holds {outside}, the sequence has {n} tokens: {-n} to {n - 1}")
-            tokens: Sequence[int] = [int(i) % n for i in keep.tolist()]
-        else:
-            tokens = range(max(0, n - keep), n) if keep else ()
-        self.picked = PickedTokens(tokens, n, sp.with_layout(info.layout)) if tokens else None
-
-
 class Gathered(torch.autograd.Function):
-    """All tokens' numbers on every rank; the gradient of mine is what this rank's own loss says of them."""
+    """Gather all tokens on every rank; the gradient of my tokens is that of this rank's own loss."""
 
     @staticmethod
     def forward(ctx: Any, x_BL: Tensor, sp: SequenceSharding, layout: Layout, length: int) -> Tensor:

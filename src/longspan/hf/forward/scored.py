@@ -1,8 +1,7 @@
-"""A forward that gives each token's log-probability in place of logits, as TRL's trainers ask for it.
+"""Log-probabilities in place of logits, for TRL's trainers: `model(**batch, labels=labels, fused_lm_head=True)`.
 
-They call `model(**batch, labels=labels, fused_lm_head=True)`. Here head and softmax go tile by tile, forward and
-backward, and the numbers of all tokens come back in order on every rank, so that what a trainer makes of them (a sum
-over a completion, a margin between two) is what it makes on one process.
+Head and softmax run tile by tile in forward and backward. Every rank gets the numbers of all tokens in order, so that a
+trainer computes the same from them as on one process.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a trainer wants of log-probabilities beside the call's own arguments.
+    """Options of log-probabilities that are not arguments of the call.
 
     Attributes:
-        temperature: logits are divided by it.
-        entropy: whether entropies are trained on, and so have a gradient.
+        temperature: divides the logits.
+        entropy: whether entropies have a gradient.
     """
 
     temperature: float = 1.0
@@ -39,15 +38,15 @@ class Scoring:
 
 @dataclass
 class ScoredOutput(ModelOutput):  # type: ignore[misc]
-    """What TRL's fused head gives, under its names; tensors `[B, n - 1]`, 0 where the next token is not labelled.
+    """The output of TRL's fused head, under its names; tensors `[B, n - 1]`, 0 if the next token is not labelled.
 
     Attributes:
         loss: minus the mean of `log_probs` over this replica's labelled tokens.
         log_probs: log p(next token).
-        entropy: of what the model predicts there, in nats; a gradient where `Scoring.entropy` asks for it.
+        entropy: of the prediction, in nats; has a gradient if `Scoring.entropy`.
         is_top1, mean_logits, log_sum_sq_probs: see `longspan.losses.logprobs.EXTRAS`; no gradient.
-        label_mask: where the next token is labelled.
-        aux_loss: a mixture of experts' load-balancing loss, where it was asked for.
+        label_mask: whether the next token is labelled.
+        aux_loss: a mixture of experts' load-balancing loss, if requested.
     """
 
     loss: Tensor | None = None
@@ -62,10 +61,10 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
 
 
 def labels_to_score(cut: dict[str, Any]) -> Tensor:
-    """The labels of a cut batch, taken out of it.
+    """Remove the labels from a sharded batch, and return them.
 
     Raises:
-        LongspanError: there are none.
+        LongspanError: if there are none.
     """
     labels = cut.pop("labels", None)
     cut.pop("num_items_in_batch", None)
@@ -83,7 +82,7 @@ def scored_output(
     aux_loss: Tensor | None,
     wanted: Scoring,
 ) -> ScoredOutput:
-    """A forward's output with the numbers of all tokens of the replica.
+    """Return the log-probabilities of all tokens of the replica.
 
     Args:
         model: whose forward it is.
@@ -92,10 +91,10 @@ def scored_output(
         sp: the sharding.
         info: of the batch.
         aux_loss: of its routers.
-        wanted: beside them.
+        wanted: options.
 
     Raises:
-        LongspanError: for a model whose head is not where transformers has it.
+        LongspanError: if the model does not call its head as transformers' models do.
     """
     logits = output["logits"]
     if not isinstance(logits, DeferredLogits):

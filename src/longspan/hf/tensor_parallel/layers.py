@@ -1,26 +1,21 @@
-"""Tensor parallelism of a Hugging Face model: which weight is cut where, and what is sent around a layer.
+"""Apply tensor parallelism to a Hugging Face model: shard its weights, and put collectives around its layers.
 
-The weights of attention and MLP are cut over the mesh's `tensor` axis as the model's own plan says (transformers'
-`base_model_tp_plan`): the first products by their outputs (columns), the last by their inputs (rows), embedding and
-head by the vocabulary, experts one by one. Two styles say how the parts of a layer's output become the residual stream:
+Two styles say how the partial outputs of a layer become the residual stream:
 
-    "tp"           every rank holds the whole stream: an all-reduce behind attention and MLP (arXiv:1909.08053)
-    "megatron-sp"  each rank holds its tokens of it, norms included: an all-gather before, a reduce-scatter behind
+    "tp"           every rank holds the whole stream: an all-reduce after attention and MLP (arXiv:1909.08053)
+    "megatron-sp"  each rank holds its tokens of it, norms included: an all-gather before, a reduce-scatter after
                    (arXiv:2205.05198)
 
-All ranks of a tensor group are given the same tokens; attention runs on this rank's heads, over ring and ulysses as
-ever. A weight is a `DTensor` to FSDP, optimizers and checkpoints, and a plain tensor to its module while that runs
-(`longspan.comm.sharded_weights`): torch's own styles make DTensors of activations, which the memory options do not
-take, and sum the gradient of a layer's input once for each of its first products, where once is enough.
+All ranks of a tensor group get the same tokens; attention runs on this rank's heads, over ring and ulysses as without a
+tensor axis. A weight is a `DTensor` to FSDP, optimizers and checkpoints, and a plain tensor to its module while that
+runs (`longspan.comm.sharded_weights`). torch's own parallel styles make DTensors of activations, which the memory
+options do not support, and all-reduce the gradient of a layer's input once per matmul, where once per layer is enough.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,399 +23,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from longspan.comm.sharded_weights import Rule, Shards
-from longspan.comm.tensor import Parts, TensorGroup
+from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, split_groups
-from longspan.core.tile_sizes import even_span
-from longspan.core.validation import format_value
+from longspan.core.heads import HeadShard
 from longspan.hf.forward.kv_cache import CachedInfo, last_tokens
-from longspan.hf.support import attention_layers, decoder_of, draws
+from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.tensor_parallel.experts import ExpertParallel
+from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle
 from longspan.losses.vocab_parallel import Vocabulary
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
     from longspan.losses.deferred_logits import Head
 
-TensorStyle = Literal["tp", "megatron-sp"]
-STYLES = ("tp", "megatron-sp")
 
-_EXPERTS = "moe_tp_experts"
-_COVERED = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # of weights inside experts
-_GRADIENT = "replicated_with_grad_allreduce"
-
-_ATTENTION = {**{f"layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"}, "layers.*.self_attn.o_proj": "rowwise"}
-_MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
-_HUNYUAN = {**_ATTENTION, **{f"layers.*.self_attn.{x}_layernorm": _GRADIENT for x in ("query", "key")}}
-_LATENT = {  # every rank makes the latent vectors of all heads
-    **{f"layers.*.self_attn.{x}": _GRADIENT for x in ("q_a_proj", "kv_a_proj_with_mqa")},
-    **{f"layers.*.self_attn.{x}_a_layernorm": _GRADIENT for x in ("q", "kv")},
-    **{f"layers.*.self_attn.{x}": "colwise" for x in ("q_proj", "q_b_proj", "kv_b_proj")},
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-PLANS: dict[str, dict[str, str]] = {
-    "gpt_oss": {**_ATTENTION, "layers.*.mlp.experts": _EXPERTS},
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "granitemoe": _ATTENTION,
-    "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
-    "hunyuan_v1_moe": _HUNYUAN,
-}
-"""By `model_type`, what transformers' plan of a family leaves out."""
-
-_WHOLE_OUTPUT = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
-"""transformers gathers these outputs; here each rank makes the outputs of its own heads and features, as elsewhere."""
-
-FUSED: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), ()),  # norms over all heads
-    "phi3": ("qkv_proj", "gate_up_proj"),
-    **dict.fromkeys(("glm", "glm4"), ("gate_up_proj",)),
-}
-"""By `model_type`, for families with these styles: projections whose outputs are queries, then keys, then values; or
-gate, then up."""
-
-_OF_KV = ("k_proj", "v_proj", "k_norm")
-"""Weights of attention with an entry for each KV head; the others have one for each query head."""
-
-
-@dataclass
-class TensorPlan:
-    """What `apply_tensor` does to a model.
-
-    Attributes:
-        rules: of every parameter, by its name.
-        regions: modules that compute with parts of weights, "attention" or "mlp", or with a part of the tokens, "moe".
-        experts: modules of which each rank holds some experts.
-        adapted: PEFT's modules around some of them, which read all weights in them.
-        norms: norms over the queries, or the keys, of all heads: how much each of this rank's entries counts, so that
-            the entries of all ranks count once.
-        heads: the heads of each rank; set on layers that cut the output of a fused projection (`fused`).
-        fused: those layers.
-    """
-
-    rules: dict[str, Rule] = field(default_factory=dict)
-    regions: dict[str, str] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)
-    adapted: list[str] = field(default_factory=list)
-    norms: dict[str, list[float]] = field(default_factory=dict)
-    heads: tuple[HeadShard, ...] = ()
-    fused: list[str] = field(default_factory=list)
-
-
-def tensor_plan(model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> TensorPlan:
-    """What becomes of each weight, or what speaks against it; nothing is changed.
-
-    Args:
-        model: before anything is sharded.
-        size: ranks of a tensor group.
-        rank: this one's place.
-        style: of the residual stream.
-        others: ranks of the sequence group, for the mesh that is proposed instead.
-
-    Raises:
-        LongspanError: naming the layer, with the numbers and a mesh that fits.
-    """
-    return _Planner(model, size, rank, style, others).plan()
-
-
-class _Planner:
-    def __init__(self, model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int) -> None:
-        self.model, self.size, self.rank, self.style, self.others = model, size, rank, style, others
-        self.name = type(model).__name__
-        self.modules = dict(model.named_modules())
-        self.names = {module: name for name, module in self.modules.items()}
-        self.attention = attention_layers(model)
-        self.made = TensorPlan()
-
-    def plan(self) -> TensorPlan:
-        styles = self._styles()
-        self._check_heads()
-        for path, style in styles.items():
-            if style == _EXPERTS:
-                self._experts(path)
-        inside = tuple(f"{path}." for path, kind in self.made.regions.items() if kind == "moe")
-        for path, style in styles.items():
-            if style in ("colwise", "rowwise") and not path.startswith(inside or ("\0",)):
-                self._linear(path, style)
-        self._check_regions(styles)
-        self._vocabulary()
-        self._rest(styles, inside)
-        return self.made
-
-    def _styles(self) -> dict[str, str]:
-        """The style of every module that the model's plan names."""
-        config = self.model.config.get_text_config()
-        brought = getattr(config, "base_model_tp_plan", None) or {}
-        # The embedding is cut by the vocabulary, whatever a plan says. Since 5.24 some plans name nothing else.
-        brought = {p: s for p, s in brought.items() if not s.startswith("embedding")}
-        plan = {**brought, **PLANS.get(config.model_type, {})}
-        if not plan:
-            self._refuse(f"transformers brings no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
-        decoder, found = self.names[decoder_of(self.model)], dict[str, str]()
-        experts = tuple(f"{pattern}." for pattern, style in plan.items() if style == _EXPERTS)
-        for pattern, style in plan.items():
-            of_experts = pattern.startswith(experts or ("\0",)) and style in _COVERED
-            wanted = re.compile(re.escape(f"{decoder}.{pattern}").replace(r"\*", r"[^.]+"))
-            for path in self.modules:
-                if of_experts or not wanted.fullmatch(path):
-                    continue
-                known = _WHOLE_OUTPUT.get(style, style)
-                if known not in ("colwise", "rowwise", _GRADIENT, _EXPERTS):
-                    self._refuse(f"its plan has the style {style!r} for layer {path}, which is not known here")
-                if known != style and config.model_type not in FUSED:
-                    self._refuse(
-                        f"its plan has the style {style!r} for layer {path}, whose outputs may be in any order"
-                    )
-                found[path] = known
-        return found
-
-    def _check_heads(self) -> None:
-        config = self.model.config.get_text_config()
-        self.q_heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.q_heads
-        self.model_type: str = config.model_type
-        self.made.heads = split_groups(self.q_heads, self.kv_heads, self.size)
-        if not all(shard.q_heads for shard in self.made.heads):
-            self._refuse_size("query heads", self.q_heads, cut=False)
-        for path, layer in self.attention.items():
-            own = getattr(layer, "num_key_value_heads", self.kv_heads), getattr(layer, "num_heads", self.q_heads)
-            if own != (self.kv_heads, self.q_heads):
-                self._refuse(f"layer {path} has {own[1]} query and {own[0]} KV heads, not as its config")
-
-    def _of_heads(self, path: str, width: int, name: str = "") -> Parts:
-        """Return which entries of all query or KV heads each rank has."""
-        kv = (name or path.rpartition(".")[2]) in _OF_KV
-        count = self.kv_heads if kv else self.q_heads
-        if width % count:
-            self._refuse(f"{path} has {width} features, which are no multiple of its {count} heads")
-        each = width // count
-        heads = [(h.kv_start, h.kv_stop) if kv else (h.q_start, h.q_stop) for h in self.made.heads]
-        return Parts(width, tuple(((start * each, stop * each),) for start, stop in heads))
-
-    def _of_features(self, path: str, width: int) -> Parts:
-        """Return which features between the matrices of an MLP each rank has."""
-        spans = [even_span(width, rank, self.size) for rank in range(self.size)]
-        if not all(start < stop for start, stop in spans):
-            self._refuse_size(f"features between its matrices in {path}", width)
-        return Parts(width, tuple((span,) for span in spans))
-
-    def _outputs(self, path: str, width: int, attends: bool) -> Parts:
-        """Return which outputs of a column-wise projection each rank computes."""
-        own = path.rpartition(".")[2]
-        if own not in FUSED.get(self.model_type, ()):
-            return self._of_heads(path, width) if attends else self._of_features(path, width)
-        if not attends:
-            return _in_turn([self._of_features(path, width // 2)] * 2)
-        each = width // (self.q_heads + 2 * self.kv_heads)
-        if each * (self.q_heads + 2 * self.kv_heads) != width:
-            self._refuse(f"{path} has {width} features, not as many as its queries, keys and values")
-        self.made.fused.append(path.rpartition(".")[0])
-        counts = {"q_proj": self.q_heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
-        return _in_turn([self._of_heads(path, each * count, name) for name, count in counts.items()])
-
-    def _linear(self, path: str, style: str) -> None:
-        module = self.modules[path]
-        base = getattr(module, "base_layer", module)
-        weight = getattr(base, "weight", None)
-        if not isinstance(base, nn.Linear) or not isinstance(weight, Tensor) or not weight.is_floating_point():
-            self._refuse(f"layer {path} is no linear layer with weights of floating point ({type(base).__name__})")
-        at = f"{path}.base_layer" if base is not module else path
-        owner = path.rpartition(".")[0]
-        attends = owner in self.attention
-        if style == "colwise":
-            cut = self._cut(self._outputs(path, base.out_features, attends), 0, path)
-            self._rule(base, at, weight=cut, bias=cut)
-            self._adapters(module, path, Rule(partial=True), cut, cut)
-        else:
-            width = base.in_features
-            cut = self._cut(self._of_heads(path, width) if attends else self._of_features(path, width), 1, path)
-            self._rule(base, at, weight=cut, bias=Rule(partial=True, first=True))
-            self._adapters(module, path, cut, Rule(partial=True), Rule(partial=True, first=True))
-        self.made.regions[owner] = "attention" if attends else "mlp"
-
-    def _cut(self, parts: Parts, dim: int, path: str) -> Rule:
-        """Return how a weight is cut over the ranks when each computes with its `parts`."""
-        if parts.even:
-            return Rule(dim)
-        if self.kv_heads < self.size and path.rpartition(".")[2] in _OF_KV:
-            return Rule(partial=True, parts=parts)  # small, and needed by several ranks: every rank holds all of it
-        return Rule(dim, parts=parts)
-
-    def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
-        for name, _ in module.named_parameters(recurse=False):
-            self.made.rules[f"{path}.{name}"] = rules[name]
-
-    def _adapters(self, module: nn.Module, path: str, a: Rule, b: Rule, bias: Rule) -> None:
-        """LoRA beside a cut layer: B A x is linear, so parts of either give parts of the sum."""
-        for name, p in module.named_parameters():
-            kind, _, rest = name.partition(".")
-            own = rest.rpartition(".")[2]
-            if name in ("weight", "bias") or kind == "base_layer":
-                continue
-            if kind not in ("lora_A", "lora_B") or own not in ("weight", "bias") or p.dim() != (own == "weight") + 1:
-                self._refuse(f"layer {path} has the adapter weight {name}, and only LoRA's A and B can be cut with it")
-            rule = a if kind == "lora_A" else bias if own == "bias" else b
-            self.made.rules[f"{path}.{name}"] = rule
-
-    def _check_regions(self, styles: dict[str, str]) -> None:
-        """Every attention, and every MLP with a first product that is cut, must have a last one that is."""
-        for path in self.made.regions:
-            if self.made.regions[path] == "moe":
-                continue
-            found = {style for name, style in styles.items() if name.rpartition(".")[0] == path}
-            if not {"colwise", "rowwise"} <= found:
-                self._refuse(f"the plan of layer {path} has no first and last product (it has {sorted(found)})")
-        for path in self.attention:
-            if path not in self.made.regions:
-                self._refuse(f"its plan does not say how the attention layer {path} is cut")
-
-    def _experts(self, path: str) -> None:
-        module, owner, adapters = self.modules[path], path.rpartition(".")[0], dict[str, nn.Module]()
-        at = path
-        while isinstance(base := getattr(module, "base_layer", None), nn.Module):  # PEFT's, one for each adapted weight
-            adapters[at] = module
-            module, at = base, f"{at}.base_layer"
-        count = getattr(module, "num_experts", None)
-        weights = dict(module.named_parameters(recurse=False))
-        inner = [name for name, _ in module.named_parameters() if name not in weights]
-        if not isinstance(count, int) or inner or any(len(p) != count for p in weights.values()):
-            self._refuse(f"layer {path} ({type(module).__name__}) does not hold its experts in one tensor a weight")
-        if not all(start < stop for start, stop in (even_span(count, r, self.size) for r in range(self.size))):
-            self._refuse_size(f"experts in {path}", count)
-        self._rule(module, at, **dict.fromkeys(weights, Rule(0)))
-        for adapter in adapters.items():
-            self._expert_adapter(*adapter, count)
-        if adapters:
-            self.made.adapted.append(path)
-        self.made.regions[owner] = "moe"
-        self.made.experts.append(at)
-
-    def _expert_adapter(self, path: str, adapter: nn.Module, count: int) -> None:
-        """Cut LoRA on the weights of all experts: A's rows are ordered by expert, B's columns by LoRA rank."""
-        spans = [even_span(count, r, self.size) for r in range(self.size)]
-        if any(stop - start == 1 for start, stop in spans):
-            self._refuse(f"layer {path} has LoRA on experts, which PEFT supports only with 2 or more experts on a rank")
-        for name, p in adapter.named_parameters():
-            kind, own = name.partition(".")[0], name.rpartition(".")[2]
-            if kind == "base_layer":
-                continue
-            if kind not in ("lora_A", "lora_B") or own != "weight" or p.dim() != 2:
-                self._refuse(f"layer {path} has the adapter weight {name}, and only LoRA's A and B can be cut with it")
-            dim = 0 if kind == "lora_A" else 1
-            ranks = p.shape[dim] // count
-            each, blocks = (ranks, 1) if dim == 0 else (1, ranks)
-            parts = [
-                tuple((i * count + start * each, i * count + stop * each) for i in range(blocks))
-                for start, stop in spans
-            ]
-            self.made.rules[f"{path}.{name}"] = self._cut(Parts(p.shape[dim], tuple(parts)), dim, path)
-
-    def _vocabulary(self) -> None:
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if self.model.loss_type != "ForCausalLM" or not isinstance(head, nn.Linear):
-            self._refuse("a causal language model with a linear head is what can be cut by its vocabulary")
-        if not isinstance(embedding, nn.Embedding):
-            self._refuse(f"its embedding is a {type(embedding).__name__}")
-        for module in (embedding, head):
-            entries = len(module.weight)
-            if even_span(entries, self.size - 1, self.size)[0] == entries:
-                self._refuse_size(f"entries of the vocabulary in {self.names[module]}", entries)
-            if next(module.children(), None) is not None:
-                self._refuse(f"{self.names[module]} has adapters")
-            cut = {name: Rule(0) for name, _ in module.named_parameters(recurse=False)}
-            self._rule(module, self.names[module], **cut)
-
-    def _rest(self, styles: dict[str, str], moe: tuple[str, ...]) -> None:
-        """Weights that no style names: whole on every rank."""
-        shown = {id(self.model.get_parameter(name)) for name in self.made.rules}
-        for name, p in self.model.named_parameters():
-            owner, _, own = name.rpartition(".")
-            if name in self.made.rules or id(p) in shown:
-                continue
-            region = next((x for x in self.made.regions if name.startswith(f"{x}.")), None)
-            if region is None or name.startswith(moe or ("\0",)):
-                of_tokens = self.style == "megatron-sp" and self._in_layers(name)
-                self.made.rules[name] = Rule(partial=of_tokens or region is not None)
-            elif own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):
-                self.made.rules[name] = self._cut(self._of_heads(name, self.q_heads), 0, owner)
-            elif any(style == _GRADIENT and name.startswith(f"{path}.") for path, style in styles.items()):
-                self.made.rules[name] = Rule(partial=True)
-            elif self._normalizes_all_heads(owner, region):
-                parts = self._of_heads(owner, p.numel())
-                self.made.rules[name] = self._cut(parts, 0, owner)
-                self.made.norms[owner] = _weights(parts, self.rank)
-            else:
-                self._refuse(f"its plan does not say how {name} is cut")
-        for module in self.model.modules():
-            if draws(module):
-                self._refuse(
-                    f"layer {self.names[module]} draws random numbers (dropout), which the ranks of a tensor group "
-                    "would need alike; set it to 0"
-                )
-
-    def _normalizes_all_heads(self, path: str, region: str) -> bool:
-        """Whether a module is a root-mean-square norm over the queries, or the keys, of all heads at once."""
-        owner, _, own = path.rpartition(".")
-        norm, projection = self.modules[path], self.modules.get(f"{owner}.{own[0]}_proj")
-        return (
-            owner == region
-            and own in ("q_norm", "k_norm")
-            and isinstance(getattr(norm, "variance_epsilon", None), float)
-            and [tuple(p.shape) for p in norm.parameters()] == [(getattr(projection, "out_features", None),)]
-        )
-
-    def _in_layers(self, name: str) -> bool:
-        """Whether a weight is used with tokens of the residual stream."""
-        decoder = self.names[decoder_of(self.model)]
-        return name.startswith(f"{decoder}.")
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise LongspanError(f"`tensor={self.size}` cannot cut {self.name}: {why}; use `{self._mesh(1)}`")
-
-    def _refuse_size(self, what: str, count: int, cut: bool = True) -> NoReturn:
-        total = self.size * self.others
-        fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count if cut else t))
-        raise LongspanError(
-            f"`tensor={self.size}` would leave a rank without any of the {count} {what} of {self.name}; try "
-            f"`{self._mesh(fits)}`"
-        )
-
-    def _fits(self, t: int, count: int) -> bool:
-        heads = split_groups(self.q_heads, self.kv_heads, t)
-        return all(shard.q_heads for shard in heads) and even_span(count, t - 1, t)[0] < count
-
-    def _mesh(self, tensor: int) -> str:
-        return f"tensor={tensor}, ulysses={self.size * self.others // tensor}"
-
-
-def _in_turn(every: list[Parts]) -> Parts:
-    """Concatenate several outputs: each rank has its parts of each."""
-    starts = list(itertools.accumulate((parts.length for parts in every), initial=0))
-    spans = [
-        tuple((start + a, start + b) for start, parts in zip(starts, every, strict=False) for a, b in parts.spans[rank])
-        for rank in range(len(every[0].spans))
-    ]
-    return Parts(starts[-1], tuple(spans))
-
-
-def _weights(parts: Parts, rank: int) -> list[float]:
-    """Return for each entry of this rank 1 / (the number of ranks that have it)."""
-    spans = [span for spans in parts.spans for span in spans]
-    mine = [entry for start, stop in parts.spans[rank] for entry in range(start, stop)]
-    return [1 / sum(start <= entry < stop for start, stop in spans) for entry in mine]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Applying it.
-
-
-class TensorParallel:
+class TensorParallel(Stage):
     """A model's tensor group, and what its hooks share.
 
     Args:
@@ -608,14 +229,17 @@ class TensorParallel:
         self.tokens = last.shape[1]  # for the head
         return self.group.my_tokens(last)
 
-    def refuse(self, batch: Mapping[str, Any], config: Any) -> None:
-        """Refuse what a residual stream cut by tokens has not: embeddings from outside, hidden states to show.
+    def check(self, call: ForwardCall) -> None:
+        """Raise for embeddings as inputs and hidden states as outputs, which "megatron-sp" shards by tokens.
 
         Raises:
-            LongspanError: with the way out.
+            LongspanError: naming the argument.
         """
+        if self.style == "tp":
+            return
+        batch = call.batch
         asked = batch.get("output_hidden_states")
-        hidden = getattr(config, "output_hidden_states", False) if asked is None else asked
+        hidden = getattr(call.model.config, "output_hidden_states", False) if asked is None else asked
         for what, given in (
             ("output_hidden_states=True", hidden),
             ("inputs_embeds", batch.get("inputs_embeds") is not None),
@@ -630,16 +254,6 @@ class TensorParallel:
         """Of flags of all tokens `[B, L]` those of the tokens that this rank routes."""
         short = self.group.size * self.group.tokens(real.shape[1]) - real.shape[1]
         return F.pad(real, (0, short)).chunk(self.group.size, 1)[self.group.rank]
-
-
-def check_style(style: Any, size: int) -> None:
-    """Refuse a style that is none.
-
-    Raises:
-        LongspanError: with those there are.
-    """
-    if style not in STYLES:
-        raise LongspanError(f"tensor_style={format_value(style)} is unknown; choose {' or '.join(map(repr, STYLES))}")
 
 
 def _set_heads(layer: Any, heads: HeadShard) -> None:

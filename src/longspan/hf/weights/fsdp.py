@@ -1,12 +1,12 @@
-"""How FSDP2 groups a model's weights: what is gathered together, when, and in which order.
+"""Shard a model's weights by FSDP2. Each group of weights is gathered and released as a whole:
 
-    the embedding               gathered for its forward alone: its backward needs no weights
-    each decoder layer          gathered one layer ahead in forward and backward, released after each
-    final norm and head         gathered beside the last layer, kept to the head's backward, which comes next
-    the root: what is left      norms and positions beside the embedding, a few rows as a rule
+    embedding              gathered for its forward only: its backward needs no weights
+    each decoder layer     gathered one layer ahead in forward and backward, released after each
+    final norm and head    gathered during the last layer, kept until the head's backward, which comes next
+    root: all others       usually a few rows: norms and positions next to the embedding
 
-A weight that two modules share (a head tied to the embedding) must be one group's, gathered from the first use to the
-last. That group is the root's, which spans the whole forward and backward; embedding and head then stay in it.
+A weight shared by two modules (a head tied to the embedding) needs a group that stays gathered from its first use to
+its last. Only the root group does, so embedding and head then belong to it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ if TYPE_CHECKING:
 def apply_fsdp(
     model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None, *, cpu_offload: bool = False
 ) -> None:
-    """`fully_shard` the groups of a model. Gradients are summed: the loss is divided by all tokens. On one rank nothing
-    is shared, and the groups are what `cpu_offload` brings to the device one after the other.
+    """Call `fully_shard` on the groups of a model. Gradients are summed, not averaged, as the loss is already a mean.
 
     Args:
-        model: whose weights become shards, in place.
-        sp: its sharding.
+        model: changed in place.
+        sp: the sharding; on one rank, groups only serve `cpu_offload`.
         mp_policy: FSDP's mixed precision.
-        cpu_offload: shards, their gradients and so the optimizer's states stay in the host's memory, pinned; a group's
-            weights go to the device when it gathers them, its gradient comes back when it is summed.
+        cpu_offload: keep shards, gradients and optimizer state in pinned host memory; a group's weights are copied to
+            the device when it gathers them, its gradient is copied back when it is summed.
 
     Raises:
-        LongspanError: for `cpu_offload` where the device is the CPU.
+        LongspanError: for `cpu_offload` on a CPU.
     """
     check_cpu_offload(sp.device, cpu_offload)
     options: dict[str, Any] = {
@@ -70,38 +69,34 @@ def apply_fsdp(
 
 
 def check_cpu_offload(device: torch.device, cpu_offload: bool) -> None:
-    """Refuse an offload that moves nothing.
-
-    Raises:
-        LongspanError: where the device is the CPU.
-    """
+    """Raise if `cpu_offload` is set and the device is the CPU."""
     if cpu_offload and device.type == "cpu":
         raise LongspanError(
-            "cpu_offload=True keeps weights, gradients and optimizer states in the host's memory, and on a CPU they "
-            "are there already: there is nothing to move; leave it out"
+            "cpu_offload=True keeps weights, gradients and optimizer states in host memory; on a CPU there is "
+            "nothing to move; leave it out"
         )
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what a forward has gathered and no backward has released: the model has its own parameters again."""
+    """Release weights that a forward gathered and no backward released; parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gather_group_of(model: nn.Module, module: nn.Module) -> None:
-    """Gather the weights of the group that a module is in."""
+    """Gather the weights of a module's group."""
     owners = [m for m in model.modules() if isinstance(m, FSDPModule) and any(x is module for x in m.modules())]
     if owners:
         owners[-1].unshard()  # modules come outer ones first
 
 
 def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Module]]:
-    """The embedding, and final norm and head, where each can be a group of its own: its weights are nobody else's.
+    """Return the embedding group and the group of final norm and head, before FSDP.
 
     Returns:
-        The input embedding, None where it shares a weight (or there is none that is a module of its own); the modules
-        of the last group, in the order in which they run, empty likewise. Before FSDP.
+        The input embedding, or None if it shares a weight with another module; final norm and head in the order in
+        which they run, or an empty list if they share a weight.
     """
     embedding, head = model.get_input_embeddings(), _child_with(model, model.get_output_embeddings())
     tail = [] if head is None else [*_final_norm(model), head]
@@ -113,16 +108,14 @@ def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Modu
 
 
 def _child_with(model: nn.Module, inside: nn.Module | None) -> nn.Module | None:
-    """The model's own child that holds a module: a masked LM's head is more than the product with the vocabulary, and
-    is called as a whole.
-    """
+    """Return the model's child that contains a module: a masked LM's head has more layers than the last matmul."""
     if inside is None:
         return None
     return next((child for child in model.children() if any(module is inside for module in child.modules())), None)
 
 
 def _final_norm(model: nn.Module) -> list[nn.Module]:
-    """The last norm that stands beside the decoder layers and after them, or nothing."""
+    """Return the last norm next to the decoder layers and after them, or an empty list."""
     last = decoder_layers(model)[-1:]
     for owner in model.modules():
         children = list(owner.children())
@@ -135,16 +128,16 @@ def _final_norm(model: nn.Module) -> list[nn.Module]:
 
 
 def _shares(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module outside of this one holds one of its parameters too."""
+    """Return whether another module holds one of this module's parameters."""
     mine, inside = {id(p) for p in module.parameters()}, set(module.modules())
     others = (m for m in model.modules() if m not in inside)
     return any(id(p) in mine for m in others for p in m.parameters(recurse=False))
 
 
 def _backward_reads_table(embedding: nn.Module) -> bool:
-    """Whether autograd keeps weights of an embedding for its backward: a look-up keeps the ids alone.
+    """Return whether autograd saves weights of an embedding for its backward; a plain look-up saves only the ids.
 
-    Asked of autograd itself, with one token, as an embedding may be any module (PEFT's wrapper, a family's own class).
+    Run it on one token, as an embedding may be any module (PEFT's wrapper, a family's own class).
     """
     if not isinstance(embedding, nn.Embedding):
         return True
@@ -161,7 +154,7 @@ def _backward_reads_table(embedding: nn.Module) -> bool:
 
 
 def _prefetch(forward: list[nn.Module], backward: list[nn.Module]) -> None:
-    """Each group gathers the next one while it computes, in forward and (without the embedding) in backward order."""
+    """Let each group gather the next one while it computes, in forward and backward order."""
     for group, following in itertools.pairwise(forward):
         assert isinstance(group, FSDPModule) and isinstance(following, FSDPModule)
         group.set_modules_to_forward_prefetch([following])

@@ -1,6 +1,6 @@
-"""Gradients of weights that every rank holds whole: each rank computes its tokens' part, the sum is the gradient.
+"""Sum gradients over ranks: without FSDP, where each rank computes its tokens' part of every gradient; and `no_sync`.
 
-And, with and without FSDP, when they are summed: at the end of every backward, or of the last of several (`no_sync`).
+Gradients are summed after every backward, or, with `no_sync`, after the last of several.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets
 from longspan.core.validation import checked_call
+from longspan.hf.state import state_of
 from longspan.hf.support import transformers_model
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 @checked_call()
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backwards in here leave gradients unsummed; the first one after it sums all of them over the ranks, once.
+    """Do not sum gradients in these backwards; the first backward after them sums all, once.
 
-    For gradient accumulation: every micro-batch but the last goes in here, on every rank alike. The gradients are those
-    of summing after each, up to the order of a sum. Until then `p.grad` does not hold them, and under FSDP each rank
-    keeps the gradients of the whole model, not of its shard.
+    For gradient accumulation: put every micro-batch but the last in here, on every rank. The gradients equal those of a
+    sum after each backward, up to the order of additions. Until they are summed, `p.grad` does not contain them, and
+    under FSDP each rank holds the gradients of the whole model.
 
         for i, micro in enumerate(micro_batches):
             with longspan.no_sync(model) if i + 1 < len(micro_batches) else contextlib.nullcontext():
@@ -47,14 +48,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             (`longspan.optimizer_in_backward`).
     """
     inner: Any = transformers_model(model)
-    if not hasattr(inner, "longspan_hooks"):
-        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
-    if inner.longspan_hooks.in_backward is not None:
+    state = state_of(model)
+    if state.in_backward is not None:
         raise LongspanError(
             "gradients cannot accumulate where each backward updates the weights (longspan.optimizer_in_backward); "
             "call remove() on what it returned, and optimizer.step() after the last micro-batch"
         )
-    sums: GradientSum | None = inner.longspan_hooks.gradients
+    sums = state.gradients
     if isinstance(inner, FSDPModule):
         inner.set_requires_gradient_sync(False)
     elif sums is not None:
@@ -69,13 +69,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 class GradientSum:
-    """Without FSDP: sums every backward's gradients over data x sequence, once, when that backward has ended.
+    """Without FSDP, sum the gradients of each backward over data x sequence when the backward has ended.
 
-    What had been accumulated before is laid aside while the backward runs, so that it is not summed a second time. A
-    backward in `no_sync` is not summed: its gradients wait, apart from `p.grad`, for the next one that is.
-    A parameter that got no gradient on any rank keeps none; one that got it on some ranks counts as zero on the others,
-    so ranks never wait for one another. Hooks that run when a gradient has accumulated (an optimizer in the backward)
-    run before the sum: use FSDP with those.
+    - Gradients accumulated earlier are set aside during the backward, so that they are not summed twice.
+    - Gradients of a backward in `no_sync` wait, apart from `p.grad`, for the next backward that is summed.
+    - A parameter without a gradient on any rank keeps none; if it has one on some ranks, the others add zero.
+    - Hooks on accumulated gradients (an optimizer in the backward) run before the sum: use FSDP for those.
     """
 
     bucket_elements = GRADIENT_BUCKET
@@ -115,7 +114,7 @@ class GradientSum:
         return hook
 
     def forget_unfinished(self) -> None:
-        """Before a forward: if the last backward raised half-way, put back what it had laid aside."""
+        """Restore the gradients that a backward set aside before it raised."""
         for p, grad in self.earlier.items():
             p.grad = grad
         self.earlier.clear()

@@ -1,16 +1,15 @@
-"""The optimizer's step of each weight in the backward, as its gradient arrives, and the gradient freed at once.
+"""Update each weight in the backward as soon as its gradient is summed, and free the gradient.
 
-FSDP2 calls the hooks that `register_post_accumulate_grad_hook` has set on a sharded parameter when its gradient has
-been summed over the ranks, one layer after the other, on the stream on which it was summed. So no rank ever holds the
-gradients of more than the group of weights that is being summed. The numbers are those of `optimizer.step()` after the
-backward, to the bit: an optimizer such as AdamW looks at each weight by itself.
+FSDP2 calls the `register_post_accumulate_grad_hook` hooks of a sharded parameter when its gradient has been
+reduce-scattered, layer by layer, on the stream of that reduce-scatter. So a rank holds gradients of one FSDP group at a
+time. The result is bit-equal to `optimizer.step()` after the backward, as AdamW and its kind treat each weight alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from longspan.comm.arguments import check_optimizer
 from longspan.comm.digests import local_part
 from longspan.core.errors import LongspanError
 from longspan.core.validation import checked_call
-from longspan.hf.support import transformers_model
+from longspan.hf.state import ParallelState, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 @checked_call(optimizer=check_optimizer)
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> InBackward:
-    """From now on, each backward updates the weights by `optimizer`, and leaves no gradients behind.
+    """Make each backward update the weights by `optimizer` and free the gradients.
 
-    The optimizer stays what it is: its state, its `state_dict`, a scheduler of its rate and what saves it know nothing
-    of this, and a run may go on with or without. `optimizer.step()` finds no gradients and does nothing.
+    The optimizer's state, `state_dict` and schedulers work as before, so a checkpoint can be resumed with or without
+    this. `optimizer.step()` finds no gradients and does nothing.
 
         updates = longspan.optimizer_in_backward(model, optimizer)
         for batch in loader:
@@ -40,8 +39,8 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             scheduler.step()
             norm = updates.grad_norm()         # of the gradients that are gone
 
-    One backward is one step: there is no accumulation (`no_sync` is refused), no clipping by the norm of all gradients,
-    and no gradient scaler, which all need gradients that are there together.
+    One backward is one step. Accumulation (`no_sync`), clipping by global norm and gradient scalers need all gradients
+    at once, and are not supported.
 
     Args:
         model: as `longspan.parallelize` returned it, with FSDP or on one rank.
@@ -49,27 +48,23 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
             none that compares weights, or calls a closure).
 
     Returns:
-        What knows the gradients' norm, can pause, and can be removed.
+        A handle with `grad_norm`, `paused` and `remove`.
 
     Raises:
         LongspanError: for a model that is not parallelized, or with `fsdp=False` on several ranks, where a gradient is
             summed when the backward has ended; and where the optimizer's weights are not the model's trained ones.
     """
-    inner: Any = transformers_model(model)
-    hooks = getattr(inner, "longspan_hooks", None)
-    if hooks is None:
-        raise LongspanError(f"{type(inner).__name__} was not parallelized: call longspan.parallelize first")
-    if hooks.gradients is not None:
+    state = state_of(model)
+    if state.gradients is not None:
         raise LongspanError(
             "with fsdp=False gradients are summed over the ranks when the backward has ended, so no weight can be "
             "updated in it; use longspan.parallelize(..., fsdp=True), or call optimizer.step() after the backward"
         )
-    if hooks.in_backward is not None:
+    if state.in_backward is not None:
         raise LongspanError("this model has an optimizer in its backward already; remove() that first")
     _check_weights(model, optimizer)
-    hooks.in_backward = InBackward(hooks, optimizer)
-    made: InBackward = hooks.in_backward
-    return made
+    state.in_backward = InBackward(state, optimizer)
+    return state.in_backward
 
 
 def _check_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -90,13 +85,13 @@ def _check_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 class InBackward:
-    """Hooks that update weights in the backward; `optimizer_in_backward` makes it."""
+    """The hooks of `optimizer_in_backward`."""
 
-    def __init__(self, hooks: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.hooks, self.optimizer = hooks, optimizer
+    def __init__(self, state: ParallelState, optimizer: torch.optim.Optimizer) -> None:
+        self.state, self.optimizer = state, optimizer
         self.active = True
         self.norms: list[Tensor] = []
-        # By place: `load_state_dict` puts other groups in the place of these.
+        # By index: `load_state_dict` replaces the group dicts.
         self.places = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.handles = [
             p.register_post_accumulate_grad_hook(self._update)
@@ -110,13 +105,13 @@ class InBackward:
             return
         grad = local_part(p.grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
-        # What every rank of a tensor group holds counts once.
-        alike = self.hooks.sp.tensor_size if isinstance(p, DTensor) and p.placements[-1].is_replicate() else 1
+        # A weight replicated over the tensor group counts once.
+        alike = self.state.sp.tensor_size if isinstance(p, DTensor) and p.placements[-1].is_replicate() else 1
         self.norms.append(torch.linalg.vector_norm(grad, dtype=wide) / math.sqrt(alike))
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:
-            # The step of one weight costs the host what one weight costs, not a look at all of them.
+            # The step then visits this weight only, not all of them.
             for i, group in enumerate(groups):
                 group["params"] = [p] if i == self.places[id(p)] else []
             self.optimizer.step()
@@ -126,10 +121,10 @@ class InBackward:
         p.grad = None
 
     def grad_norm(self) -> float:
-        """The global L2 norm of the gradients since this was last called, or since a backward raised. Collective."""
+        """Return the global L2 norm of all gradients since the last call. Collective."""
         norms, self.norms = self.norms, []
-        group = self.hooks.sp.mesh_group
-        square = torch.zeros((), dtype=torch.float64, device=self.hooks.sp.device)
+        group = self.state.sp.mesh_group
+        square = torch.zeros((), dtype=torch.float64, device=self.state.sp.device)
         if norms:
             square = torch.stack([x.to(square.device) for x in norms]).double().square().sum()
         if group is not None:
@@ -146,7 +141,7 @@ class InBackward:
             self.active = before
 
     def remove(self) -> None:
-        """Backwards leave gradients again, for `optimizer.step()`."""
+        """Stop updating: backwards leave gradients for `optimizer.step()` again."""
         for handle in self.handles:
             handle.remove()
-        self.hooks.in_backward = None
+        self.state.in_backward = None

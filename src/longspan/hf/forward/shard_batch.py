@@ -1,0 +1,139 @@
+"""The stage that replaces a whole batch by this rank's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from longspan.comm.consistency import is_on_cpu
+from longspan.core.errors import LongspanError
+from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding
+from longspan.hf.forward.binding import check_positions
+from longspan.hf.forward.loss import problem_of
+from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.hf.checks.batches import BatchCheck
+    from longspan.hf.tensor_parallel.layers import TensorParallel
+
+
+class ShardBatch(Stage):
+    """Shard the batch, unless `longspan.shard_batch` already has; raise for ids that the model does not have.
+
+    Args:
+        traits: of the model.
+        sp: the sharding.
+        tensor: the tensor axis, if there is one.
+        batches: says whether this forward may wait for the GPU; None on one rank.
+    """
+
+    def __init__(
+        self, traits: ModelTraits, sp: SequenceSharding, tensor: TensorParallel | None, batches: BatchCheck | None
+    ) -> None:
+        self.traits, self.sp, self.tensor, self.batches = traits, sp, tensor, batches
+
+    def check(self, call: ForwardCall) -> None:
+        if is_on_cpu(call.batch) or (self.batches is not None and self.batches.thorough):
+            check_ids(call.model, call.batch, self.traits)
+            self._check_labels(call.model, call.batch)
+        if "longspan" in call.batch:
+            self._check_sharded(call.batch)
+            call.inputs = dict(call.batch)
+        else:
+            call.inputs = self._shard(call.batch)
+        check_positions(call.model, call.info.max_position)
+        call.tokens = _tokens(call.inputs)
+
+    def before(self, call: ForwardCall) -> None:
+        inputs = call.inputs
+        if torch.is_grad_enabled():
+            fill_padding(inputs, self.sp, None if self.traits.labels_per_row else inputs.get("labels"))
+        call.tokens = tokens = _tokens(inputs)
+        # A mask of ones: transformers then does not look for packed documents in these positions. Padding and
+        # documents are in `call.info`.
+        rows, length = tokens.shape[:2]
+        if self.tensor is not None:  # an expert-parallel router masks the tokens that it routes
+            length = self.tensor.group.tokens(length)
+        inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
+        inputs["use_cache"] = False
+
+    def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        positions = self.traits.positions(batch)
+        if not self.traits.labels_per_row:
+            return cut_batch(batch, self.sp, shift=not self.traits.labels_per_token, own_positions=positions)
+        labels = batch.get("labels")
+        whole = {key: value for key, value in batch.items() if key != "labels"}
+        return cut_batch(whole, self.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
+
+    def _check_sharded(self, batch: Mapping[str, Any]) -> None:
+        info, own, name = batch["longspan"], self.traits.own_positions, self.traits.name
+        unshifted = self.traits.labels_per_token
+        if not isinstance(info, SequenceInfo):
+            raise LongspanError(
+                f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
+            )
+        if info.counted and own is not None and (own.of_ids is not None or info.segments is not None):
+            raise LongspanError(
+                f"{name} computes position ids from its tokens or mask, but this batch was sharded without them; "
+                "give longspan.shard_batch the position_ids"
+            )
+        if batch.get("labels") is not None and info.shifted == unshifted and not self.traits.labels_per_row:
+            kind = "model of each token, whose labels are not" if unshifted else "causal LM, whose labels are"
+            raise LongspanError(
+                f"{name} is a {kind} shifted; shard its batches with longspan.shard_batch(batch, sp, "
+                f"shift={not unshifted})"
+            )
+
+    def _check_labels(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+        """Raise for labels outside the model's vocabulary or classes."""
+        size, kind = model.config.get_text_config().vocab_size, "vocabulary has {} ids"
+        if self.traits.labels_per_row or model.loss_type == "ForTokenClassification":
+            size, kind = model.config.num_labels, "model has {} labels"
+        for key in ("labels", "shift_labels"):
+            labels = batch.get(key)
+            if not isinstance(labels, Tensor) or labels.numel() == 0:
+                continue
+            if self.traits.labels_per_row and problem_of(model.config, labels) != "single_label_classification":
+                continue
+            wrong = ((labels < 0) | (labels >= size)) & (labels != IGNORE)
+            if bool(wrong.any()):
+                raise LongspanError(
+                    f"`{key}` holds {int(labels[wrong][0])}, the {kind.format(size)}: 0 to {size - 1}, or {IGNORE} "
+                    f"where no loss is computed"
+                )
+
+
+def _tokens(inputs: Mapping[str, Any]) -> Tensor:
+    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    return tokens
+
+
+def check_ids(model: PreTrainedModel, batch: Mapping[str, Any], traits: ModelTraits) -> None:
+    """Raise for ids outside the model's tables: after sharding, only the rank that holds one would fail.
+
+    Raises:
+        LongspanError: with the id and the range.
+    """
+    config = model.config.get_text_config()
+    size, ids = config.vocab_size, batch.get("input_ids")
+    if isinstance(ids, Tensor) and ids.numel():
+        wrong = (ids < 0) | (ids >= size)
+        if bool(wrong.any()):
+            raise LongspanError(
+                f"`input_ids` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}"
+            )
+    types, positions = batch.get("token_type_ids"), batch.get("position_ids")
+    if isinstance(types, Tensor) and types.numel():
+        kinds = getattr(config, "type_vocab_size", None) or size
+        if not 0 <= int(types.min()) <= int(types.max()) < kinds:
+            raise LongspanError(
+                f"`token_type_ids` holds {int(types.min())} to {int(types.max())}, the model has {kinds} types from 0"
+            )
+    if isinstance(positions, Tensor) and positions.numel() and not traits.rotary and int(positions.min()) < 0:
+        raise LongspanError(f"`position_ids` holds {int(positions.min())}, the model's learnt positions start at 0")

@@ -1,0 +1,188 @@
+"""One forward as a list of stages.
+
+Each stage has one concern. Its hooks run in this order:
+
+    reset    in every stage of the model: drop what a forward that raised has left behind
+    check    in list order; may raise, runs no collective
+             (all ranks compare their batches here; if any rank raised, all raise)
+    before   in list order; changes the inputs, may run collectives
+             the model's own forward
+    after    in reverse list order; changes the output
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from longspan.compat.transformers_api import OwnPositions, cache_name, own_positions, take_cache
+from longspan.hf.forward.kv_cache import ShardedCache
+from longspan.hf.forward.scored import Scoring
+from longspan.hf.support import attention_dropout, labels_each_row, labels_each_token, router_top_k
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+    from longspan.hf.batch import SequenceInfo
+
+
+class Stage:
+    """One concern of a forward; see the module's docstring for the order of its methods."""
+
+    def reset(self) -> None:
+        """Drop state of a forward that raised."""
+
+    def check(self, call: ForwardCall) -> None:
+        """Raise if this rank cannot run the forward. No collectives."""
+
+    def before(self, call: ForwardCall) -> None:
+        """Change `call.inputs`. All ranks have passed all checks, so collectives are safe."""
+
+    def after(self, call: ForwardCall, output: Any) -> Any:
+        """Return the output, changed or as it is."""
+        return output
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """Facts about a model's class and config that decide its stages.
+
+    Attributes:
+        name: of the class, before FSDP replaces it.
+        parameters: names of the arguments of `forward`, in order.
+        cache_name: the argument that takes a KV cache.
+        labels_per_token: labels are not shifted: a masked LM or a token classifier.
+        labels_per_row: a sequence classifier.
+        top_k: experts per token, if the model's router loss is known.
+        dropout: the first attention layer with dropout.
+        own_positions: how the model computes position ids from tokens or mask.
+        rotary: whether positions are rotary, so that negative ones are allowed.
+    """
+
+    name: str
+    signature: inspect.Signature
+    cache_name: str
+    labels_per_token: bool
+    labels_per_row: bool
+    top_k: int | None
+    dropout: tuple[str, float, str] | None
+    own_positions: OwnPositions | None
+    rotary: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelTraits:
+        return cls(
+            name=type(model).__name__,
+            signature=inspect.signature(model.forward),
+            cache_name=cache_name(model.forward),
+            labels_per_token=labels_each_token(model),
+            labels_per_row=labels_each_row(model),
+            top_k=router_top_k(model),
+            dropout=attention_dropout(model),
+            own_positions=own_positions(model),
+            rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
+        )
+
+    def accepts(self, argument: str) -> bool:
+        return argument in self.signature.parameters
+
+    def positions(self, batch: Mapping[str, Any], past: int = 0) -> Tensor | None:
+        """Return the position ids of a batch, given or computed as the model would; None if they count along rows.
+
+        Args:
+            batch: the whole batch.
+            past: tokens in the KV cache.
+        """
+        own, given, mask = self.own_positions, batch.get("position_ids"), batch.get("attention_mask")
+        if given is not None or own is None:
+            return given
+        ids = batch.get("input_ids")
+        if own.of_ids is None or own.of_embeds is None:
+            return None if mask is None else (mask.long().cumsum(-1) * mask.long() - 1)[:, past:]
+        return own.of_embeds(batch["inputs_embeds"]) if ids is None else own.of_ids(ids, past)
+
+
+@dataclass
+class ForwardOptions:
+    """What the caller of a model wants of the next forwards.
+
+    Attributes:
+        make_logits: make logits in training with labels too.
+        return_deferred: return logits as `DeferredLogits`.
+        loss_only: make no logits in evaluation either, if there are labels.
+        rows: rows of a classifier's batch that count in its loss; None for all.
+        scoring: options of the log-probabilities for `fused_lm_head=True`.
+    """
+
+    make_logits: bool = False
+    return_deferred: bool = False
+    loss_only: bool = False
+    rows: int | None = None
+    scoring: Scoring = field(default_factory=Scoring)
+
+
+@dataclass
+class ForwardCall:
+    """The forward in progress, shared by its stages.
+
+    Attributes:
+        model: whose forward it is.
+        batch: the caller's arguments by name; a foreign KV cache under "cache".
+        cache: the sharded KV cache, if the forward has one.
+        scored: called with `fused_lm_head=True`.
+        inputs: what the model's forward receives.
+        tokens: ids or embeddings of my tokens, `[B, L, ...]`.
+        has_labels: whether a loss is computed.
+        loss: what the model's loss function returned, and its version.
+        router_loss: the load-balancing loss of all ranks.
+    """
+
+    model: PreTrainedModel
+    batch: dict[str, Any]
+    cache: ShardedCache | None = None
+    scored: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict)
+    tokens: Tensor | None = None
+    has_labels: bool = False
+    loss: tuple[Tensor, int] | None = None
+    router_loss: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, traits: ModelTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ForwardCall:
+        batch = dict(kwargs)
+        scored = bool(batch.pop("fused_lm_head", False))
+        cache = take_cache(dict(zip(traits.signature.parameters, args, strict=False)) | batch)
+        return cls(model, batch, cache if isinstance(cache, ShardedCache) else None, scored)
+
+    def name_arguments(self, traits: ModelTraits, args: tuple[Any, ...]) -> None:
+        """Add the positional arguments to the batch by name.
+
+        Raises:
+            TypeError: Python's own, for too many arguments or one given twice.
+        """
+        named = dict(zip(traits.signature.parameters, args, strict=False))
+        if named.keys() & self.batch.keys() or len(named) < len(args):
+            traits.signature.bind(*args, **self.batch)
+        self.batch = named | self.batch
+        cache = take_cache(self.batch)
+        if cache is not None and self.cache is None:
+            self.batch["cache"] = cache
+
+    @property
+    def info(self) -> SequenceInfo:
+        info: SequenceInfo = self.inputs["longspan"]
+        return info
+
+    @property
+    def wants_router_loss(self) -> bool:
+        asked = self.batch.get("output_router_logits")
+        if asked is None:
+            asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        return bool(asked)

@@ -1,0 +1,245 @@
+"""What `parallelize` requires: checked on each rank alone, then compared, so that all ranks raise or none.
+
+`check_ahead` checks the same of a model before there are ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from longspan.attn.kernels.choice import AnyKernel, table_of
+from longspan.comm.consistency import check_same_model
+from longspan.comm.digests import digests_of, weights_of
+from longspan.core.errors import LongspanError
+from longspan.core.heads import HeadShard, split_groups, split_heads
+from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
+from longspan.core.validation import check_flag, format_value
+from longspan.hf.memory_options import Auto, MemoryModules
+from longspan.hf.state import is_parallelized
+from longspan.hf.support import Place, attention_dropout, check_model, refuse_dropout, transformers_model
+from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle, check_style, tensor_plan
+from longspan.hf.weights.fsdp import check_cpu_offload
+from longspan.memory.offload.choice import store_for
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.memory.offload.choice import Store
+
+
+@dataclass(frozen=True)
+class ParallelizeOptions:
+    """The options of `longspan.parallelize`, whose docstring documents each."""
+
+    fsdp: bool = True
+    mp_policy: MixedPrecisionPolicy | None = None
+    kernel: AnyKernel = "auto"
+    weights: str = "same"
+    check_batches: int | None = None
+    check_weights: int = 100
+    check_at_rest: bool = False
+    logits: bool = False
+    memory: MemoryLevel | Memory = "fastest"
+    dropout: float | None = None
+    tensor_style: TensorStyle = "tp"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks of `parallelize` found and computed.
+
+    Attributes:
+        model: the transformers model.
+        memory: memory options; with `memory="auto"` those before the first batch.
+        modules: the modules that memory options concern.
+        store: where offloaded activations go; None without offload.
+        auto: chooses memory options per batch, with `memory="auto"`.
+        tensor_plan: how each weight is sharded over the tensor axis; None if its size is 1.
+        shards_weights: FSDP shards the weights.
+        sums_gradients: all ranks hold all weights, so gradients are summed after each backward.
+    """
+
+    model: PreTrainedModel
+    memory: Memory
+    modules: MemoryModules
+    store: Store | None
+    auto: Auto | None
+    tensor_plan: TensorPlan | None
+    shards_weights: bool
+    sums_gradients: bool
+
+
+def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
+    """Check model and options on this rank, then compare them over all ranks. Collective.
+
+    Raises:
+        LongspanError: on every rank, if a check fails on any rank or if the ranks differ.
+    """
+    checked, facts, digests, problem = None, dict[str, str](), dict[str, int](), None
+    try:
+        checked = check_alone(model, sp, options)
+        facts = _facts(model, sp, options)
+        if sp.job_size > 1 and options.weights == "same":
+            digests = digests_of(weights_of(model))
+    except Exception as error:  # of any kind: the other ranks must raise too
+        problem = error
+    check_same_model(sp, facts, digests, problem)
+    assert checked is not None
+    return checked
+
+
+def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
+    """Check what one rank can check by itself.
+
+    Raises:
+        LongspanError: naming the option, or the layer and the reason.
+    """
+    inner = transformers_model(model)
+    name = type(inner).__name__
+    if is_parallelized(inner):
+        raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
+    memory = FASTEST if options.memory == "auto" else memory_of(options.memory)
+    shards_weights = sp.shards_weights(fsdp=options.fsdp, cpu_offload=memory.cpu_offload)
+    _check_options(options, sp, shards_weights)
+    _check_parameters(inner, name, options)
+    check_model(inner, Place(sp.device, sp.ring_size), options.kernel, recompute_all_to_all=memory.recompute_all_to_all)
+    plan = None
+    if sp.tensor_size > 1:
+        plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
+    heads_of_ranks(inner, sp)
+    modules = MemoryModules(inner)
+    _check_memory(modules, memory, fsdp=options.fsdp)
+    if sp.tensor_size > 1 and memory.head_loss != "tiled":
+        raise LongspanError(
+            f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
+            "use 'tiled'"
+        )
+    auto = None
+    if options.memory == "auto":
+        auto = Auto(inner, sp, options.fsdp, options.mp_policy, options.tensor_style)
+    check_cpu_offload(sp.device, memory.cpu_offload)
+    store = store_for(memory, sp.device)
+    sums_gradients = not options.fsdp and sp.world_size > 1
+    return Checked(inner, memory, modules, store, auto, plan, shards_weights, sums_gradients)
+
+
+def check_ahead(
+    model: PreTrainedModel,
+    *,
+    device: torch.device,
+    ring_size: int,
+    fsdp: bool,
+    kernel: AnyKernel,
+    memory_options: Memory,
+) -> None:
+    """Raise for what `parallelize`, or the first training forward, would refuse, before there are ranks.
+
+    Args:
+        model: may be on the meta device.
+        device: of the ranks.
+        ring_size: size of the ring axis.
+        fsdp: whether weights are sharded if there are several ranks.
+        kernel: the local attention.
+        memory_options: of `parallelize`.
+
+    Raises:
+        LongspanError: naming the layer and the reason.
+    """
+    check_model(model, Place(device, ring_size), kernel, recompute_all_to_all=memory_options.recompute_all_to_all)
+    _check_memory(MemoryModules(model), memory_options, fsdp=fsdp)
+    refuse_dropout(attention_dropout(model))
+
+
+def _check_memory(modules: MemoryModules, memory: Memory, *, fsdp: bool) -> None:
+    modules.check(memory)
+    if memory.cpu_offload and not fsdp:
+        raise LongspanError("cpu_offload=True needs FSDP, and fsdp is off; leave one of them out")
+
+
+def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_weights: bool) -> None:
+    check_style(options.tensor_style, sp.tensor_size)
+    policy = options.mp_policy
+    if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
+        raise LongspanError(
+            f"mp_policy={format_value(policy)} is no policy; give torch.distributed.fsdp.MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    for option in ("fsdp", "check_at_rest", "logits"):
+        check_flag(option, getattr(options, option))
+    if policy is not None and not shards_weights:
+        why = "with fsdp=False" if not options.fsdp else "on one rank, where nothing is sharded,"
+        raise LongspanError(f"mp_policy is FSDP's; {why} use torch.autocast, or cast the model")
+    if options.weights not in ("same", "broadcast"):
+        raise LongspanError(f"weights={options.weights!r} is unknown; choose 'same' or 'broadcast'")
+    dropout = options.dropout
+    if dropout is not None and (isinstance(dropout, bool) or dropout != 0):
+        raise LongspanError(
+            f"dropout={format_value(dropout)}: it takes 0.0 alone, which switches the model's dropout off; set other "
+            "values in the config that the model is made from"
+        )
+    for option in ("check_batches", "check_weights"):
+        value = getattr(options, option)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise LongspanError(f"{option}={value!r} must be a number of forwards, 0 for none")
+
+
+def _check_parameters(model: PreTrainedModel, name: str, options: ParallelizeOptions) -> None:
+    for parameter, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            raise LongspanError(
+                f"parameter {parameter} of {name} is sharded already; give longspan.parallelize the plain model, it "
+                f"shards weights by itself (fsdp=True)"
+            )
+        if p.is_meta and (not options.fsdp or options.weights == "broadcast"):
+            raise LongspanError(
+                f"parameter {parameter} of {name} is on the meta device and has no values; load them first, or use "
+                f"fsdp=True with weights='same', then model.to_empty and load its shards"
+            )
+
+
+def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> dict[str, str]:
+    """Return what must be the same on every rank, by the name that an error gives it; without weights."""
+    config = getattr(model, "config", None)
+    settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else {}
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in given.items()}
+    facts["kernel"] = getattr(options.kernel, "name", facts["kernel"])
+    facts |= {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "the kernel table's rows": table_of(options.kernel).rows_of(sp.device),  # of this GPU, if one has its own
+        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
+        f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
+        "the model's class": type(model).__name__,
+    }
+    # Where files lie may differ from machine to machine.
+    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in settings.items() if k not in ("_name_or_path",)}
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, x in tensors:
+            trained = ", trained" if x.requires_grad else ""
+            values = ", no values (meta device)" if x.is_meta else ""
+            facts[f"{kind} {name}"] = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{trained}{values}"
+    return facts
+
+
+def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard, ...]:
+    """Return the heads of each Ulysses rank of this tensor rank.
+
+    Raises:
+        LongspanError: if the mesh has more ranks than the heads allow.
+    """
+    config = model.config.get_text_config()
+    q_heads: int = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    mine = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
+    return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)

@@ -1,0 +1,65 @@
+"""`model.longspan_state`: what `parallelize` made of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.hf.forward.binding import ModelBinding
+    from longspan.hf.forward.hooks import ForwardHooks
+    from longspan.hf.memory_options import MemoryManager
+    from longspan.hf.tensor_parallel.layers import TensorParallel
+    from longspan.hf.weights.gradients import GradientSum
+    from longspan.hf.weights.optimizer_in_backward import InBackward
+    from longspan.losses.deferred_logits import Head
+
+
+@dataclass
+class ParallelState:
+    """The parts of a parallelized model.
+
+    Attributes:
+        config: the model's own copy.
+        sp: the sharding.
+        binding: the attention layers.
+        memory: the memory options in use.
+        head: the language-model head; None if the model has none.
+        tensor: the tensor axis; None if its size is 1.
+        gradients: the gradient sum without FSDP; None with FSDP or on one rank.
+        forward: the stages around the forward.
+        in_backward: the optimizer that updates weights in the backward, if there is one.
+    """
+
+    config: Any
+    sp: SequenceSharding
+    binding: ModelBinding
+    memory: MemoryManager
+    head: Head | None
+    tensor: TensorParallel | None
+    gradients: GradientSum | None
+    forward: ForwardHooks
+    in_backward: InBackward | None = None
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """Return whether `longspan.parallelize` returned this model, or the one inside a wrapper."""
+    return any(hasattr(module, "longspan_state") for module in model.modules())
+
+
+def state_of(model: nn.Module) -> ParallelState:
+    """Return the state of a parallelized model, or of the one inside a wrapper.
+
+    Raises:
+        LongspanError: if the model is not parallelized.
+    """
+    for module in model.modules():
+        state = getattr(module, "longspan_state", None)
+        if isinstance(state, ParallelState):
+            return state
+    raise LongspanError(f"{type(model).__name__} is not parallelized; call longspan.parallelize(model, sp) first")
