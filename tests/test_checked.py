@@ -121,13 +121,13 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     for name, said in (
         ("gone", "No such file"),
         (".", "it is a folder"),
-        ("pipe", "no regular file"),
-        ("latin", "no UTF-8 text"),
+        ("pipe", "not a regular file"),
+        ("latin", "not UTF-8 text"),
         ("large", "68,157,440 bytes"),
     ):
         with pytest.raises(LongspanError, match=said):
             read_text("--x", tmp_path / name)
-    with pytest.raises(LongspanError, match="no regular file"):
+    with pytest.raises(LongspanError, match="not a regular file"):
         read_text("--x", Path("/dev/zero"))
 
 

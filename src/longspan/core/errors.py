@@ -1,4 +1,4 @@
-"""The one exception type for input a user can put right."""
+"""The exception for input that a user can correct, and checks for optional packages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EXTRAS = {
 
 
 class LongspanError(ValueError):
-    """Bad input, with the numbers and the way out in its message.
+    """Invalid input. The message has the value, what is allowed, and the fix.
 
-    Raised before any collective runs and from facts that are the same on every rank, so that either all ranks
-    raise it or none does. The command line prints it as one line, without a traceback.
+    Raised before any collective and from facts that are the same on every rank, so that all ranks raise it or none.
+    The command line prints the message without a traceback.
     """
 
 
@@ -32,7 +32,7 @@ def require(use: str, *packages: str) -> None:
     """Raise if an optional package is not installed; none is imported.
 
     Args:
-        use: what needs them, as the user wrote it: "longspan train", "--png".
+        use: the command or flag that needs them: "longspan train", "--png".
         packages: keys of `EXTRAS`.
 
     Raises:
@@ -44,7 +44,7 @@ def require(use: str, *packages: str) -> None:
 
 
 def missing_package(error: BaseException | None) -> str | None:
-    """Return the optional package that a failed import lacks, also if another error wraps it, as in transformers."""
+    """Return the optional package that a failed import lacks, looking through errors that wrap it (transformers)."""
     while error is not None:
         package = (getattr(error, "name", None) or "").partition(".")[0]
         if package in EXTRAS:

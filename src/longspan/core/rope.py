@@ -1,9 +1,8 @@
-"""RoPE scaling: how a model of so many positions is given more of them. One arithmetic for `plan`, `train`, `verify`.
+"""RoPE scaling: extend a model beyond its original positions, the same way in `plan`, `train` and `verify`.
 
-A model's rotary embeddings turn queries and keys by angles that it has learnt for its original positions. A scaling
-says what the angles of further ones are, by a factor of the original positions: `linear` divides all of them, `dynamic`
-raises the base with the length of the sequence, `yarn` divides the slow ones alone, `longrope` divides each by a number
-of its own.
+Rotary embeddings rotate queries and keys by angles that the model has learnt for its original positions. By a factor
+over these positions, `linear` divides all angles, `dynamic` raises the base with the length of the sequence, `yarn`
+divides the slow angles only, and `longrope` divides each angle by its own number.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RopeChoice = Literal["as-is", "auto", "linear", "dynamic", "yarn", "longrope"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 ONLY: dict[str, tuple[RopeKind, ...]] = {"phi3": ("longrope",)}
-"""The kinds that transformers takes for a model type, where these are not all."""
+"""The kinds that transformers supports for a model type, if not all."""
 
 _LARGEST_FACTOR = 1 << 20
 _STATES_ITS_ORIGINAL = ("yarn", "longrope", "llama3")
@@ -32,16 +31,16 @@ _STATES_ITS_ORIGINAL = ("yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeAsked:
-    """What a user asks for.
+    """The requested scaling.
 
     Attributes:
-        scaling: `as-is`: what the model's config says. `auto`: yarn, or what the config has already with a larger
-            factor, where the context needs it. Or a kind.
-        factor: positions over original positions; None: what the context needs, a whole number.
-        original: positions that the model was trained with before any scaling; None: as its config says.
-        short: of longrope, what each angle is divided by in sequences of at most the original positions.
-        long: the same in longer ones.
-        file: where `short` and `long` were read.
+        scaling: `as-is`: that of the model's config. `auto`: if the context needs it, yarn, or linear if the config has
+            linear. Or a kind.
+        factor: positions over original positions; None: the smallest integer that the context needs.
+        original: positions before any scaling; None: from the config.
+        short: longrope: divisors of each angle in sequences of at most the original positions.
+        long: longrope: divisors in longer sequences.
+        file: of `short` and `long`.
     """
 
     scaling: RopeChoice = "as-is"
@@ -60,20 +59,20 @@ class RopeFlags:
     """RoPE scaling as flags of a command."""
 
     rope_scaling: RopeChoice = "as-is"
-    """How rotary positions go on beyond those of the model: as its config says, or by linear, dynamic (NTK), yarn or
-    longrope scaling in its place. auto: where the context needs it, yarn (or linear, where the config has that)."""
+    """RoPE scaling beyond the model's positions: that of its config (as-is), or linear, dynamic (NTK), yarn or longrope
+    instead. auto: if the context needs it, yarn (or linear, if the config has linear)."""
     rope_factor: float | None = None
-    """Positions over the original ones, those before any scaling. By default what the context needs, a whole number."""
+    """Positions over original positions. By default the smallest integer that the context needs."""
     rope_original: int | None = None
-    """The original positions, where the model's config does not say them, or wrongly."""
+    """Positions before any scaling, if the model's config does not have them, or wrongly."""
     longrope_factors: Path | None = None
-    """JSON with "short_factor" and "long_factor", or a config.json that has them, for longrope."""
+    """JSON with "short_factor" and "long_factor" for longrope, or a config.json that has them."""
 
     def rope(self) -> RopeAsked:
-        """What is asked for.
+        """Return the requested scaling.
 
         Raises:
-            LongspanError: for flags that do not go together, numbers that cannot be, or a file that cannot be read.
+            LongspanError: for flags that exclude each other, impossible numbers, or a file that cannot be read.
         """
         given = {
             "--rope-factor": self.rope_factor,
@@ -138,21 +137,21 @@ def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a config says.
+# The config.
 
 
 @dataclass(frozen=True)
 class RopeState:
-    """What a model's config says of its positions.
+    """The positions of a model, as its config has them.
 
     Attributes:
-        positions: tokens that it is made for (`max_position_embeddings`); None where it does not say.
-        rotary: whether they are rotary; otherwise they are learnt.
-        kind: of the scaling it has, as transformers calls it; "default": none.
-        factor: of that scaling.
-        stated: original positions that the config states.
-        dims: of a head, those that are turned; None where it is not known.
-        kinds: the scalings that it can be given.
+        positions: `max_position_embeddings`; None if the config does not have it.
+        rotary: rotary rather than learnt.
+        kind: of its scaling, as in transformers; "default": none.
+        factor: of its scaling.
+        stated: original positions in the config.
+        dims: rotary dimensions of a head; None: unknown.
+        kinds: scalings that the model supports.
     """
 
     positions: int | None
@@ -165,7 +164,7 @@ class RopeState:
 
     @property
     def reach(self) -> int | None:
-        """The longest sequence it takes as it is; None where there is no end."""
+        """The longest sequence without further scaling; None: no limit."""
         return None if self.rotary and self.kind == "dynamic" else self.positions
 
     @property
@@ -179,7 +178,7 @@ class RopeState:
 
     @property
     def scaling(self) -> str:
-        """The scaling it has, in words; empty where it has none."""
+        """The config's scaling in words; "" for none."""
         if self.kind == "default":
             return ""
         factor = "" if self.factor is None else f" x {self.factor:g}"
@@ -190,16 +189,13 @@ UNSTATED = RopeState(None)
 
 
 def full_table(parameters: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
-    """The rotary table of the layers that attend to the whole sequence.
+    """Return the rotary table of the layers with full attention: its key if there are several tables, and the table.
 
-    Layers with a window have a table of their own in some models (Gemma-3), and need no further positions: within a
-    window nothing is further away than before.
-
-    Returns:
-        Its key where there are several tables, and what it says.
+    In some models (Gemma-3) layers with a window have their own table. They need no scaling: distances within a window
+    do not grow.
 
     Raises:
-        LongspanError: where there are several and none is of such layers.
+        LongspanError: if there are several tables and none is for full attention.
     """
     tables = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
     if not tables:
@@ -224,7 +220,7 @@ def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, d
         config: the keys of a `config.json` (of a multimodal model its text part).
         positions: its `max_position_embeddings`.
         rotary: whether the model has rotary embeddings.
-        dims: of a head, those that are turned.
+        dims: rotary dimensions of a head.
     """
     said = _parameters(config)
     tables = {key: value for key, value in said.items() if isinstance(value, Mapping)}
@@ -243,22 +239,22 @@ def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, d
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is done.
+# The scaling.
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """A scaling that a model is given.
+    """The scaling that a model gets.
 
     Attributes:
-        kind: of it.
-        factor: positions over the original ones.
+        kind: of scaling.
+        factor: positions over original positions.
         original: positions before any scaling.
         positions: `max_position_embeddings` of the scaled config.
         short, long: as in `RopeAsked`.
-        file: likewise.
-        replaced: the scaling that the config has, in words; empty where it has none.
-        asked_original: whether the original positions are the user's.
+        file: as in `RopeAsked`.
+        replaced: the config's scaling in words; "" for none.
+        asked_original: the user gave the original positions.
     """
 
     kind: RopeKind
@@ -273,7 +269,7 @@ class RopeScaling:
 
     @property
     def flags(self) -> dict[str, str]:
-        """The flags that say it, and their values."""
+        """The flags of this scaling, with their values."""
         said = {"--rope-scaling": self.kind, "--rope-factor": f"{self.factor!r}".removesuffix(".0")}
         if self.asked_original:
             said["--rope-original"] = str(self.original)
@@ -286,27 +282,27 @@ class RopeScaling:
 
 
 def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) -> RopeScaling | None:
-    """The scaling that sequences of `context` tokens are given; None: the config stays as it is.
+    """Return the scaling for sequences of `context` tokens, or None if the config stays as it is.
 
     Args:
-        state: what the model's config says.
-        asked: what the user asks for.
-        context: tokens of a sequence.
-        where: what the config is of, for messages.
+        state: the model's positions.
+        asked: the requested scaling.
+        context: tokens per sequence.
+        where: name of the model in messages.
 
     Raises:
-        LongspanError: where the model cannot be given such positions, with the numbers and the way out.
+        LongspanError: if no scaling gives the model such positions, with the numbers and the fix.
     """
     within = state.reach is None or context <= state.reach
     if asked.scaling == "as-is":
         if not within:
-            raise LongspanError(f"{_too_long(state, context, where)}{_way_out(state, context)}")
+            raise LongspanError(f"{_too_long(state, context, where)}{_fix(state, context)}")
         return None
     if asked.scaling == "auto" and within:
         return None
     if not state.rotary:
         if not within:
-            raise LongspanError(f"{_too_long(state, context, where)}{_way_out(state, context)}")
+            raise LongspanError(f"{_too_long(state, context, where)}{_fix(state, context)}")
         raise LongspanError(f"--rope-scaling {asked.scaling}: {where} has no rotary embeddings; leave it out")
     if state.kind not in ("default", "llama3", *KINDS):
         raise LongspanError(
@@ -360,7 +356,7 @@ def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) ->
 
 
 def furthest(state: RopeState, asked: RopeAsked) -> int | None:
-    """The longest context that `scaling_for` does not refuse for its length; None where there is no end."""
+    """Return the longest context that `scaling_for` accepts; None: no limit."""
     if not state.rotary or asked.scaling == "as-is":
         return state.reach
     original = asked.original or state.original
@@ -371,8 +367,7 @@ def furthest(state: RopeState, asked: RopeAsked) -> int | None:
 
 
 def _kind_for(state: RopeState) -> RopeKind:
-    """The scaling that changes least of what the model has learnt: yarn leaves fast angles alone, and a model that was
-    trained with all of them divided keeps that."""
+    """Return the scaling that changes least: yarn keeps fast angles; a model trained with linear scaling keeps that."""
     return "linear" if state.kind == "linear" else "yarn"
 
 
@@ -384,7 +379,7 @@ def _too_long(state: RopeState, context: int, where: str) -> str:
     )
 
 
-def _way_out(state: RopeState, context: int) -> str:
+def _fix(state: RopeState, context: int) -> str:
     if not state.rotary:
         return f", which no RoPE scaling lengthens; give --context {state.positions} or less"
     kind, original = _kind_for(state), state.original or 1
@@ -397,10 +392,10 @@ def _way_out(state: RopeState, context: int) -> str:
 
 
 def scaled_table(table: Mapping[str, Any], scaling: RopeScaling) -> dict[str, Any]:
-    """The `rope_parameters` of a scaling, from those that the config has.
+    """Return the `rope_parameters` of a scaling, from those of the config.
 
-    What belongs to the model whatever the scaling stays (its base, the part of a head that is turned). Of a scaling of
-    the same kind the rest stays too (yarn's betas and mscale), but for an attention factor, which belongs to a factor.
+    The base and the rotary part of a head stay. If the config has the same kind of scaling, its other parameters stay
+    too (yarn's betas and mscale), except an attention factor, which belongs to the old factor.
     """
     same = table.get("rope_type", table.get("type")) == scaling.kind
     stays = [key for key in table if same or key in ("rope_theta", "partial_rotary_factor", "mrope_section")]

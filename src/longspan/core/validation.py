@@ -1,7 +1,4 @@
-"""What a user wrote, checked before it is used: numbers and their ranges, paths, text files, TOML.
-
-Only the standard library. One place, so that every command refuses the same things in the same words.
-"""
+"""Checks of user input: numbers and their ranges, calls of public functions, paths, text files, TOML."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ from typing import Any, TypeVar
 from longspan.core.errors import LongspanError
 
 LARGEST_COUNT = 1 << 40
-"""The most of anything that is counted (tokens, steps, documents): more is a slip of the keyboard."""
+"""The largest count of anything (tokens, steps, documents): more is a typo."""
 
 LARGEST_JOB = 1 << 16
-"""The most ranks, or GPUs, of a job."""
+"""The most ranks of a job."""
 
 LONGEST_WAIT_S = 30 * 24 * 3600
 """The longest time-out in seconds."""
@@ -34,8 +31,8 @@ LONGEST_WAIT_S = 30 * 24 * 3600
 LARGEST_SEED = (1 << 63) - 1
 """The largest seed that torch, numpy and Python's own generator all take."""
 
-_LARGEST_TEXT = 64 << 20  # bytes; no file of settings is longer
-_LONGEST_PATH, _LONGEST_NAME = 4096, 255  # bytes, on every system that has a GPU's driver
+_LARGEST_TEXT = 64 << 20  # bytes
+_LONGEST_PATH, _LONGEST_NAME = 4096, 255  # bytes, on Linux
 _FILE_ENDINGS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".csv", ".gz", ".zst", ".zip", ".safetensors", ".bin")
 
 
@@ -43,7 +40,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def format_value(value: object) -> str:
-    """A value in an error message, cut to a length that a line can hold."""
+    """Return a value for an error message, shortened to fit a line."""
     try:
         text = repr(value)
     except Exception:  # an integer of more digits than Python prints, an object whose repr fails
@@ -64,16 +61,16 @@ def check_number(
     below: bool = False,
     whole: bool = False,
 ) -> None:
-    """Refuse what is no number, or none in its range; NaN and the infinities are in no range.
+    """Raise unless `value` is a number in its range; NaN and the infinities are in no range.
 
     Args:
-        name: of the value in messages, as the user wrote it ("--lr").
-        value: what was given.
-        least: the smallest that will do; with `above` the largest that will not.
-        most: the largest that will do; with `below` the smallest that will not.
-        above: `least` itself is refused.
-        below: `most` itself is refused.
-        whole: only an integer will do.
+        name: of the value in messages ("--lr").
+        value: to check.
+        least: smallest allowed value; with `above`, exclusive.
+        most: largest allowed value; with `below`, exclusive.
+        above: `least` itself is not allowed.
+        below: `most` itself is not allowed.
+        whole: only integers are allowed.
 
     Raises:
         LongspanError: with the value and the range.
@@ -107,11 +104,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False: "no" is true, to Python.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `value` is True or False (to Python, "no" is true)."""
     if not isinstance(value, bool):
         raise LongspanError(f"{name} must be True or False, got {format_value(value)}")
 
@@ -137,25 +130,18 @@ def check_function(name: str, value: Any, arguments: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse what is none of the names.
-
-    Raises:
-        LongspanError: with the value and the names.
-    """
+    """Raise unless `value` is one of the names."""
     if not isinstance(value, str) or value not in choices:
         names = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise LongspanError(f"{name}={format_value(value)} is unknown; choose {names}")
 
 
 def check_processes(ranks: int, mesh: str) -> None:
-    """Refuse more ranks than one machine can start: each is a process that imports torch.
+    """Raise for more ranks than one machine can start: each is a process that imports torch.
 
     Args:
         ranks: of the job, all on this machine.
-        mesh: how they were asked for, for the message.
-
-    Raises:
-        LongspanError: with the limit.
+        mesh: description of the mesh in the message.
     """
     cores = os.cpu_count() or 1
     most = max(64, 4 * cores)
@@ -170,11 +156,7 @@ def check_processes(ranks: int, mesh: str) -> None:
 
 
 def refuse_unknown(function: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse keyword arguments that a function does not have.
-
-    Raises:
-        LongspanError: with the nearest name, or all of them.
-    """
+    """Raise for keyword arguments that a function does not have, with the nearest name or all names."""
     for name in given:
         if name not in known:
             raise LongspanError(f"{function}() has no argument {name!r}; {nearest(name, known)}")
@@ -186,8 +168,8 @@ def checked_call(
 ) -> Callable[[Function], Function]:
     """Decorate a public function: a wrong call raises LongspanError, not an error deep inside the function.
 
-    Missing and unknown arguments are refused with the nearest name. Each of `checks` is called with the name and the
-    value of its argument; it raises LongspanError, or returns the value to use (None: the given one).
+    Missing and unknown arguments raise with the nearest name. Each of `checks` is called with the name and the
+    value of its argument; it raises LongspanError, or returns the value to use instead (None: the given one).
 
     Args:
         together: runs the checks on every rank and raises on all if one fails; called with the checks and the call's
@@ -265,38 +247,30 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def check_text(name: str, text: str) -> str:
-    """Refuse text that no operating system takes for a name.
-
-    Raises:
-        LongspanError: for text with a NUL byte.
-    """
+    """Raise for text with a NUL byte, which no file name can have; return the text."""
     if "\0" in text:
-        raise LongspanError(f"{name} {format_value(text)} has a NUL byte in it, which no name can have; remove it")
+        raise LongspanError(f"{name} {format_value(text)} has a NUL byte, which no name can have; remove it")
     return text
 
 
 def check_name(name: str, text: str) -> None:
-    """Refuse an empty text where a name is wanted, and what `check_text` refuses.
-
-    Raises:
-        LongspanError: with the way out.
-    """
+    """Raise for an empty name, and for what `check_text` refuses."""
     if not check_text(name, text):
         raise LongspanError(f"{name} is empty; leave it out, or give a name")
 
 
 def path_of(name: str, text: str) -> Path:
-    """The path that a user wrote, with `~` expanded. Nothing need be there.
+    """Return the path that a user wrote, with `~` expanded; it need not exist.
 
     Raises:
-        LongspanError: for no text, a NUL byte, a user who does not exist, and what is longer than the system allows.
+        LongspanError: for no text, a NUL byte, an unknown user, and a path that is too long.
     """
     if not check_text(name, text):
         raise LongspanError(f"{name} is empty; give a path")
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
-        raise LongspanError(f"{name} {text}: there is no user of that name here; write the path out") from error
+        raise LongspanError(f"{name} {text}: there is no user of that name here; write the full path") from error
     encoded = os.fsencode(path)
     too_long = len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME
     try:
@@ -312,10 +286,10 @@ def path_of(name: str, text: str) -> Path:
 
 
 def existing_path(name: str, text: str) -> Path | None:
-    """The file or folder of that name, or None where there is nothing.
+    """Return the file or folder at a path, or None.
 
     Raises:
-        LongspanError: as `path_of`, and for a link to nothing and for what may not be looked at.
+        LongspanError: as `path_of`, and for a broken link and a folder without permission.
     """
     path = path_of(name, text)
     try:
@@ -327,7 +301,7 @@ def existing_path(name: str, text: str) -> Path | None:
 
 
 def near(text: str) -> str:
-    """What lies where `text` was looked for and is called nearly so, for a message about what is missing."""
+    """Return a hint with similar names in the folder of a missing path, or ""."""
     path = Path(text)
     try:
         names = os.listdir(path.parent)
@@ -338,20 +312,13 @@ def near(text: str) -> str:
 
 
 def means_a_path(text: str) -> bool:
-    """Whether text that names nothing here can only have been meant as a path, and no hub should be asked for it.
-
-    A name on the Hugging Face hub is NAME or OWNER/NAME.
-    """
+    """Whether a text can only be a path, and not a name on the Hugging Face hub (NAME or OWNER/NAME)."""
     plain = re.fullmatch(r"[A-Za-z0-9_][\w.\-]*(/[A-Za-z0-9_][\w.\-]*)?(:[\w.\-]+)?", text, re.ASCII) is not None
     return not plain or text.lower().endswith(_FILE_ENDINGS)
 
 
 def check_output(name: str, path: Path, *, folder: bool = False, example: str = "NAME") -> None:
-    """Refuse a file, or with `folder` a folder, that could not be written, without making anything.
-
-    Raises:
-        LongspanError: with the reason.
-    """
+    """Raise for a file, or with `folder` a folder, that cannot be written, without creating anything."""
     what = "folder" if folder else "file"
     try:
         if path.exists() and path.is_dir() != folder:
@@ -374,37 +341,39 @@ def check_output(name: str, path: Path, *, folder: bool = False, example: str = 
 
 
 def read_text(name: str, path: Path) -> str:
-    """The text of a file of settings, UTF-8.
+    """Return the text of a settings file.
 
     Raises:
-        LongspanError: for what is missing, no regular file, unreadable, too long, or no UTF-8.
+        LongspanError: for a file that is missing, unreadable, too long, not regular, or not UTF-8.
     """
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             raise LongspanError(f"{name} {path} cannot be read: it is a folder; give a file")
         if not stat.S_ISREG(status.st_mode):
-            raise LongspanError(f"{name} {path} cannot be read: it is no regular file")
+            raise LongspanError(f"{name} {path} cannot be read: it is not a regular file")
         if status.st_size > _LARGEST_TEXT:
             raise LongspanError(
                 f"{name} {path} has {status.st_size:,} bytes, more than the {_LARGEST_TEXT:,} that are read of it"
             )
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise LongspanError(f"{name} {path} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
+        raise LongspanError(
+            f"{name} {path} cannot be read: it is not UTF-8 text ({error}); save it as UTF-8"
+        ) from error
     except OSError as error:
         raise LongspanError(f"{name} {path} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
 class Toml:
-    """A TOML file that was read: its values, and where they stand.
+    """The values of a TOML file, and their lines.
 
     Attributes:
         name: the flag that named the file.
         path: the file.
-        values: what it holds.
-        lines: the line of each key, by the keys that lead to it.
+        values: of the file.
+        lines: line numbers, by the path of keys.
     """
 
     name: str
@@ -413,11 +382,11 @@ class Toml:
     lines: dict[tuple[str, ...], int]
 
     def error(self, message: str, *keys: str) -> LongspanError:
-        """An error about the value that `keys` lead to, with the file and the line."""
+        """Return an error about the value at `keys`, with the file and the line."""
         return LongspanError(f"{self.name} {self.where(*keys)}: {message}")
 
     def where(self, *keys: str) -> str:
-        """The file, and the line of the value that `keys` lead to (or of what holds it)."""
+        """Return the file, and the line of the value at `keys` (or of its table)."""
         for known in (keys[:n] for n in range(len(keys), 0, -1)):
             if known in self.lines:
                 return f"{self.path}, line {self.lines[known]}"
@@ -428,24 +397,24 @@ def read_toml(name: str, path: Path) -> Toml:
     """Read a TOML file.
 
     Raises:
-        LongspanError: for a file that cannot be read, and for what is no TOML, with the line.
+        LongspanError: for a file that cannot be read, and for invalid TOML, with the line.
     """
     text = read_text(name, path)
     try:
-        values = tomllib.loads(f"{text}\n")  # at the end of the text it would name no line
+        values = tomllib.loads(f"{text}\n")  # without it, an error at the end would have no line
     except RecursionError as error:
-        raise LongspanError(f"{name} {path} is not TOML that can be read: it is nested too deeply") from error
+        raise LongspanError(f"{name} {path} is not readable TOML: it is nested too deeply") from error
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise LongspanError(f"{name} {path} is not TOML: {_no_longer(str(error))}") from error
+        raise LongspanError(f"{name} {path} is not TOML: {_shortened(str(error))}") from error
     return Toml(name, path, values, _lines(text))
 
 
-def _no_longer(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:150]}..."
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
-    """The line of every key and table. Lines inside a text of several lines may look like keys: they name nothing."""
+    """Return the line of every key and table. Lines of a multi-line string may look like keys, which does no harm."""
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
