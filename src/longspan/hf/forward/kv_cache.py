@@ -94,7 +94,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         model: what `longspan.parallelize` returned.
         room: tokens to allocate at the start; a full layer grows by an eighth.
         dtype: "exact": store keys and values as computed; generation equals that of one process. "int8", "fp8": a byte
-            per element and an fp32 scale per head and token; an approximation, whose error is in docs/how-to/inference.md.
+            per element and an fp32 scale per head and token; its error is in docs/how-to/inference.md.
         offload: "none": on the device. "host": in host memory. Each layer is copied to the device when it runs, while
             the next one is prefetched, so the device holds at most two layers.
         latent: for DeepSeek's attention (MLA), store latent vectors on every Ulysses rank if they are smaller than the
