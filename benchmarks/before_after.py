@@ -1,12 +1,12 @@
-"""This version beside an older one: attention and a Hugging Face training step, forward and backward, on CPU ranks.
+"""Compare this version with an older one: attention and a Hugging Face training step on CPU ranks.
 
     git worktree add ../longspan-before COMMIT
     python benchmarks/before_after.py --before ../longspan-before/src
 
-Both versions have the same name, so each runs in ranks of its own; both groups stay alive and take turns, case by case
-and round by round: while one computes, the other waits at a pipe. Each round's time is that of its slowest rank;
-ratios are medians over the rounds of new over old. The steps are without FSDP, with AdamW, and with what either version
-does by default (this one makes no logits in training); `step, logits` asks this version for them.
+Both versions have the same package name, so each runs in its own processes. The two groups take turns round by round;
+one waits at a pipe while the other computes. A round's time is that of its slowest rank; ratios are medians over rounds
+of new over old. Steps run without FSDP, with AdamW and each version's defaults (this one computes no logits in
+training); `step, logits` requests them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = [{"step": logits, "tokens": 4096, "dtype": dtype} for dtype in ("fp32", 
 
 
 def worker(rank: int, world: int, port: int) -> None:
-    """Rank 0 reads a case a line from its standard input, and answers with the seconds of the slowest rank."""
+    """Run one case for each line that rank 0 reads from stdin; print the seconds of the slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -45,17 +45,17 @@ def worker(rank: int, world: int, port: int) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=world)
     made: dict[str, Any] = {}
     while True:
-        said: list[Any] = [sys.stdin.readline().strip() if rank == 0 else None]
-        dist.broadcast_object_list(said)
-        if not said[0]:
+        line: list[Any] = [sys.stdin.readline().strip() if rank == 0 else None]
+        dist.broadcast_object_list(line)
+        if not line[0]:
             break
-        if said[0] not in made:
-            made.clear()  # one case at a time is held
-            made[said[0]] = build(json.loads(said[0]))
-            made[said[0]]()
+        if line[0] not in made:
+            made.clear()  # hold one case at a time
+            made[line[0]] = build(json.loads(line[0]))
+            made[line[0]]()
         dist.barrier()
         start = time.perf_counter()
-        made[said[0]]()
+        made[line[0]]()
         took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if rank == 0:
@@ -196,7 +196,7 @@ def main() -> None:
     )
     text += " 64, window = tokens/8, 16 documents; a step of a Llama of 4 layers, hidden 512, vocabulary 32,000, AdamW."
     print(text)
-    common.write_report(args.name, "This version beside an older one", env, text, rows)
+    common.write_report(args.name, "This version compared with an older one", env, text, rows)
 
 
 def what(case: dict[str, Any]) -> str:

@@ -1,12 +1,11 @@
-"""A cluster on one machine: any command on N hosts x R ranks, fast inside a host, a slow and bounded link between.
+"""A cluster on one machine: run a command on N hosts x R ranks, fast within a host, with slow links between hosts.
 
     python -m benchmarks.cluster --hosts 2 --ranks-per-host 2 --mbit 200 -- python -m longspan bench step --quick
 
-As root, on Linux, with iproute2 (`benchmarks/slow_link.py` builds the hosts). The command runs once for every rank,
-with torchrun's variables, so whatever joins a job of torchrun's does: longspan's commands, `torch.distributed`. What
-rank 0 writes is shown as it comes; of the others the end, if they fail. The exit code is that of the first rank that
-failed, 124 where time is up, 2 where the machine cannot build hosts. Nothing is left behind, however it ends: no
-namespace and no process.
+Needs root, Linux and iproute2 (`benchmarks/slow_link.py` builds the hosts). The command runs once per rank with
+torchrun's variables, so longspan's commands and `torch.distributed` join as under torchrun. Output of rank 0 is printed
+live; of other ranks the end, if they fail. The exit code is that of the first failed rank, 124 after the timeout, 2 if
+the machine cannot build hosts. Namespaces and processes are always removed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TIME_IS_UP = 124
 
 
 def run(net: slow_link.Hosts, words: Sequence[str], timeout: float, env: dict[str, str] | None = None) -> int:
-    """Run a command on every rank of hosts that are up, show what rank 0 writes, and return the exit code."""
+    """Run a command on every rank of the hosts, print rank 0's output, and return the exit code."""
     with tempfile.TemporaryDirectory() as temporary:
         folder, shown = Path(temporary), {"out": 0, "err": 0}
 
@@ -42,7 +41,7 @@ def run(net: slow_link.Hosts, words: Sequence[str], timeout: float, env: dict[st
         with slow_link.started(net, words, folder, env=env) as ranks:
             deadline, failed = time.monotonic() + timeout, False
             while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
-                if any(codes) and not failed:  # the others get a moment to say why they too fail
+                if any(codes) and not failed:  # give the others time to report why they fail
                     failed, deadline = True, min(deadline, time.monotonic() + 35)
                 show()
                 time.sleep(0.1)
@@ -61,7 +60,7 @@ def run(net: slow_link.Hosts, words: Sequence[str], timeout: float, env: dict[st
 
 
 def words_of(command: Sequence[str]) -> list[str]:
-    """The command as it is started: "python" is this interpreter.
+    """Return the command with the path of its program; "python" is this interpreter.
 
     Raises:
         FileNotFoundError: if there is no such program.
@@ -87,7 +86,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.mbit < 0 or args.hosts < 1 or args.ranks_per_host < 1 or args.timeout <= 0:
         parser.error("--hosts, --ranks-per-host and --timeout must be above 0, --mbit at least 0")
-    # As an exception, so that hosts are removed.
+    # Raise an exception, so that hosts are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         words = words_of(args.command)

@@ -1,10 +1,10 @@
-"""AllGather by way of one rank, as a ring, and as the backend does it; ReduceScatter and AllReduce as rings and by it.
+"""Compare collectives written out (AllGather through one rank and as a ring, ReduceScatter, AllReduce) with gloo's.
 
     python benchmarks/collectives_ring.py        # as root, on Linux (see slow_link.py)
 
-Four hosts, each behind a link of 1 Gbit/s of its own, so that time is bytes over the busiest link: `ring_all_gather`
-sends n (P-1) bytes from every rank, `naive_all_gather` n (P-1) P from one, after it has received n (P-1). In theory the
-ring is faster by P + 1 and loads its busiest rank P times less. Results are compared before anything is timed.
+Each of four hosts has its own link of 1 Gbit/s, so that time is bytes over the busiest link: `ring_all_gather` sends
+n (P-1) bytes from every rank, `naive_all_gather` n (P-1) P from one, after it has received n (P-1). In theory the ring
+is P + 1 times faster, and its busiest rank sends P times less. Results are compared before they are timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the benchmarks share: ranks on this machine, alternating timers, and the reports they write.
-
-Nothing here is timed by a test, and nothing here is needed to use the library.
-"""
+"""Shared by the scripts in this folder: ranks on this machine and reports. Timers are `longspan.bench.timing`'s."""
 
 from __future__ import annotations
 
@@ -34,13 +31,12 @@ Series = dict[str, list[float]]  # seconds of each candidate, by round
 
 
 def run_ranks(body: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None) -> Any:
-    """Run `body(*args)` on `world` fresh processes joined by gloo, one thread each; rank 0's value comes back.
+    """Run `body(*args)` on `world` new processes joined by gloo, one thread each; return rank 0's value.
 
-    `body` must be importable (a top-level function) and its value must be JSON. A rank that raises ends the run.
-    `env` is set before the processes start.
+    `body` must be a top-level function that returns JSON. A rank that raises ends the run. The processes get `env`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence the profiler
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         before = dict(os.environ)
@@ -82,12 +78,12 @@ def median(values: Sequence[float]) -> float:
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """The median over rounds of a/b: both ran seconds apart, so a slow minute of the machine cancels."""
+    """Return the median over rounds of a/b: both ran within seconds, so a slow minute of the machine cancels."""
     return median([x / y for x, y in zip(a, b, strict=True)])
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max |a - b| / max |b|, the largest over ranks."""
+    """Return max |a - b| / max |b|, the largest over ranks."""
     a, b = a.detach().double(), b.detach().double()
     worst = ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).reshape(1)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
@@ -98,7 +94,7 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def environment(packages: Sequence[str]) -> dict[str, Any]:
-    """Hardware, versions and the command, as every report states them."""
+    """Return hardware, versions and the command, for the head of a report."""
     from importlib.metadata import PackageNotFoundError, version
 
     def installed(name: str) -> str:
@@ -128,7 +124,7 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns also line up in a terminal."""
+    """Return a Markdown table with aligned columns."""
     cells = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 
@@ -139,7 +135,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(name: str, title: str, env: dict[str, Any], body: str, data: Any) -> None:
-    """Write `reports/<date>-<name>.md` and `.json`, and say where."""
+    """Write `reports/<date>-<name>.md` and `.json`, and print their path."""
     REPORTS.mkdir(exist_ok=True)
     stem = REPORTS / f"{env['date']}-{name}"
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())

@@ -1,11 +1,10 @@
-"""What it costs torch's CPU attention to read K and V where an exchange put them, against laying them heads-first.
+"""Cost for torch's CPU attention to read K and V as the all-to-all leaves them, against copying them heads-first.
 
     python benchmarks/kernel_strides.py
 
-One process, no exchange. What arrives of an exchange is `[S, B, my heads of Q, K, V]`, packed. The kernel takes such
-strides; the question is whether two copies (K, V) before it are worth their time. On a CPU they are, a little: that is
-why `longspan.attention` makes them there, and nowhere else. Forward + backward, causal, batch 1, medians of the ratios
-within a round, one thread.
+One process, no communication. An all-to-all delivers `[S, B, local heads of Q, K, V]`, packed. The kernel accepts these
+strides, but on a CPU copying K and V first saves a little time, so `longspan.attention` does it there alone. Forward +
+backward, causal, batch 1, medians of the ratios within a round, one thread.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def main() -> None:
                 print(rows[-1], flush=True)
     ratios = [row["as_it_lies_over_copied"] for row in rows]
     cells = [[f"{r['tokens']:,}", r["heads"], r["dtype"], f"{r['as_it_lies_over_copied']:.3f}"] for r in rows]
-    text = common.table(["tokens", "heads", "dtype", "as it lies / copied"], cells) + (
-        f"\n\n- as it lies over copied, time: median {common.median(ratios):.3f}, least {min(ratios):.3f}, most "
+    text = common.table(["tokens", "heads", "dtype", "strided / copied"], cells) + (
+        f"\n\n- strided over copied, time: median {common.median(ratios):.3f}, least {min(ratios):.3f}, most "
         f"{max(ratios):.3f}. Heads are one rank's, query/KV."
     )
     print(text)
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def measure(tokens: int, q_heads: int, kv_heads: int, dtype: torch.dtype, rounds: int) -> float:
-    """Median over rounds of time as it lies / time with K and V copied."""
+    """Return the median over rounds of the strided time over the time with K and V copied."""
     as_it_lies, copied = (step(tokens, q_heads, kv_heads, dtype, copy=copy) for copy in (False, True))
     as_it_lies()
     copied()

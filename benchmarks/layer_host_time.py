@@ -1,11 +1,10 @@
-"""What a layer's attention costs the host beside its kernels: tiny tensors, with and without packed documents.
+"""Host time of a layer's attention without its kernels: tiny tensors, with and without packed documents.
 
     python benchmarks/layer_host_time.py --before ../longspan-before/src
 
-One process, one thread, no exchange, forward only. `attention`: a call as a user writes it; `layer`: what a layer of a
-model executes, given what was prepared for the batch. With `--before`, the sources of an older version run the same in
-a process of their own, turn by turn, and the ratio is the median over the turns of new over old. (Versions before plans
-prepared in every layer: their `layer` is the call with mask and scores as values.)
+One process, one thread, no communication, forward only. `attention`: a user's call; `layer`: the call of a model's
+layer, with a plan prepared once per batch. With `--before`, an older version runs the same in another process, in turns,
+and the ratio is the median over turns of new over old. The older version needs `longspan.prepare_attention`.
 """
 
 from __future__ import annotations
@@ -22,16 +21,10 @@ from typing import Any
 CASES = [(64, 0), (64, 8), (1024, 8), (1024, 64), (1024, 512)]  # tokens, documents
 
 MEASURE = """
-import importlib, json, statistics, sys, time
+import json, statistics, sys, time
 import torch
 import longspan
-try:
-    from longspan.comm.mesh import OneDeviceMesh
-    new = True
-except ImportError:
-    from longspan.mesh import OneDeviceMesh
-    from longspan.rows import document_rows
-    module, new = importlib.import_module("longspan.attention"), False
+from longspan.comm.mesh import OneDeviceMesh
 
 torch.set_num_threads(1)
 sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
@@ -54,13 +47,8 @@ for tokens, documents in json.loads(sys.argv[1]):
     ids = torch.arange(tokens)[None] // (tokens // documents) if documents else None
     with torch.no_grad():
         call = median_us(lambda: longspan.attention(q, k, v, sp, documents=ids))
-        if new:
-            plan = longspan.prepare_attention(q, k, v, sp, documents=ids)
-            layer = median_us(lambda: longspan.attention(q, k, v, sp, plan=plan))
-        else:
-            mask = module.Mask(rows=None if ids is None else document_rows(ids))
-            options = {"length": tokens, "kernel": "auto"}
-            layer = median_us(lambda: module.attend(q, k, v, sp, mask, module.Scores(), **options))
+        plan = longspan.prepare_attention(q, k, v, sp, documents=ids)
+        layer = median_us(lambda: longspan.attention(q, k, v, sp, plan=plan))
     found.append({"attention": call, "layer": layer})
 print(json.dumps(found))
 """

@@ -1,6 +1,7 @@
-"""The longest settings of both: longspan with memory="longest", and the same with checkpointing="save_attention" on a
-disk (offload="disk"), beside ALST with its tiled loss, tiled MLP and gradient checkpointing, on a
-Hugging Face Llama that every rank holds whole.
+"""Compare the longest settings of longspan and ALST on a Hugging Face Llama that every rank holds whole.
+
+longspan: memory="longest", and the same with checkpointing="save_attention" and offload="disk". ALST: tiled loss, tiled
+MLP and gradient checkpointing.
 
     python benchmarks/longest_vs_alst.py [--quick]
 

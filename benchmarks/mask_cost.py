@@ -1,11 +1,11 @@
-"""What a mask costs: time of attention forward + backward beside the full causal one, and the pairs that attend.
+"""Cost of masks: time of attention forward + backward relative to the full causal mask, next to the attending pairs.
 
     python benchmarks/mask_cost.py
 
 One process, one thread. A window of W should cost O(S W), documents the sum of their squares, chunks likewise, and a
-mask function only what it leaves of 256 x 1024 tiles. All candidates alternate within a round; medians of the ratios
-within a round to the causal attention of the same kernel. (`kernel="auto"` takes sdpa for windows of up to 256 tokens,
-block for longer ones.)
+mask function the 256 x 1024 tiles that it does not empty. Candidates alternate within a round; ratios to the causal
+attention of the same kernel are medians over rounds. (`kernel="auto"` uses sdpa for windows of up to 256 tokens, block
+for longer ones.)
 """
 
 from __future__ import annotations

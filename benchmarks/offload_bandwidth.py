@@ -1,11 +1,11 @@
-"""Bandwidth of activations on their way to a disk and back, beside plain sequential writes and reads of as many bytes.
+"""Bandwidth of activation offload to a disk and back, next to sequential writes and reads of as many bytes.
 
     python benchmarks/offload_bandwidth.py --folder /a/local/disk     (--quick: 64 MiB)
 
-One process, no computing beside it. `store` puts tensors one after the other and waits until all are written, then gets
-and drops them from the last to the first. `plain` is what `dd` does: one thread writes the same pieces to the same kind
-of file, in order, and reads them again. Each with O_DIRECT and through the page cache, where the writes end with
-`fdatasync`, since what lies in the cache is not on the disk; reads there may be of the cache.
+One process, without computing. `store` puts tensors one by one and waits until all are written, then gets and drops
+them from last to first. `plain` works like `dd`: one thread writes the same pieces to the same kind of file in order,
+and reads them again. Both use O_DIRECT and the page cache; with the page cache, writes end with `fdatasync`, and reads
+may come from the cache.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/plan_accuracy.py [--memory-only | --time-only]
 
-Memory: bytes that torch holds at the peak of a step (weights, gradients, optimizer state, activations, buffers) on the
-rank that holds most, from torch's profiler, beside the planner's total. What is not torch's (libraries, the allocator's
-slack, gloo's threads) is not in either. Steps are those of `longspan train`: `longspan.parallelize`, AdamW.
+Memory: bytes of tensors at the peak of a step (weights, gradients, optimizer states, activations, buffers) on the rank
+with most, from torch's profiler, next to the planner's total. Neither counts other memory (libraries, the allocator's
+slack, gloo's threads). Steps are those of `longspan train`: `longspan.parallelize`, AdamW.
 
 Time: `longspan bench link` measures this machine first (matrix products, attention, every collective); from that file
 and nothing else the planner predicts the step, which is then measured: two goes minutes apart, the faster one's median.

@@ -1,9 +1,9 @@
-"""How near to fp64 ring and USP are in bf16, beside flash attention in bf16 on one device.
+"""Errors of ring and USP in bf16 against fp64, compared with flash attention in bf16 on one device.
 
     python benchmarks/ring_accuracy.py
 
 Output and gradients against one plain fp64 attention; the error is ||a - b|| / ||b||. Rings of 2, 4 and 8 ranks, USP of
-2 x 2 and 4 x 2, both ways of moving blocks, causal and zigzag. The goal is at most 1.2 times the one-device error.
+2 x 2 and 4 x 2, both ring implementations, causal and zigzag. The goal is at most 1.2 times the one-device error.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The slowest rank sets the pace. Counted: pairs of query and key that attend, by rank, for rings of 2, 4 and 8. Timed: a
 ring of 2, one core for each rank, wall time of forward and of forward + backward; and a ring of 4, which this
-machine's cores may have to share, so there the CPU seconds of the busiest rank stand for its time on a core of its own.
+machine's cores may have to share, so there the CPU seconds of the busiest rank count.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Measured side by side, in the same processes:
     sending    the same calls with nothing computed   (the tiles' kernels do nothing)
     allgather  ring_impl="allgather": sends all, then computes; nothing overlaps
 
-Goal: ring <= 1.15 x max(computing, sending). What the order of the steps leaves bare stands beside it as `bound`: not
-every round has as much to send as to compute.
+Goal: ring <= 1.15 x max(computing, sending). `bound` is what the order of the steps allows: not every round
+has as much to send as to compute.
 
 Each rank is pinned to a core. With more ranks than cores they take turns, when computing alone too. Ranks are CPUs, so
 sending costs cores as well, which on GPUs it does not. Two columns tell that from waiting: what share of the ring's

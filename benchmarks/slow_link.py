@@ -1,4 +1,4 @@
-"""Slow networks on one machine: every rank a host of its own, joined by links of a chosen rate.
+"""Slow networks on one machine: every rank on its own host, joined by links of a chosen rate.
 
     python -m benchmarks.slow_link --check                  # is the rate real?  (as root, on Linux)
     python -m benchmarks.slow_link --ranks 4 --rate 1gbit -- benchmarks/some_script.py --its-option
@@ -15,9 +15,8 @@ sends, and what the bridge sends to it, so that several senders to one host shar
 A host may have several ranks (`ranks_per_host`): they share its namespace and its link, and among themselves they talk
 over its loopback, as fast as the kernel copies. `python -m benchmarks.cluster` runs any command on such hosts.
 
-Nothing of the machine's own network is touched. Namespaces carry this process's id in their names and are removed when
-the block ends, however it ends, with all that runs in them: a process of its own waits for the end of this one, and
-does it where this one was killed.
+The machine's own network does not change. Namespaces have this process's id in their names; they and their processes
+are removed when the block ends. If this process is killed, a watcher process removes them.
 """
 
 from __future__ import annotations

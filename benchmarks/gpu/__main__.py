@@ -39,7 +39,7 @@ ITEMS: dict[str, tuple[Item, int, str]] = {
     "kernels": (kernels.accuracy, 130, "Kernels against fp64"),
     "autocast": (kernels.autocast, 20, "Inside and outside autocast"),
     "rings": (ranks.rings, 60, "Rings and USP, four processes on one device"),
-    "memory": (model.memory, 60, "Peak memory of rank 0 of 8, beside the plan"),
+    "memory": (model.memory, 60, "Peak memory of rank 0 of 8, against the plan"),
     "speed": (speed.kernel_speed, 70, "TFLOP/s of each kernel"),
     "syncs": (speed.syncs, 20, "Waits for the device in a layer"),
     "documents": (speed.many_documents, 15, "Packed documents"),
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _hardware(setup: Setup) -> Iterator[Row]:
-    """The GPU, asked in a process of its own: whoever has asked can start no further processes that use it."""
+    """Yield the GPU's properties; run in a child process, as a process that uses the GPU cannot fork others that do."""
     if not torch.cuda.is_available():
         yield Row("", "", MEASURED)
         return
@@ -115,7 +115,7 @@ def _hardware(setup: Setup) -> Iterator[Row]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One item, in a process of its own.
+# One item, in a child process.
 
 
 def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:

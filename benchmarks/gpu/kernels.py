@@ -171,7 +171,7 @@ def _rows(kernel: str, dtype: str, tally: _Tally) -> Iterator[Row]:
 
 
 def autocast(setup: Setup) -> Iterator[Row]:
-    """Attention of bf16 tensors inside `torch.autocast` beside outside: what is computed in fp32 must stay so."""
+    """Attention of bf16 tensors inside and outside of `torch.autocast`: fp32 parts must stay fp32."""
     n, dim = setup.size(600, 64), setup.size(128, 16)
     base = Case(n, 1, 8, 2, dim, dim, dtype=BF16)
     for what, case in {

@@ -1,4 +1,4 @@
-"""A model's training step on the device: its peak memory beside the plan's, and its time."""
+"""A model's training step on the device: its peak memory against the plan, and its time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Trainer:
 
 
 def memory(setup: Setup) -> Iterator[Row]:
-    """Peak of rank 0 of a world of 8 that is not there (nothing is sent), beside `longspan plan`."""
+    """Peak of rank 0 in a fake world of 8 (nothing is sent), against `longspan plan`."""
     line = needs_cuda(setup, "peak memory of rank 0 of 8")
     if line is not None:
         yield line

@@ -1,4 +1,4 @@
-"""Rings and USP as four processes that share one GPU: NCCL takes one process a GPU, so what is sent goes by the CPU."""
+"""Rings and USP as four processes on one GPU. NCCL allows one process per GPU, so messages go through the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASKS = ("causal", "window", "documents", "sinks", "softcap")
 
 
 class _Arrives:
-    """A message under way: when it is waited for, what has come is put where it belongs."""
+    """A message in flight: `wait` copies what was received to the device."""
 
     def __init__(self, work: Any, on_cpu: Tensor, into: Tensor | None) -> None:
         self.work, self.on_cpu, self.into = work, on_cpu, into
@@ -40,7 +40,7 @@ class _Arrives:
 
 @contextlib.contextmanager
 def by_the_cpu() -> Iterator[None]:
-    """Within this, `torch.distributed` takes tensors of any device over gloo, which takes those of the CPU."""
+    """Let `torch.distributed` send tensors of any device over gloo, by copying them to the CPU."""
     names = ("batch_isend_irecv", "all_to_all_single", "all_reduce", *GATHERS, *SCATTERS)
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 

@@ -25,7 +25,7 @@ class Row:
 
     Attributes:
         what: what was measured.
-        figure: the number, with its unit and what it stands beside.
+        figure: the number with its unit, and what it is compared with.
         verdict: one of the above; "skipped" and "stopped" with a reason behind a colon.
         data: the same for programs, kept in the JSON only.
     """

@@ -1,4 +1,4 @@
-"""How fast kernels, masks and copies are on the device, beside what it could do."""
+"""Speed of kernels, masks and copies on the device, against its peak."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def many_documents(setup: Setup) -> Iterator[Row]:
 
 
 def block_masks(setup: Setup) -> Iterator[Row]:
-    """What FlexAttention's BlockMask costs in a layer: longspan's call beside the kernel with a mask that is ready."""
+    """Cost of FlexAttention's BlockMask in a layer: longspan's call against the kernel with a prepared mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -206,13 +206,13 @@ def _counted_waits(n: int, given: dict[str, Any]) -> list[str]:
 
 
 def copies(setup: Setup) -> Iterator[Row]:
-    """Pack and unpack of the exchange: bytes read and written over time, beside a plain copy on the same device."""
+    """Pack and unpack of the all-to-all: bytes read and written over time, against a copy on the same device."""
     n, dtype = setup.size(32768, 512), torch.bfloat16
     source = torch.empty(1, n, HEADS, DIM, dtype=dtype, device=setup.device).normal_()
     into = torch.empty_like(source)
     copy = 2 * source.nbytes / setup.seconds(lambda: into.copy_(source))
     yield Row("a plain copy", f"{copy / 1e9:.0f} GB/s", MEASURED, copy)
-    with fake_world(0, 8):  # nothing travels: what is left is the copies
+    with fake_world(0, 8):  # nothing is sent; only the copies remain
         group = torch.distributed.group.WORLD
         whole = longspan.exchange.seq_to_heads(source, group)
         runs = {

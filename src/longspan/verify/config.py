@@ -1,4 +1,4 @@
-"""Everything `longspan verify` can be asked for."""
+"""The flags of `longspan verify`."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _MOST_TOKENS = 1 << 30
 class VerifyConfig(MemoryFlags, RopeFlags):
     """Prove on your own model that the sharded run computes what one process computes.
 
-    The same batch goes through the plain Hugging Face model on one process and through the sharded one on all ranks;
-    loss, logits and every gradient are compared. Ends with code 0 if they agree up to rounding, with 1 if they do not.
+    The same batch runs through the Hugging Face model on one process and through the sharded model on all ranks; loss,
+    logits and every gradient are compared. The exit code is 0 if they agree up to rounding, else 1.
     """
 
     model: str | None = None
     """Name or folder of a Hugging Face causal (or masked) LM, with its weights. Give this, --config or --resume."""
     config: Path | None = None
-    """A model's config.json: verify it with random weights. (Beside --resume: see there.)"""
+    """A model's config.json: verify it with random weights (with --resume: see there)."""
     resume: str | None = None
-    """A checkpoint of `longspan train`: a run's folder (its newest one), or OUT/checkpoints/step-... Its files are
-    compared with their checksums, and its weights are what is verified; the model's config is in it. A --config beside
-    it has to be the same, key by key; it is needed only where transformers cannot make the one that is kept."""
+    """A checkpoint of `longspan train`: a run's folder (its newest one), or OUT/checkpoints/step-... Verify
+    the checksums of its files, then its weights. It contains the model's config; give the same --config only if
+    transformers cannot build the model from the saved one."""
     context: int = 1024
-    """Tokens per sequence (also 8k). One fewer is used where the ranks divide it, so that padding is exercised."""
+    """Tokens per sequence (also 8k). One less is used if the ranks divide it, to test padding."""
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
     """How ranks share the work. Here --ring-impl is p2p, which auto chooses in long runs."""
     nproc: int | None = None
-    """Ranks on this machine; by default as many as the degrees need."""
+    """Ranks on this machine. Default: the product of the axes."""
     batch: int = 1
     """Sequences per replica."""
     data: str | None = None
@@ -50,13 +50,13 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     text_field: str = "text"
     """Column of --data that holds the text (.jsonl, .parquet, datasets)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 tells a fault from rounding sharply; bf16 shows that sharding adds nothing to bf16's own noise."""
+    """fp32 detects small faults; bf16 shows that sharding adds nothing to the rounding of bf16."""
     fsdp: bool = True
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
     dropout: float = 0.0
-    """0 alone: a comparison is made without the model's dropout, which draws other numbers on other ranks."""
+    """Must be 0: dropout draws different numbers on different ranks, so nothing could be compared."""
     fp64: bool = True
-    """Compare with an fp64 run. Off, for a model that does not fit in fp64: with an fp32 run."""
+    """Compare with an fp64 run. Off: with an fp32 run, if the model does not fit in fp64."""
     kernel: Literal[
         "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
     ] = "auto"
@@ -64,16 +64,16 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     seed: int = 0
     """Seed of the random weights (--config alone) and the random tokens."""
     json: bool = False
-    """Print the report as JSON, and nothing else, on stdout (schema: docs/reference/json.md)."""
+    """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
     timeout: int | None = None
-    """Seconds after which a rank that is stopped, hung or cut off ends the job and is named. By default 60, with GPUs
-    300. Loading, a save or an export may take longer."""
+    """Seconds after which a rank that does not respond is named and ends the job. Default: 60, with GPUs 300. Loading
+    may take longer."""
     start_timeout: int = START_TIMEOUT_S
     """Seconds within which all ranks must have started."""
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence that are run: `context`, or one fewer where the ranks divide it."""
+        """Tokens per sequence: `context`, or one less if the ranks divide it."""
         ranks = self.parallel.sequence_ranks
         if ranks == 1:  # megatron-sp shards the sequence over the tensor axis
             ranks = self.parallel.tensor
@@ -85,10 +85,10 @@ class VerifyConfig(MemoryFlags, RopeFlags):
         return "fp64" if self.fp64 else "fp32"
 
     def check(self) -> None:
-        """Refuse what cannot be verified.
+        """Raise on values that cannot be verified.
 
         Raises:
-            LongspanError: with the numbers and the way out.
+            LongspanError: with the numbers and a fix.
         """
         if self.resume is None and (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
