@@ -3,7 +3,7 @@
     python benchmarks/layer_host_time.py --before ../longspan-before/src
 
 One process, one thread, no communication, forward only. `attention`: a user's call; `layer`: the call of a model's
-layer, with a plan prepared once per batch. With `--before`, an older version runs the same in another process, in turns,
+layer, with a plan prepared once per batch. With `--before`, an older version runs in another process, in turns,
 and the ratio is the median over turns of new over old. The older version needs `longspan.prepare_attention`.
 """
 
