@@ -1,11 +1,11 @@
-"""A book, and a model that answers questions about it: `python examples/ask.py` writes both to runs/ask, in seconds.
+"""Write a book, and a model that answers questions about it, to runs/ask: `python examples/ask.py`, in seconds.
 
     longspan generate --model runs/ask/hf --file runs/ask/book.txt --question "Who lives in Oslo?" --ring 2 --ulysses 2
 
-The model is a Llama of two layers over bytes. It was not trained: its weights are written here, so that it looks up
-what it is asked. Eight heads of layer 1 each copy one of the eight bytes before a byte to it. A head of layer 2 finds
-the byte of the book that follows the last eight bytes of the question, and the output is that byte (an induction head:
-Olsson et al. 2022, arXiv:2209.11895). It knows no language: asked what is not in the book, it copies the closest match.
+The model is a Llama of two layers over bytes. It is not trained: this script sets its weights so that it looks up the
+question. In layer 1, each of eight heads copies one of the eight bytes before a byte. In layer 2, a head finds the byte
+of the book that follows the last eight bytes of the question, and the model outputs it (an induction head: Olsson et
+al. 2022, arXiv:2209.11895). It knows no language: asked about anything else, it copies the closest match.
 """
 
 import argparse

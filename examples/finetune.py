@@ -1,9 +1,9 @@
-"""A training loop of your own with longspan in it: the two lines marked with <--, and `torchrun` to start it.
+"""Your own training loop with longspan: the two lines marked with <--, started by `torchrun`.
 
     torchrun --nproc-per-node 4 examples/finetune.py [--model NAME_OR_PATH] [--context 8192] [--steps 20]
 
-Every rank runs this same script and reads the same text; the model sees to it that each computes only its part.
-Without --model, a small Llama starts from random weights. `longspan train` does all this, and checkpoints and metrics.
+Every rank runs this script and reads the same text; the model shards each batch. Without --model, a small Llama starts
+from random weights. `longspan train` does the same, with checkpoints and metrics.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""GRPO's loss (arXiv:2402.03300) on completions that were made elsewhere, over a cut sequence, in a loop of your own.
+"""GRPO's loss (arXiv:2402.03300) over a sharded sequence, on completions from elsewhere, in your own loop.
 
     torchrun --nproc-per-node 4 examples/grpo.py [--model NAME_OR_PATH] [--context 2048] [--steps 8]
 
-`longspan.token_logprobs(gather=True)` gives the log-probabilities of all tokens on every rank, without logits; the loss
-is then written as on one process. Without --model, a small Llama starts from random weights. The completions here are
-passages of the text that comes with Python, and the reward is how few of their letters are capitals.
+`longspan.token_logprobs(gather=True)` returns the log-probabilities of all tokens on every rank, without logits, so the
+loss is written as on one process. Without --model, a small Llama starts from random weights. The completions are
+passages of the text that comes with Python; the reward counts how few of their letters are capitals.
 """
 
 import argparse
@@ -18,21 +18,21 @@ import longspan
 
 
 def grpo_loss(model, reference, batch, old, advantages, items, *, clip=0.2, beta=0.04, entropy_bonus=0.0):
-    """The loss of a step; every rank of a sequence group makes the same one of the same batch.
+    """Return the loss of a step, equal on every rank of a sequence group.
 
     Args:
         model: the policy, parallelized.
-        reference: what it shall stay near, parallelized.
+        reference: the model that it should stay close to, parallelized.
         batch: `input_ids`, `attention_mask`, and `labels` that are -100 outside of completions, [rows, n].
-        old: log-probabilities of the policy that made the completions, [rows, n]; None for this one, before its step.
-        advantages: of the rows, [rows].
-        items: labelled tokens of all replicas' rows, by which the sum is divided.
+        old: log-probabilities of the policy that generated the completions, [rows, n]; None: of `model` itself.
+        advantages: [rows].
+        items: label tokens of all replicas' rows; the sum is divided by them.
     """
     logps, entropy = longspan.token_logprobs(model, batch, entropy=True, gather=True)
     with torch.no_grad():
         near = longspan.token_logprobs(reference, batch, gather=True)
     scored = torch.zeros_like(logps)
-    scored[:, :-1] = batch["labels"][:, 1:] != -100  # entry i is of token i + 1
+    scored[:, :-1] = batch["labels"][:, 1:] != -100  # entry i is for token i + 1
     ratio = (logps - (logps.detach() if old is None else old)).exp()
     gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - clip, 1 + clip) * advantages[:, None])
     kl = (near - logps).exp() - (near - logps) - 1

@@ -1,19 +1,18 @@
-"""Needles in long documents: trained, then looked for under a limit of memory, on one rank and on four.
+"""Train a small Llama to find needles, then limit each rank's memory: one rank against four.
 
     python examples/recall.py [--mib 32] [--png recall.png] [--save FOLDER] [--quick]
 
-1. A small Llama is trained until it can do it: a document of noise hides needles, a key and four values each; behind
-   the document stands a key, and the model shall say its values. Lengths double as soon as it knows a length: on one
-   rank up to 1,024 tokens, on four beyond.
-2. Under a limit of `--mib` MiB a process beside what it holds before (a control group of its own; RLIMIT_DATA where
-   there are none), the longest document is searched that one rank can answer a question about. Longer ones fail: the
-   kernel kills the rank, or its memory is refused.
-3. Four ranks, each under the same limit, read documents of up to four times that length, as far as it goes, and are
-   asked for the needles at nine depths. The document is read once into a `longspan.ShardedCache`, which each question
-   is cropped from. Without a limit, transformers' own model and cache on one process then answer the questions about
-   the first document of each length: the same words, right or wrong.
+1. Train. A document of noise contains needles: a key and four values each. After the document comes a key, and the
+   model must answer with its values. The length doubles as soon as the model succeeds: up to 1,024 tokens on one rank,
+   beyond that on four.
+2. Limit. Each process may take `--mib` MiB on top of what it holds (a control group of its own, or RLIMIT_DATA). Search
+   for the longest document that one rank can be asked about. A longer one fails: the kernel kills the rank, or refuses
+   memory.
+3. Ask four ranks, each under the same limit, about documents up to four times as long, at nine depths. The document is
+   read once into a `longspan.ShardedCache`, which is cropped after each question. Then transformers on one process,
+   without a limit, answers the questions about the first document of each length: the same words, right or wrong.
 
-The ranks are processes on this machine, forked from this one; with more machines or GPUs they would be torchrun's.
+The ranks are forked processes on this machine; on several machines or GPUs, use torchrun.
 """
 
 import argparse
@@ -53,21 +52,23 @@ Found = tuple[list[float], list[list[int]]]  # recall at each depth; the answers
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=32, help="what a process may take beside what it holds before")
+    parser.add_argument("--mib", type=int, default=32, help="MiB that a process may take on top of what it holds")
     parser.add_argument("--ranks", type=int, default=4, help="a ring of half of them, Ulysses over two")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument(
         "--head-dim", type=int, default=128, help="wide, so that a token's keys and values outweigh its id"
     )
-    parser.add_argument("--first", type=int, default=32, help="tokens of the first; above 32 --save's model goes on")
+    parser.add_argument(
+        "--first", type=int, default=32, help="tokens of the first document; above 32, resume from the model in --save"
+    )
     parser.add_argument("--trained-to", type=int, default=8192, help="tokens of the longest documents in training")
-    parser.add_argument("--minutes", type=float, default=15, help="of training at most")
-    parser.add_argument("--documents", type=int, default=4, help="that are read at each length")
-    parser.add_argument("--within", type=int, default=512, help="tokens within which the longest is found")
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a document that are read at a time")
+    parser.add_argument("--minutes", type=float, default=15, help="most minutes of training")
+    parser.add_argument("--documents", type=int, default=4, help="documents per length")
+    parser.add_argument("--within", type=int, default=512, help="precision of the search, in tokens")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens read at a time")
     parser.add_argument("--png", type=Path, help="draw recall by depth and length")
-    parser.add_argument("--save", type=Path, default=Path("runs/recall"), help="the trained model, a folder")
-    parser.add_argument("--model", type=Path, help="a folder that --save has written: no training")
+    parser.add_argument("--save", type=Path, default=Path("runs/recall"), help="folder for the trained model")
+    parser.add_argument("--model", type=Path, help="a folder written by --save; do not train")
     parser.add_argument("--quick", action="store_true", help="a toy: seconds, nearly no training, 2 ranks")
     args = parser.parse_args()
     if args.quick:
@@ -225,7 +226,7 @@ def train(ranks: int, args: argparse.Namespace, lengths: list[int]) -> bool:
 
 
 def over(start: float, minutes: float, sp: longspan.SequenceSharding) -> bool:
-    """Whether the time is up, by the first rank's clock."""
+    """Return whether the time is up, by the first rank's clock."""
     up = torch.tensor(float(time.perf_counter() - start > 60 * minutes))
     if sp.group is not None:
         torch.distributed.broadcast(up, group=sp.group, group_src=0)
@@ -247,7 +248,7 @@ def ask(ranks: int, args: argparse.Namespace, n: int, documents: int) -> Found:
 
 
 def answers(model, n: int, args: argparse.Namespace, draw: torch.Generator) -> list[tuple[list[int], list[int]]]:
-    """About a document of `n` tokens, at each depth what the model says and what is right."""
+    """Return, for each depth of a document of `n` tokens, the model's answer and the right one."""
     document_ids, needles = document(n, DEPTHS, draw, at_depths=True)
     prompt = torch.cat([document_ids, needles[0, :1]])[None]
     del document_ids
@@ -266,7 +267,7 @@ def answers(model, n: int, args: argparse.Namespace, draw: torch.Generator) -> l
 
 
 def plainly(ranks: int, args: argparse.Namespace, n: int) -> list[list[int]]:
-    """What `ask` says about its first document, by transformers alone."""
+    """Return the answers about the first document of `ask`, by transformers alone."""
     draw = torch.Generator().manual_seed(n)
     document(4 * args.chunk, DEPTHS, draw, at_depths=True)
     ids, needles = document(n, DEPTHS, draw, at_depths=True)
@@ -279,7 +280,7 @@ def plainly(ranks: int, args: argparse.Namespace, n: int) -> list[list[int]]:
 
 
 def limit(nbytes: int) -> None:
-    """From here on this process may take so many bytes."""
+    """Limit the bytes that this process may take from now on."""
     gc.collect()
     gc.freeze()  # else a later collection writes to every object that was forked, which copies its page
     for root, name in GROUPS:
@@ -299,7 +300,7 @@ def limit(nbytes: int) -> None:
 
 
 def search(args: argparse.Namespace) -> int:
-    """The longest document that one rank can be asked about under the limit."""
+    """Return the longest document that one rank can be asked about under the limit."""
     good, bad = 0, 4 * args.chunk
     bad = max(bad, args.within)
     while answered(args, 1, bad) is not None:
@@ -326,7 +327,7 @@ def format_value(found: Found | None) -> str:
 
 
 def run_ranks(body, ranks: int, *args):
-    """`body(ranks, *args)` on forked processes that gloo joins: the first one's value, None if any has no memory."""
+    """Run `body(ranks, *args)` on forked gloo ranks. Return the first one's value, or None if any ran out of memory."""
     fork = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

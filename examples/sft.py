@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on long sequences: the two lines marked with <-- are all that differs from the plain script.
+"""TRL's SFTTrainer on long sequences: the plain script with two more lines, marked with <--.
 
 pip install ".[trl]"
 torchrun --nproc-per-node 4 examples/sft.py [--model NAME_OR_PATH] [--data chats.jsonl] [--context 8192] [--steps 20]

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on long sequences: the two lines marked with <-- are all that differs from the plain script.
+"""Hugging Face's Trainer on long sequences: the plain script with two more lines, marked with <--.
 
 torchrun --nproc-per-node 4 examples/trainer.py [--model NAME_OR_PATH] [--context 8192] [--steps 20]
 """
