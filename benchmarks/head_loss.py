@@ -54,7 +54,7 @@ def case(tokens: int, hidden: int, vocab: int, dtype: str, rounds: int) -> list[
     deferring = Head(head)
 
     def tiles() -> torch.Tensor:
-        deferring.armed = True
+        deferring.defer_next = True
         return loss_sum(head(x), labels)
 
     ways: dict[str, Any] = {"our tiles": tiles, "whole logits": lambda: loss_sum(head(x), labels)}

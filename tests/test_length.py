@@ -87,7 +87,7 @@ def test_the_loss_and_all_its_gradients(
         module, hidden, labels = _case(head, dtype)
         trained = [hidden, *(p for p in module.parameters() if p.requires_grad)]
         if deferred and compute is loss_sum:
-            Head(module).armed = True
+            Head(module).defer_next = True
         logits = STEPS[steps](module(hidden))
         if isinstance(logits, Tensor) and compute is loss_sum:  # as users reach it
             options = {"label_smoothing": terms.label_smoothing, "z_loss": terms.z_loss}
@@ -105,7 +105,7 @@ def test_low_precision_heads_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> 
     for rows in (1, T):
         monkeypatch.setattr("longspan.losses.cross_entropy.head_tile", lambda *_, rows=rows: rows)
         module, hidden, labels = _case("plain", torch.bfloat16)
-        Head(module).armed = True
+        Head(module).defer_next = True
         loss_sum(module(hidden), labels).backward()
         assert module.weight.grad is not None and module.weight.grad.dtype == torch.bfloat16
         grads.append(module.weight.grad.float())
@@ -120,7 +120,7 @@ def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> No
     for name, dtype in (("torch", torch.float32), ("tiled", torch.float32), ("tiled", torch.float64)):
         module, hidden, labels = _case(head, dtype)
         deferring = Head(module)
-        deferring.armed, deferring.loss = True, name
+        deferring.defer_next, deferring.loss = True, name
         loss = loss_sum(module(hidden), labels, Terms(smoothing))
         found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, [hidden, *module.parameters()])])
     for mine, single, exact in zip(*found, strict=True):
@@ -141,7 +141,7 @@ def test_what_others_losses_cannot_do(name: str, head: str, dtype: torch.dtype, 
         said = "which came with 2.13"
     module, hidden, labels = _case(head, dtype)
     deferring = Head(module)
-    deferring.armed, deferring.loss = True, name
+    deferring.defer_next, deferring.loss = True, name
     with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({said}).*; use head_loss='tiled'"):
         loss_sum(module(hidden), labels, terms)
 
@@ -164,7 +164,7 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, wh
     for name in ("loss", "logprobs"):
         monkeypatch.setattr(f"longspan.memory.{name}.head_tile", lambda *_: 8)
     module, hidden, labels = _case("plain", torch.float32)
-    Head(module).armed = True
+    Head(module).defer_next = True
     with _Largest() as seen:
         logits = module(hidden)
         loss = (
@@ -193,7 +193,7 @@ def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
 )
 def test_who_needs_logits_is_told_how_to_get_them(use: Any, said: str) -> None:
     module, hidden, _ = _case("plain", torch.float32)
-    Head(module).armed = True
+    Head(module).defer_next = True
     logits = module(hidden)
     assert isinstance(logits, DeferredLogits) and logits.shape == (2, T // 2, V)
     with pytest.raises(LongspanError, match=said + r".*longspan\.parallelize\(\.\.\., logits=True\)"):
@@ -206,7 +206,7 @@ def test_a_second_backward(kind: str) -> None:
     """A retained graph gives the same gradients again; without it, or with other kernels, an error is raised."""
     module, hidden, labels = _case("plain", torch.float32)
     head = Head(module)
-    head.armed, head.loss = True, kind
+    head.defer_next, head.loss = True, kind
     loss = loss_sum(module(hidden), labels)
     loss.backward(retain_graph=True)
     first = [hidden.grad.clone(), module.weight.grad.clone()]
@@ -241,7 +241,7 @@ def test_under_autocast_a_tile_is_computed_as_the_head_is(what: str) -> None:
         module, hidden, labels = _case("plain", torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             if deferred:
-                Head(module).armed = True
+                Head(module).defer_next = True
             logits = module(hidden)
             if what == "loss":
                 loss = loss_sum(logits, labels)

@@ -1,4 +1,4 @@
-"""The memory options on a Hugging Face model: which of its modules are checkpointed, and which run tile by tile."""
+"""Apply memory options to a Hugging Face model: checkpoint its layers, run its MLPs and norms tile by tile."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 
 class MemoryManager:
-    """What `parallelize` does to a model for its memory's sake, and what each forward asks of it.
+    """Apply memory options to a model, and change them between steps.
 
     Args:
         modules: of the transformers model, its attention layers bound, before FSDP.
         config: of the model.
         memory: the memory options.
-        store: where what checkpointing keeps lies; None: where it is.
-        auto: chooses them for each larger batch; None: they stay.
+        store: where saved activations are offloaded; None: they stay on the device.
+        auto: chooses options for each batch larger than all before; None: they stay.
 
     Raises:
-        LongspanError: for a model that a memory option does not fit, naming the layer.
+        LongspanError: for an option that the model does not support, naming the layer.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class MemoryManager:
         self.set(memory, store)
 
     def set(self, memory: Memory, store: Store | None, why: str | None = None) -> None:
-        """Take other memory options, between two steps.
+        """Change the memory options, between two steps.
 
         Args:
             memory: the memory options; `cpu_offload` is FSDP's, and stays.
-            store: where what checkpointing keeps lies; None: where it is.
-            why: they are taken.
+            store: where saved activations are offloaded; None: they stay on the device.
+            why: the reason, for `longspan.explain`.
 
         Raises:
-            LongspanError: for a memory option that the model does not fit, naming the layer.
+            LongspanError: for an option that the model does not support, naming the layer.
         """
         self.found.check(memory)
         self.memory, self.store, self.why = memory, store, why or self.why
@@ -98,9 +98,7 @@ class MemoryManager:
             binding.memory = memory
 
     def _install(self, memory: Memory) -> None:
-        """Take the places of forwards that a memory option needs, the first time that it is on: nothing else is
-        touched.
-        """
+        """Replace the forwards that a memory option needs, the first time that it is on."""
         if memory.recompute_mlp_act and not self.activations:
             self.activations = [RecomputedActivations(mlp) for mlp in self.found.mlps]
         if memory.tiled_mlp != 1 and not self.mlps:
@@ -120,11 +118,7 @@ class MemoryManager:
         return mlp_rows(tokens, hidden, width, self.memory.tiled_mlp, on_cpu)
 
     def check(self) -> None:
-        """Refuse a forward that does not go together with a memory option.
-
-        Raises:
-            LongspanError: naming both.
-        """
+        """Raise if transformers' gradient checkpointing and longspan's are both on."""
         if self._checkpoints_by_itself and self.memory.checkpointing != "none":
             raise LongspanError(
                 f"gradient_checkpointing_enable() was called on a model that has memory.checkpointing="
@@ -153,16 +147,17 @@ class MemoryManager:
             mlp.keeps_routing = wanted
 
     def choose(self, length: int, rows: int) -> bool:
-        """With `memory="auto"`: memory options for a batch that all ranks have compared, if it is larger than those
-        before. Return whether the memory options changed, so that room for this forward must still be reserved.
+        """With `memory="auto"`, choose memory options if the batch is larger than all before. Collective.
+
+        Return whether they changed, so that the store must reserve room again. Options that conflict with
+        transformers' own gradient checkpointing are left out.
 
         Args:
             length: tokens of a sequence.
-            rows: sequences of this replica. Memory options that do not go together with transformers' own gradient
-                checkpointing are left out.
+            rows: sequences of this replica.
 
         Raises:
-            LongspanError: where nothing fits; on every rank alike.
+            LongspanError: on every rank, if nothing fits.
         """
         if self.auto is None or length * rows <= self.auto.largest:
             return False
@@ -177,14 +172,14 @@ class MemoryManager:
         return True
 
     def reserve(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        """Have room in the store for what one forward keeps, before its first layer.
+        """Reserve room in the store for the activations that one forward saves.
 
         Args:
             model: the model.
             tokens: ids, or embeddings, of my tokens: `[B, L, ...]`.
 
         Raises:
-            LongspanError: there is none, with the bytes.
+            LongspanError: if there is none, with the bytes.
         """
         if self.store is None or not torch.is_grad_enabled():
             return
@@ -248,13 +243,13 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
 
 
 class Auto:
-    """What `memory="auto"` asks the planner with.
+    """Choose memory options by the planner, for `memory="auto"`.
 
     Args:
         model: the transformers model.
         sp: its sharding.
         fsdp: whether weights are sharded.
-        mp_policy: FSDP's, which says in which dtype it computes.
+        mp_policy: FSDP's mixed precision, for the compute dtype.
         style: of the tensor axis.
 
     Raises:
@@ -277,7 +272,7 @@ class Auto:
         self.hardware: Hardware | None = None
 
     def memory_options(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
-        """The fastest that fit the smallest device of all ranks, and why. Collective."""
+        """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective."""
         if self.hardware is None:
             least = torch.tensor(hardware_of(self.device).memory_bytes, dtype=torch.float64, device=self.device)
             if self.sp.job_size > 1:
@@ -295,14 +290,14 @@ def _bindings(layer: nn.Module) -> list[LayerBinding]:
 
 
 class MemoryModules:
-    """The modules that memory options are about; nothing is changed.
+    """The modules that memory options concern.
 
     Attributes:
         layers: the decoder layers.
-        mlps: parts of a layer that hold matrices and no attention.
+        mlps: parts of a layer with matrices and without attention.
         norms: of the layers.
         names: of all modules.
-        untiled: why some MLP cannot run tile by tile; None where all can.
+        untiled: why some MLP cannot run tile by tile; None if all can.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -313,7 +308,7 @@ class MemoryModules:
         self.norms = [*self._norms()]
 
     def check(self, memory: Memory) -> None:
-        """Refuse memory options that the model does not fit.
+        """Raise for memory options that the model does not support.
 
         Raises:
             LongspanError: naming the layer.

@@ -189,7 +189,7 @@ class Head:
         module: what `get_output_embeddings` gives: any module, called with hidden states alone.
 
     Attributes:
-        armed: whether the next call is deferred.
+        defer_next: whether to return `DeferredLogits` at the next call.
         observer: is shown each tile of logits that is made, if there is one.
         loss: what computes the loss: "tiled", or a name of `longspan.losses.fused_heads`.
         gather: gathers its weights, where they are sharded.
@@ -200,7 +200,7 @@ class Head:
         self.module = module
         self.compute: Callable[..., Tensor] = seeing_local(module, module.forward)
         self.bare = Bare(module, self.compute)
-        self.armed = False
+        self.defer_next = False
         self.observer: Callable[[Tensor], None] | None = None
         self.loss = "tiled"
         self.vocabulary: Vocabulary | None = None
@@ -235,7 +235,7 @@ class Head:
         return logits
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        armed, self.armed = self.armed, False
-        if armed and len(args) == 1 and not kwargs:
+        defer, self.defer_next = self.defer_next, False
+        if defer and len(args) == 1 and not kwargs:
             return DeferredLogits(self, _Identity.apply(args[0]))  # type: ignore[no-untyped-call]
         return self.compute(*args, **kwargs)

@@ -31,14 +31,14 @@ class DeferLogits(Stage):
 
     def reset(self) -> None:
         if self.head is not None:
-            self.head.armed = False
+            self.head.defer_next = False
 
     def before(self, call: ForwardCall) -> None:
         options = self.options
         call.has_labels = call.inputs.get("labels") is not None
         loss_suffices = options.loss_only or (call.model.training and not options.make_logits)
         if self.head is not None:
-            self.head.armed = options.return_deferred or call.scored or (call.has_labels and loss_suffices)
+            self.head.defer_next = options.return_deferred or call.scored or (call.has_labels and loss_suffices)
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         return output if self.options.return_deferred else without_deferred(output)
