@@ -18,7 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.ranks import agreement, rendezvous
 from longspan.ranks.agreement import compare
-from longspan.ranks.rendezvous import VARIABLES, Peers, meet, read_job
+from longspan.ranks.rendezvous import VARIABLES, Peers, read_job, wait_for_ranks
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def test_long_values_are_compared_whole() -> None:
 
 
 def _agree_on(facts: list[dict[str, Any]]) -> str:
-    peers = meet(20)
+    peers = wait_for_ranks(20)
     try:
         agreement.agree(peers, facts[peers.rank])
     except LongspanError as error:
@@ -76,7 +76,7 @@ def _agree_on(facts: list[dict[str, Any]]) -> str:
 
 
 def _one_refuses(kind: type[Exception]) -> str:
-    peers = meet(20)
+    peers = wait_for_ranks(20)
     try:
         with agreement.refusing_together(peers):
             if peers.rank == 1:
@@ -88,7 +88,7 @@ def _one_refuses(kind: type[Exception]) -> str:
 
 
 def _say_nothing_on_rank_1() -> str:
-    peers = meet(20)
+    peers = wait_for_ranks(20)
     peers.timeout_s = 0.5
     try:
         return "" if peers.rank == 1 else str(agreement.agree(peers, {}))
@@ -193,15 +193,15 @@ def test_a_job_that_nobody_runs_is_refused_in_time(monkeypatch: pytest.MonkeyPat
     port = _free_port()
     _describe(monkeypatch, 1, 2, port)
     with pytest.raises(LongspanError, match=rf"RANK=1, WORLD_SIZE=2, .*MASTER_PORT={port} within 1 s, nobody.*unset"):
-        meet(start_s=1)
+        wait_for_ranks(start_s=1)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(LongspanError, match=r"not the store of a job"):
-        meet(start_s=1)
+        wait_for_ranks(start_s=1)
     _describe(monkeypatch, 0, 3, _free_port())
     with pytest.raises(LongspanError, match=r"^ranks 1, 2 of 3 did not arrive within 1 s.*unset RANK"):
-        meet(start_s=1)
+        wait_for_ranks(start_s=1)
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     with pytest.raises(LongspanError, match=r"MASTER_ADDR=no.such.host.invalid is no address"):
-        meet(start_s=1)
+        wait_for_ranks(start_s=1)
     assert time.monotonic() - start < 60
 
 
@@ -234,9 +234,9 @@ def test_ranks_meet_again_over_a_store_that_outlived_a_job(store: Any) -> None:
 
 def test_a_rank_whose_connection_is_busy_has_another(store: Any) -> None:
     peers = Peers(0, 1, 5, store, "session")
-    peers.another_connection().say("word", "yes")
-    assert peers.hear("word") == "yes" and peers.hear("other") is None
-    assert peers.silent("beat") == [0]
+    peers.clone().set("word", "yes")
+    assert peers.get("word") == "yes" and peers.get("other") is None
+    assert peers.missing("beat") == [0]
 
 
 @pytest.mark.launcher
@@ -266,5 +266,5 @@ def test_starting_has_another_time_limit_than_a_lost_rank(monkeypatch: pytest.Mo
     monkeypatch.setattr(rendezvous, "_connect", lambda job, limit_s: limits.append(limit_s) or "a store")
     monkeypatch.setattr(rendezvous, "_gather", lambda store, rank, world, limit_s, job: limits.append(limit_s) or "us")
     _describe(monkeypatch, 0, 2, 29500)
-    assert meet(30).timeout_s == 30 and limits == [600, 600]
-    assert meet(30, 5).timeout_s == 30 and limits[2:] == [5, 5]
+    assert wait_for_ranks(30).timeout_s == 30 and limits == [600, 600]
+    assert wait_for_ranks(30, 5).timeout_s == 30 and limits[2:] == [5, 5]

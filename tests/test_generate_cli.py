@@ -71,9 +71,9 @@ def _generate(config: GenerateConfig) -> dict[str, Any]:
     """This rank's part."""
     from longspan.generate.rank import Generation
     from longspan.ranks.heartbeat import Heartbeat
-    from longspan.ranks.rendezvous import meet
+    from longspan.ranks.rendezvous import wait_for_ranks
 
-    return Generation(config, Heartbeat(meet(60), lambda *_: None), open_fitting_prompt(config)).run()
+    return Generation(config, Heartbeat(wait_for_ranks(60), lambda *_: None), open_fitting_prompt(config)).run()
 
 
 def test_a_second_question_about_a_book_does_not_read_it_again(pool2: RankPool, tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ def test_progress_follows_the_layers_of_a_chunk(
 def _score(config: ScoreConfig) -> dict[str, Any]:
     from longspan.generate.score import score_rank
     from longspan.ranks.heartbeat import Heartbeat
-    from longspan.ranks.rendezvous import meet
+    from longspan.ranks.rendezvous import wait_for_ranks
 
-    return score_rank(config, Heartbeat(meet(60), lambda *_: None), open_text(config))
+    return score_rank(config, Heartbeat(wait_for_ranks(60), lambda *_: None), open_text(config))
 
 
 def test_scores_are_those_of_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
@@ -350,8 +350,8 @@ def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) 
 
 
 def _generate_until_rank_1_is_killed(config: GenerateConfig, prompt: Any) -> None:
-    with launch.joined(config.timeout) as heart:
-        generation = Generation(config, heart, prompt)
+    with launch.joined(config.timeout) as heartbeat:
+        generation = Generation(config, heartbeat, prompt)
         plain = generation._forward_done
 
         def done(stop: Any) -> None:

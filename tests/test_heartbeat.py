@@ -176,8 +176,8 @@ def _relay(front: socket.socket, port: int, cut: threading.Event) -> None:
 
 def test_a_rank_alone_has_no_threads() -> None:
     before = threading.active_count()
-    with Heartbeat(Peers(0, 1, 1.0), lambda *_: None) as heart:
-        heart.at("data", 1, long=True)
+    with Heartbeat(Peers(0, 1, 1.0), lambda *_: None) as heartbeat:
+        heartbeat.at("data", 1, long=True)
         assert threading.active_count() == before
 
 

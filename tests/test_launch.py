@@ -20,7 +20,7 @@ from longspan.core.errors import LongspanError
 from longspan.ranks import launch, rendezvous, supervisor
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
-from longspan.ranks.rendezvous import meet, read_job
+from longspan.ranks.rendezvous import read_job, wait_for_ranks
 
 
 def _join() -> int:
@@ -61,12 +61,12 @@ def _fall_out(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    peers = meet(60)  # ranks that start on a busy machine are late, not lost
+    peers = wait_for_ranks(60)  # ranks that start on a busy machine are late, not lost
     peers.timeout_s = 4
     peers.init_process_group("cpu")
     dist.barrier()
-    with Heartbeat(peers, launch._end_of_a_lost_job) as heart:
-        heart.at("forward and backward", 7)
+    with Heartbeat(peers, launch._end_of_a_lost_job) as heartbeat:
+        heartbeat.at("forward and backward", 7)
         if dist.get_rank() == 1:
             time.sleep(1)
             if how == "stop":
@@ -83,8 +83,8 @@ def _be_watched(folder: str) -> None:
     """Groups, a heartbeat, and a process id in a file; then all wait, rank 1 stopped."""
     import torch.distributed as dist
 
-    with launch.joined(60) as heart:
-        heart.peers.init_process_group("cpu")
+    with launch.joined(60) as heartbeat:
+        heartbeat.peers.init_process_group("cpu")
         group = dist.new_group(list(range(dist.get_world_size())))
         dist.barrier(group)
         Path(folder, "rank-" + os.environ["RANK"]).write_text(str(os.getpid()))

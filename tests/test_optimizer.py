@@ -205,7 +205,7 @@ def test_it_can_be_removed(pool2: RankPool) -> None:
 
 def test_what_does_not_go_with_it_is_refused_with_the_way_out(config: TrainConfig) -> None:
     inside = replace(config, ulysses=2, optimizer_in_backward=True)
-    _refused(inside, r"--clip 1 needs it; say --clip 0", clip=1.0)
+    _refused(inside, r"--clip 1 needs it; use --clip 0", clip=1.0)
     _refused(inside, r"--batch 4 accumulates gradients over 4 of them; give --batch 1, or --micro-batch 4", batch=4)
     _refused(inside, r"leave --no-fsdp out", fsdp=False)
     _refused(inside, r"--check-at-rest reads all weights around each", check_at_rest=True)

@@ -529,7 +529,7 @@ def test_models_and_tokenizers_that_do_not_fit_are_refused(
         other = tmp_path / f"{kind}.json"
         transformers.AutoConfig.for_model(kind).to_json_file(other)
         _refused(config, rf"--config \S+{kind}\.json is {said} \({kind}\); longspan takes causal", config=other)
-    _refused(config, r"--dropout 0\.1: it takes 0 alone", dropout=0.1)
+    _refused(config, r"--dropout 0\.1: only 0 is allowed", dropout=0.1)
     small = write_config(tmp_path, vocab_size=300)
     _refused(config, r"--tokenizer bytes has 384 ids, the model's vocabulary only 300", config=small)
 

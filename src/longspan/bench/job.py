@@ -111,11 +111,11 @@ def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) 
     import torch
 
     from longspan.ranks import agreement
-    from longspan.ranks.rendezvous import meet
+    from longspan.ranks.rendezvous import wait_for_ranks
 
     config.check()
     check_ranks(config, ranks)
-    peers = meet(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
+    peers = wait_for_ranks(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
     settings = agreement.settings(config, leave_out=("out", "name", "json", "png", "trace"))  # used by the first rank
     agreement.agree(peers, {**settings, **agreement.versions()}, alive=heartbeat is not None)
     peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")

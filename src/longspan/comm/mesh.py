@@ -25,7 +25,7 @@ from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.routes import AllToAllLink
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
-from longspan.ranks.rendezvous import meet, read_job
+from longspan.ranks.rendezvous import read_job, wait_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,7 +110,7 @@ def init_mesh(
         if world == 1:
             return OneDeviceMesh(device_type)
         default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
-        meet(timeout, timeout).init_process_group(device_type, timeout or default_s)
+        wait_for_ranks(timeout, timeout).init_process_group(device_type, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
         copy_job_timeout(group, device_type)

@@ -80,27 +80,27 @@ def _exchange(peers: Peers, said: str, alive: bool) -> str:
     key = f"agreement/{number}"
     limit_s = GROUP_TIMEOUT_S if alive else peers.timeout_s
     deadline = time.monotonic() + limit_s
-    peers.say(f"{key}/{peers.rank}", said)
+    peers.set(f"{key}/{peers.rank}", said)
     if peers.rank == 0:
         waiting = list(range(peers.world_size))
 
         def heard_all() -> bool:
-            waiting[:] = [rank for rank in waiting if peers.hear(f"{key}/{rank}") is None]
+            waiting[:] = [rank for rank in waiting if peers.get(f"{key}/{rank}") is None]
             return not waiting
 
         if poll(heard_all, deadline):
-            every = peers.hear_all([f"{key}/{rank}" for rank in range(peers.world_size)])
+            every = peers.get_all([f"{key}/{rank}" for rank in range(peers.world_size)])
             verdict = compare([json.loads(text) for text in every])
         else:
             verdict = _nothing_from(waiting, peers, limit_s)
-        peers.say(f"{key}/verdict", verdict)
+        peers.set(f"{key}/verdict", verdict)
         if verdict:  # this rank may hold the store, and ends now
-            poll(lambda: peers.silent(f"{key}/heard") == [0], time.monotonic() + _LEAVE_S)
+            poll(lambda: peers.missing(f"{key}/heard") == [0], time.monotonic() + _LEAVE_S)
         return verdict
-    if not poll(lambda: peers.hear(f"{key}/verdict") is not None, deadline + 1.0):
-        return _nothing_from(peers.silent(key) or [0], peers, limit_s)
-    verdict = peers.hear(f"{key}/verdict") or ""
-    peers.say(f"{key}/heard/{peers.rank}", "yes")
+    if not poll(lambda: peers.get(f"{key}/verdict") is not None, deadline + 1.0):
+        return _nothing_from(peers.missing(key) or [0], peers, limit_s)
+    verdict = peers.get(f"{key}/verdict") or ""
+    peers.set(f"{key}/heard/{peers.rank}", "yes")
     return verdict
 
 

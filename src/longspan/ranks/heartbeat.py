@@ -230,7 +230,7 @@ class Heartbeat:
 
     def _tell(self) -> None:
         try:
-            peers, clock = self.peers.another_connection(), AwakeClock(self._tick_s)
+            peers, clock = self.peers.clone(), AwakeClock(self._tick_s)
         except RuntimeError:
             return  # the other thread finds that nothing is answered
         number, known = 0, {peers.rank}
@@ -240,13 +240,13 @@ class Heartbeat:
             where, waits = ("", False) if leaving else _line_of(self._main)
             beat = replace(self._beat, number=number, cpu_s=time.process_time(), where=where, waits=waits)
             try:
-                peers.say(f"beat/{peers.rank}", json.dumps(asdict(beat)))
+                peers.set(f"beat/{peers.rank}", json.dumps(asdict(beat)))
                 if leaving:
                     return self._leave_last(peers)
-                verdict = peers.hear("verdict") or self._watch.judge(clock(), self._hear(peers, known))
+                verdict = peers.get("verdict") or self._watch.judge(clock(), self._hear(peers, known))
                 if verdict:
-                    peers.say("verdict", verdict)
-                    peers.leave_word(verdict)
+                    peers.set("verdict", verdict)
+                    peers.set_end_reason(verdict)
                     return self._on_lost(verdict, True)
                 self._answered = number
             except RuntimeError:  # the store does not answer; the other thread counts how long
@@ -257,16 +257,16 @@ class Heartbeat:
     def _hear(self, peers: Peers, known: set[int]) -> dict[int, Beat]:
         """The beats of those that this rank judges: rank 0 all, the others rank 0. Who never beat counts as well."""
         judged = range(peers.world_size) if peers.rank == 0 else (0,)
-        known.update(rank for rank in judged if rank not in known and peers.hear(f"beat/{rank}") is not None)
+        known.update(rank for rank in judged if rank not in known and peers.get(f"beat/{rank}") is not None)
         ranks = [rank for rank in judged if rank in known]
-        beats = dict(zip(ranks, peers.hear_all([f"beat/{rank}" for rank in ranks]), strict=True)) if ranks else {}
+        beats = dict(zip(ranks, peers.get_all([f"beat/{rank}" for rank in ranks]), strict=True)) if ranks else {}
         return {rank: Beat(**json.loads(beats[rank])) if rank in beats else Beat() for rank in judged}
 
     def _leave_last(self, peers: Peers) -> None:
         """Rank 0 may hold the store: it leaves when the others have."""
         deadline = time.monotonic() + 5.0
         while self._beat.done and peers.rank == 0 and peers.job is not None and time.monotonic() < deadline:
-            texts = peers.hear_all([f"beat/{rank}" for rank in range(peers.world_size)])
+            texts = peers.get_all([f"beat/{rank}" for rank in range(peers.world_size)])
             if all(json.loads(text)["done"] for text in texts):
                 return
             time.sleep(0.05)

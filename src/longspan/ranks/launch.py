@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
-from longspan.ranks.rendezvous import VARIABLES, meet, read_job
+from longspan.ranks.rendezvous import VARIABLES, read_job, wait_for_ranks
 from longspan.ranks.slurm import adopt_step
 from longspan.ranks.supervisor import (
     GRACE_S,
@@ -232,9 +232,9 @@ def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iter
     if started_elsewhere() and not is_first_rank():
         be_quiet()
     with ending_with_the_agent():
-        peers = meet(timeout_s, start_s)
-        with Heartbeat(peers, _end_of_a_lost_job) as heart:
-            yield heart
+        peers = wait_for_ranks(timeout_s, start_s)
+        with Heartbeat(peers, _end_of_a_lost_job) as heartbeat:
+            yield heartbeat
 
 
 def _end_of_a_lost_job(message: str, told: bool) -> None:

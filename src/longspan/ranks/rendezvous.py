@@ -1,7 +1,7 @@
-"""How the ranks of a job find one another, before any process group: torchrun's variables, the store, who is there.
+"""Rendezvous: the ranks of a job connect to one store, before any process group exists.
 
-Whatever can keep ranks from meeting (no such job, a rank that never comes, a port in use) is said here, with the
-variables and the way out, within a time-out. What is exchanged later over the same store is text, never pickled.
+What keeps them from it (no such job, a missing rank, a port in use) is raised within a time-out, with the environment
+variables and the fix. Later messages over the same store are text, never pickled.
 """
 
 from __future__ import annotations
@@ -29,25 +29,22 @@ if TYPE_CHECKING:
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Default of --timeout in seconds: without and with GPUs.
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
-#: Default of --start-timeout in seconds: on a busy machine importing torch and transformers alone can take minutes.
+#: Default of --start-timeout in seconds: on a busy machine, importing torch and transformers can take minutes.
 START_TIMEOUT_S = 600
-#: Seconds until a collective of the whole job gives up. Not what finds a rank that is gone (the heartbeat does):
-#: while a large model is exported, the other ranks wait for hours.
+#: Timeout in seconds of the whole job's collectives. The heartbeat finds lost ranks, so this can be long: while rank 0
+#: exports a large model, the others wait for hours.
 GROUP_TIMEOUT_S = 24 * 3600
-#: Seconds until a wait of one host for another gives up where there are GPUs: one writes a model, say.
+#: Timeout in seconds of gloo's collectives in a job with GPUs, where one host may wait for another to write a model.
 HOST_TIMEOUT_S = 2 * 3600
-#: Under this key of the store a rank leaves why the job ends, for the process that holds the store.
-LAST_WORD = "longspan/last-word"
+#: Key of the store under which a rank writes why the job ends, for the process that hosts the store.
+END_REASON_KEY = "longspan/last-word"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as torchrun's variables, or Slurm's, describe it to one of its ranks.
-
-    `ranks_here` is 0 where they do not say.
-    """
+    """A job as torchrun's or Slurm's variables describe it to one rank; `ranks_here` is 0 if they do not say."""
 
     rank: int
     world_size: int
@@ -58,12 +55,10 @@ class Job:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether all ranks are known to run here."""
         return self.ranks_here == self.world_size
 
     @property
     def started_by(self) -> str:
-        """What started the ranks."""
         return "srun" if "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ else "torchrun"
 
     def __str__(self) -> str:
@@ -71,12 +66,12 @@ class Job:
 
 
 def read_job() -> Job | None:
-    """The job that the environment describes, or None if it describes none.
+    """Return the job that the environment describes, or None.
 
-    Of a step that `srun` has started, torchrun's variables are set first (`longspan.ranks.slurm`).
+    In a step of `srun`, set torchrun's variables first (`longspan.ranks.slurm`).
 
     Raises:
-        LongspanError: if it describes one in part, or one that cannot be, naming the variable.
+        LongspanError: if variables are missing or impossible, naming them.
     """
     adopt_step()
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -86,7 +81,7 @@ def read_job() -> Job | None:
         there = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name))
         raise LongspanError(
             f"the environment describes a job in part: it has {there or 'empty variables'}, but no "
-            f"{', '.join(missing)}; {_way_out()}"
+            f"{', '.join(missing)}; {_fix()}"
         )
     world_size = _integer("WORLD_SIZE", 1, None)
     return Job(
@@ -104,31 +99,31 @@ def _integer(name: str, least: int, most: int | None, default: str | None = None
     number = int(text) if text.strip().lstrip("+-").isdecimal() else None
     if number is None or number < least or (most is not None and number > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise LongspanError(f"the environment has {name}={text}, which is no integer {limits}; {_way_out()}")
+        raise LongspanError(f"the environment has {name}={text}, which is no integer {limits}; {_fix()}")
     return number
 
 
-def _way_out() -> str:
+def _fix() -> str:
     return (
         f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"
     )
 
 
 def default_timeout() -> int:
-    """Seconds after which a rank that is not heard of counts as lost, where nothing else was asked for."""
+    """Return the default of --timeout in seconds."""
     import torch
 
     return GPU_TIMEOUT_S if torch.cuda.is_available() else CPU_TIMEOUT_S
 
 
 class Peers:
-    """The ranks of a job that have met, and what they can tell one another without any process group.
+    """The ranks of a job after the rendezvous: text messages through the store, without a process group.
 
     Attributes:
         rank: this rank.
-        world_size: how many there are.
-        timeout_s: seconds after which a rank that is not heard of counts as lost.
-        job: the job in the environment; None alone, or where a process group was there before.
+        world_size: number of ranks.
+        timeout_s: seconds without a heartbeat after which a rank counts as lost.
+        job: the job in the environment; None on one rank, or if a process group existed before.
     """
 
     def __init__(
@@ -140,49 +135,48 @@ class Peers:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody else."""
         return self._store is None
 
-    def another_connection(self) -> Peers:
-        """The same, over a connection of its own: for another thread, which must not wait behind this one."""
+    def clone(self) -> Peers:
+        """Return a copy with its own connection, for another thread: requests on one connection wait for each other."""
         return Peers(self.rank, self.world_size, self.timeout_s, self._store.clone(), self._session, self.job)
 
-    def say(self, key: str, text: str) -> None:
-        """Tell all ranks."""
+    def set(self, key: str, text: str) -> None:
+        """Set a key of this job's store."""
         self._store.set(f"{self._session}/{key}", text)
 
-    def hear(self, key: str) -> str | None:
-        """What was said, or None if nothing was yet. Does not wait."""
+    def get(self, key: str) -> str | None:
+        """Return the text under a key, or None. Does not wait."""
         name = f"{self._session}/{key}"
         return self._store.get(name).decode() if self._store.check([name]) else None
 
-    def hear_all(self, keys: list[str]) -> list[str]:
-        """What was said under each of the keys, all of which are known to be there."""
+    def get_all(self, keys: list[str]) -> list[str]:
+        """Return the texts under keys that are all set."""
         return [text.decode() for text in self._store.multi_get([f"{self._session}/{key}" for key in keys])]
 
-    def leave_word(self, text: str) -> None:
-        """Tell whoever holds the store why the job ends."""
-        self._store.set(LAST_WORD, text)
+    def set_end_reason(self, text: str) -> None:
+        """Store why the job ends, for the process that hosts the store."""
+        self._store.set(END_REASON_KEY, text)
 
-    def silent(self, key: str) -> list[int]:
-        """The ranks that have not said `key/RANK`."""
+    def missing(self, key: str) -> list[int]:
+        """Return the ranks that have not set `key/RANK`."""
         return [rank for rank in range(self.world_size) if not self._store.check([f"{self._session}/{key}/{rank}"])]
 
     def next_round(self) -> int:
-        """A number that no exchange had before; alike on all ranks, which make the same exchanges."""
+        """Return a new number, the same on all ranks: they exchange messages in the same order."""
         self._rounds += 1
         return self._rounds
 
     def init_process_group(self, device_type: str, timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        """Make torch's default process group of these ranks, unless there is one.
+        """Initialise torch's default process group, unless there is one.
 
-        With GPUs it serves both devices, NCCL those on a GPU and gloo those on the host: what hosts say to one another,
-        or wait for, then needs no GPU, and aborts no NCCL communicator. Bound to its device, NCCL connects at once, and
-        the groups of a mesh are split from that.
+        With GPUs it has two backends, NCCL for CUDA tensors and gloo for CPU tensors: hosts then wait for each other
+        without aborting an NCCL communicator. Bound to its device, NCCL connects at once, and the mesh's groups are
+        split from it.
 
         Args:
             device_type: "cpu" or "cuda".
-            timeout_s: seconds until a collective gives up.
+            timeout_s: timeout of a collective.
 
         Raises:
             LongspanError: if the machine has fewer GPUs than ranks.
@@ -210,16 +204,15 @@ class Peers:
             timeout=timedelta(seconds=timeout_s),
             device_id=device,
         )
-        if device is not None:  # what a host does for the others to wait for may take longer than a collective should
+        if device is not None:
             give_hosts_time(timedelta(seconds=max(timeout_s, HOST_TIMEOUT_S)))
 
 
 def device_index(job: Job, gpus: int) -> int:
-    """Which of the GPUs that this process sees is its own: the one with its place among the ranks of the machine, or
-    the only one, where the launcher has bound each rank to its own (`srun --gpus-per-task 1`).
+    """Return the index of this rank's GPU: its local rank, or 0 if it sees only one (`srun --gpus-per-task 1`).
 
     Raises:
-        LongspanError: if there are several, but not so many.
+        LongspanError: if it sees several GPUs, but fewer than the machine has ranks.
     """
     if gpus == 1:
         return 0
@@ -236,24 +229,24 @@ def _per_machine(job: Job) -> str:
 
 
 def use_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface alone, unless the user has named another."""
+    """Make gloo and NCCL listen on the loopback interface only, unless the user has named another."""
     for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def meet(timeout_s: float | None = None, start_s: float | None = None) -> Peers:
-    """Wait until every rank of the job is there.
+def wait_for_ranks(timeout_s: float | None = None, start_s: float | None = None) -> Peers:
+    """Wait until every rank of the job has connected to its store.
 
-    The job is the default process group's, if there is one, else the environment's.
+    The job is that of the default process group, if there is one, else that of the environment.
 
     Args:
-        timeout_s: of the `Peers`: when a rank that has arrived counts as lost.
-        start_s: how long to wait for ranks that start; by default `START_TIMEOUT_S`.
+        timeout_s: seconds without a heartbeat after which a rank counts as lost.
+        start_s: seconds to wait for the ranks; by default `START_TIMEOUT_S`.
 
     Raises:
-        LongspanError: within about `start_s` seconds, naming the ranks that did not come, or the variables that
-            describe a job nobody runs.
+        LongspanError: within about `start_s` seconds, naming the missing ranks, or the variables if there is no such
+            job.
     """
     import torch.distributed as dist
 
@@ -277,7 +270,7 @@ def meet(timeout_s: float | None = None, start_s: float | None = None) -> Peers:
 
 
 def _connect(job: Job, timeout_s: float) -> Any:
-    """The job's store. Under torchrun its agent holds it; else rank 0 does."""
+    """Connect to the job's store. Under torchrun its agent hosts it, else rank 0."""
     import torch.distributed as dist
 
     held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -287,7 +280,7 @@ def _connect(job: Job, timeout_s: float) -> Any:
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening}
     else:
         _wait_until_listening(job, timeout_s)
-    # What listens there may be anything; torch would wait for its answer without end.
+    # Any server may listen on that port, and torch would wait for its answer forever.
     made: list[Any] = []
 
     def connect() -> None:
@@ -304,21 +297,21 @@ def _connect(job: Job, timeout_s: float) -> Any:
 
 
 def _listen(job: Job) -> socket.socket:
-    """A socket on the interface of MASTER_ADDR alone; torch's own store would listen on all of them."""
+    """Return a socket on the interface of MASTER_ADDR only; torch's store would listen on all interfaces."""
     refused: OSError | None = None
     try:
         found = socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise LongspanError(f"MASTER_ADDR={job.address} is no address: {error}; {_way_out()}") from error
+        raise LongspanError(f"MASTER_ADDR={job.address} is no address: {error}; {_fix()}") from error
     here = job.on_one_machine or job.address in ("localhost", "::1") or job.address.startswith("127.")
     for family, _, _, _, address in found:
         if not here and ipaddress.ip_address(address[0]).is_loopback:
-            continue  # many machines know their own name as 127.0.1.1, where no other one finds them
+            continue  # many machines resolve their own name to 127.0.1.1, which others cannot reach
         try:
             return socket.create_server(address[:2], family=family, backlog=max(128, job.world_size))
         except OSError as error:
             refused = error
-    try:  # this machine does not know the address by which the others find it, as in a container
+    try:  # in a container, MASTER_ADDR may be no address of this machine
         server = socket.create_server(("", job.port), backlog=max(128, job.world_size))
     except OSError:
         raise LongspanError(
@@ -330,7 +323,7 @@ def _listen(job: Job) -> socket.socket:
 
 
 def _wait_until_listening(job: Job, timeout_s: float) -> None:
-    """Wait for the store's port; torch's own attempts would print a C++ trace for each."""
+    """Wait for the store's port; each attempt of torch would print a C++ trace."""
     deadline = time.monotonic() + timeout_s
     while True:
         left_s = deadline - time.monotonic()
@@ -352,10 +345,10 @@ def _no_such_job(job: Job, timeout_s: float, reason: str) -> LongspanError:
 
 
 def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None) -> str:
-    """Wait for all ranks; returns the prefix under which these ranks, and no others, say what they say.
+    """Wait for all ranks, and return the key prefix of this job.
 
-    A store may outlive a job that was restarted, so what is found there may be old: each rank greets with a word of its
-    own, and rank 0 answers that very word.
+    A store may outlive a restarted job and contain its keys. So each rank writes a random greeting, and rank 0 answers
+    each greeting with the prefix.
     """
     greeting, session = uuid.uuid4().hex, f"longspan/{uuid.uuid4().hex}"
     deadline = time.monotonic() + timeout_s
@@ -366,7 +359,7 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None
             store.set(f"{session}/met", "yes")
             return session
         store.set(f"{session}/absent", "yes")
-        time.sleep(0.5)  # others hear it before this rank ends, and with it the store
+        time.sleep(0.5)  # let the others read it before this rank, and with it the store, ends
     else:
         answered = poll(lambda: store.check([f"longspan/welcome/{greeting}"]), deadline)
         absent = [0]
@@ -385,7 +378,7 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None
 
 
 def _welcome(store: Any, world: int, session: str, deadline: float) -> list[int]:
-    """Rank 0 answers the others' greetings; returns the ranks that did not come before the deadline."""
+    """On rank 0: answer the greetings, and return the ranks that are missing at the deadline."""
     absent, answered = list(range(1, world)), dict.fromkeys(range(world), b"")
 
     def all_here() -> bool:
@@ -411,7 +404,7 @@ def _changed(store: Any, rank: int, greeting: bytes) -> bool:
 
 
 def poll(condition: Callable[[], bool], deadline: float) -> bool:
-    """Whether the condition came true in time. Asks again and again: a store that waits prints a C++ warning."""
+    """Return whether the condition became true before the deadline. Polls: a store's own wait prints C++ warnings."""
     pause_s = 0.002
     while not condition():
         if time.monotonic() > deadline:

@@ -31,7 +31,7 @@ from multiprocessing import connection, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.ranks.rendezvous import LAST_WORD, use_loopback
+from longspan.ranks.rendezvous import END_REASON_KEY, use_loopback
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -263,8 +263,8 @@ def _why_not(ranks: _Ranks, signals: _Signals, grace_s: float) -> str:
 def _diagnose(failures: dict[int, _End], ranks: _Ranks, store: Any) -> BaseException:
     """Which rank failed first and of what."""
     nproc, ended = ranks.nproc, "the other ranks were ended"
-    if store.check([LAST_WORD]):
-        return RankFailed(f"{store.get(LAST_WORD).decode()}; {ended}")
+    if store.check([END_REASON_KEY]):
+        return RankFailed(f"{store.get(END_REASON_KEY).decode()}; {ended}")
     for rank, end in failures.items():  # in the order in which they came
         if end.kind == "refused" and not end.lost_peer:
             return LongspanError(end.text)

@@ -1,4 +1,4 @@
-"""The job as a whole: check everything once, start the ranks, train, and start them again if that was asked for."""
+"""`longspan train`: check everything once, start the ranks, train, and restart them if asked to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longspan.train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> int:
-    """Train, on ranks that are started here or by torchrun; with `dry_run` say what would be done.
+    """Train on ranks that are started here or by torchrun; with `dry_run` print what would be done.
 
     Returns:
         The exit code 0.
@@ -39,7 +39,9 @@ def run(config: TrainConfig) -> int:
         if launch.is_first_rank():
             print(*dry_run(config), sep="\n", flush=True)
         return 0
-    if not launch.under_torchrun():  # there the ranks check once they have met: what takes long is then no absence
+    if (
+        not launch.under_torchrun()
+    ):  # ranks of torchrun check after the rendezvous, where slow checks do not count as missing
         check_processes(config.parallel.ranks, config.parallel.flags)
         from longspan.train.inputs import check_inputs, finished
 
@@ -58,13 +60,13 @@ def run(config: TrainConfig) -> int:
 
 
 def _resolved(config: TrainConfig) -> TrainConfig:
-    """Return the config with the context and memory options that the planner chooses; the first rank prints them."""
+    """Resolve --context max and --memory auto by the planner; the first rank prints the choice."""
     from longspan.train.memory_choice import resolve
 
-    config, said = resolve(config)
+    config, messages = resolve(config)
     config.check()
-    if said and launch.is_first_rank():
-        print(*said, sep="\n", flush=True)
+    if messages and launch.is_first_rank():
+        print(*messages, sep="\n", flush=True)
     return config
 
 
@@ -82,15 +84,15 @@ def _train(config: TrainConfig) -> None:
 
 
 def _train_rank(config: TrainConfig) -> None:
-    with launch.joined(config.timeout, config.start_timeout) as heart:
+    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
         from transformers.utils.logging import disable_progress_bar
 
         from longspan.train.inputs import check_inputs
         from longspan.train.loop import Trainer
 
         if launch.started_elsewhere():
-            with agreement.refusing_together(heart.peers, alive=True):
+            with agreement.refusing_together(heartbeat.peers, alive=True):
                 config = _resolved(config)
                 check_inputs(config)
-        disable_progress_bar()  # one per rank for every file that is read or written
-        Trainer(config, heart).run()
+        disable_progress_bar()  # it would show one per rank and file
+        Trainer(config, heartbeat).run()

@@ -42,7 +42,7 @@ from longspan.hf.weights.shard_slices import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
-from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, meet
+from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, wait_for_ranks
 from longspan.tracing.drawing import summary_lines
 from longspan.tracing.files import write_timeline
 from longspan.tracing.merge import gather_trace
@@ -71,19 +71,21 @@ class Trainer:
 
     Args:
         config: what to train.
-        heart: tells the other ranks where this one is; without one, nobody is told.
+        heartbeat: tells the other ranks where this one is; without one, nobody is told.
 
     Raises:
         LongspanError: for what `open_inputs` refuses, ranks that were not given the same, a model that cannot be
             sharded, or another model's checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, heart: Heartbeat | None = None) -> None:
-        self.config, self._heart = config, heart
+    def __init__(self, config: TrainConfig, heartbeat: Heartbeat | None = None) -> None:
+        self.config, self._heart = config, heartbeat
         if config.deterministic:
             be_deterministic()
         self._at("start", long=True)
-        self.inputs = self._agreed_inputs(meet(config.timeout, config.start_timeout) if heart is None else heart.peers)
+        self.inputs = self._agreed_inputs(
+            wait_for_ranks(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
+        )
         with _gloo_is_quiet():
             self.sp = make_sharding(config.parallel)
             self.group = self.sp.mesh_group

@@ -1,4 +1,4 @@
-"""What `--memory auto` and `--context max` come to on this machine, before any rank is started."""
+"""Resolve `--memory auto` and `--context max` on this machine, before any rank starts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from longspan.train.config import TrainConfig
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """Return the config with a context and memory options that are named one by one, and what to say of them.
+    """Return the config with a number as context and explicit memory options, and messages for the user.
 
-    From the config, the model's config and the device's size alone, so every rank of several machines that are alike
-    settles the same; what is not is refused when they compare their settings.
+    Depends only on the config, the model's config and the device's memory, so equal machines resolve the same. Ranks
+    compare their settings later, which finds machines that differ.
 
     Raises:
-        LongspanError: for a model that `--tensor` cannot cut; for a mesh that cannot hold its heads, as `longspan plan`
-            says it; and if nothing fits, with the sum, item by item, and what would fit.
+        LongspanError: for a model that `--tensor` cannot shard, for a mesh that its heads do not allow, and if nothing
+            fits, with the memory item by item and what would fit.
     """
     import torch
 
@@ -36,11 +36,11 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     held = None if config.memory.rank_memory is None else 1e9 * config.memory.rank_memory
-    if held is None and device.type == "cpu":  # the launcher is one process; the ranks of this machine share it
+    if held is None and device.type == "cpu":  # the ranks share this machine's memory
         ranks_here = min(config.parallel.ranks, config.nproc or config.parallel.ranks)
         held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
     hardware = hardware_of(device, held)
-    if config.context == "max":  # unscaled: its longest context follows from it and the RoPE scaling asked for
+    if config.context == "max":  # unscaled: the longest context follows from its positions and --rope-scaling
         model_config, _ = read_model_config(*model_flag(config), max(2, config.parallel.ranks))
     else:
         model_config, _ = load_model_config(config)
@@ -72,16 +72,16 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         fixed.setdefault("tiled_mlp", 1)  # do not choose a memory option that the model cannot use
     if config.memory.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
-    said = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
+    messages = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
     if config.context == "max":
         found = longest_context_on(shape, job, mesh, hardware, fixed)
         if found is None:
-            choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # says what is in the way
+            choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # raises with the reason
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
         end = dataclasses.replace(shape, rope=config.model.rope()).furthest
         context = found if end is None else min(found, end)
         bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
-        said.append(f"--context max: {context:,} tokens{bound}")
+        messages.append(f"--context max: {context:,} tokens{bound}")
         job = dataclasses.replace(job, context=context)
     try:
         memory_options, why = choose(shape, job, mesh, hardware, fixed)
@@ -91,12 +91,12 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
     if config.memory.memory == "by-flags" and memory_options == FASTEST and config.context != "max":
         return config, []
-    said.append(why)
-    return _with(dataclasses.replace(config, context=job.context), memory_options), said
+    messages.append(why)
+    return _with(dataclasses.replace(config, context=job.context), memory_options), messages
 
 
 def held_of(nbytes: float) -> str:
-    """Bytes as GB."""
+    """Format bytes as GB."""
     return f"{nbytes / 1e9:.2f} GB"
 
 

@@ -99,12 +99,12 @@ def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat | None) -> tuple[I
 
     from longspan.checkpoint import Ranks
     from longspan.ranks import agreement
-    from longspan.ranks.rendezvous import meet
+    from longspan.ranks.rendezvous import wait_for_ranks
     from longspan.verify.inputs import open_inputs, open_resumed
 
     config.check()
     alive = heartbeat is not None
-    peers = meet(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
+    peers = wait_for_ranks(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
     inputs = None
     with agreement.refusing_together(peers, alive=alive):
         if config.resume is None:
