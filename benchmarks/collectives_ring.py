@@ -19,8 +19,7 @@ import common
 import slow_link
 import torch
 import torch.distributed as dist
-
-from longspan.comm.plain import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from plain_collectives import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 SENT = Path(f"/sys/class/net/{slow_link.INTERFACE}/statistics/tx_bytes")
 

@@ -40,7 +40,7 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
         "window 256": {"window": 256},
         "window 1,024": {"window": 1024},
         "window 4,096": {"window": 4096},
-        "chunks of 1,024": {"chunk": 1024},
+        "chunks of 1,024": {"chunk_size": 1024},
         "4 documents": {"cu_seqlens": torch.tensor(ends)},
         "16 documents": {"cu_seqlens": torch.arange(0, n + 1, n // 16)},
         "prefix of a quarter": {"prefix": n // 4},

@@ -175,7 +175,7 @@ def masks() -> Any:
     shown = {
         "causal": longspan.Mask(),
         "window=4": longspan.Mask(window=4),
-        "chunk=4": longspan.Mask(chunk=4),
+        "chunk_size=4": longspan.Mask(chunk_size=4),
         "documents": longspan.Mask(segments=document_segments(torch.tensor([[0] * 5 + [1] * 8 + [2] * 3]))),
         "prefix=5": longspan.Mask(prefix=5),
     }

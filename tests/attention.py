@@ -41,8 +41,8 @@ PLAIN = {
 """Masks that every kernel takes."""
 
 HARD = {
-    "chunks": Case(chunk=5, n=23, batch=2),
-    "chunks and documents": Case(chunk=6, documents=(0,) * 9 + (1,) * 11, n=20),
+    "chunks": Case(chunk_size=5, n=23, batch=2),
+    "chunks and documents": Case(chunk_size=6, documents=(0,) * 9 + (1,) * 11, n=20),
     "bidirectional window": Case(window=4, causal=False, n=25),
     "long bidirectional window": Case(window=150, causal=False, n=500, q_heads=2, kv_heads=1),
     "prefix": Case(prefix=7, n=22),

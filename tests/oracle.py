@@ -31,7 +31,7 @@ class Case:
     scale: float | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    chunk: int | None = None
+    chunk_size: int | None = None
     prefix: int | tuple[int, ...] | None = None
     kv_n: int | None = None  # keys, where there are not as many as queries
     q_start: int = 0
@@ -101,7 +101,7 @@ def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
         "length": case.n,
         "kv_length": case.kv_n,
         "window": case.window,
-        "chunk": case.chunk,
+        "chunk_size": case.chunk_size,
         "prefix": case.prefix,
         "documents": x.get("documents"),
         "kv_documents": x.get("kv_documents"),
@@ -122,8 +122,8 @@ def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
         ok = ok & (j <= i)
     if case.window is not None:
         ok = ok & ((i - j).abs() < case.window)
-    if case.chunk is not None:
-        ok = ok & (i // case.chunk == j // case.chunk)
+    if case.chunk_size is not None:
+        ok = ok & (i // case.chunk_size == j // case.chunk_size)
     if case.prefix is not None:
         prefixes = case.prefix if isinstance(case.prefix, tuple) else (case.prefix,)
         ok = ok | (j < torch.tensor(prefixes)[:, None, None])

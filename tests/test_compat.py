@@ -318,7 +318,7 @@ def _other_name(forward: Any) -> str:
 
 
 def _without_padding(request: registry.MaskRequest, info: Any) -> Mask:
-    return Mask(causal=request.causal, window=request.window, chunk=request.chunk)
+    return Mask(causal=request.causal, window=request.window, chunk_size=request.chunk_size)
 
 
 @pytest.mark.skipif(

@@ -101,7 +101,7 @@ def _opcheck() -> None:
     group = dist.group.WORLD
     shares = split_heads(6, 3, dist.get_world_size())
     xs = [torch.randn(1, 2, h, 3, requires_grad=True) for h in (6, 3, 3)]
-    ranges = all_to_all._ranges([shares] * 3, ["q", "kv", "kv"])
+    ranges = all_to_all._flat_spans(shares, ["q", "kv", "kv"])
     plan = (group.size(), group.rank(), group.group_name, "exact")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, ranges, *plan), test_utils=checks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,13 @@ from markdown_it import MarkdownIt
 
 import longspan
 from longspan.attn.kernels.base import REGISTRY
-from longspan.attn.prepare import pairs_of_blocks
-from longspan.attn.segments import document_segments
 from longspan.core import layouts
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, choose_layout
 from longspan.core.layouts import Contiguous, RingLayout, register_layout
-from longspan.core.regions import Region
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
 from longspan.plan.views.curves import contexts, held_tokens
-from tests.models import Run, Truth, batch, build, compare, run_of, truth_by
 from tests.pool import RankPool
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"
@@ -89,11 +84,10 @@ def test_a_family_is_registered_once() -> None:
 
 
 @pytest.mark.usefixtures("registries")
-@pytest.mark.parametrize("name", ["striped", "by-work"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (3, 2), (4, 1)])
-def test_every_token_is_held_once(name: str, ring: int, ulysses: int) -> None:
+def test_every_token_is_held_once(ring: int, ulysses: int) -> None:
     run_section(LAYOUTS)
-    layout = choose_layout(name, ring, ulysses)
+    layout = choose_layout("striped", ring, ulysses)
     for n in (1, 63, 64, 500, 4096):
         held = sorted(span for rank in range(layout.size) for span in layout.spans(n, rank))
         assert [place for span in held for place in range(*span)] == list(range(n))
@@ -119,29 +113,10 @@ def test_the_planner_and_its_page_know_the_new_layout() -> None:
     assert parts[1] == [place for span in layout.spans(4096, 1) for place in span]
 
 
-@pytest.mark.usefixtures("registries")
-def test_a_layout_may_look_at_the_mask() -> None:
-    made = run_section(LAYOUTS)
-    documents: list[Region] = made["documents"]
-
-    def work(layout: Layout) -> list[int]:
-        parts = ((r, q) for r in range(4) for q in layout.block(2048, r))
-        found = [0] * 4
-        for rank, run in parts:
-            found[rank] += sum(part.pairs for d in documents if (part := d.within(run, (0, 2048))))
-        return found
-
-    assert max(work(made["layout"])) < 1.02 * sum(work(made["layout"])) / 4
-    # Without its mask it balances a causal one; a layout that does not look is the same under any mask.
-    assert made["layout"].block(2048, 0) != Layout(4, 1, "by-work").block(2048, 0)
-    zigzag = Layout(4, 1, "zigzag")
-    assert zigzag.under(documents) is zigzag and max(work(zigzag)) > 1.15 * sum(work(zigzag)) / 4
-
-
 class _Wrong(RingLayout):
     name = "wrong"
 
-    def place(self, n: int, ring: int, mask: Any = None) -> Any:
+    def blocks(self, n: int, ring: int) -> Any:
         return [[(0, n // ring)]] * ring
 
 
@@ -179,56 +154,6 @@ def _striped_attention(ring: int, n: int) -> float:
 @pytest.mark.parametrize("ring", [2, 4])
 def test_attention_is_exact_under_the_striped_layout(get_pool: Callable[[int], RankPool], ring: int) -> None:
     assert max(get_pool(4).run(_striped_attention, ring, 500)) < 1e-12
-
-
-DOCUMENTS = 128
-
-
-@leaving_no_example()
-def _model_by_work(truth: Truth, ring: int) -> tuple[list[int], list[int]]:
-    """A model under a layout that looks at each batch's mask; the pairs of each ring rank, with it and under zigzag."""
-    run_section(LAYOUTS)
-    mesh = longspan.init_mesh(ring=ring, ulysses=4 // ring)
-    sp = longspan.SequenceSharding(mesh, layout="by-work")
-    whole = _documents()
-    model = longspan.parallelize(build("Llama"), sp, fsdp=True)
-    compare(truth, model, whole, sp)
-    placed = sp.with_layout(longspan.shard_batch(whole, sp)["longspan"].layout)
-    for refused in (
-        lambda: sp.shard(whole["input_ids"]),
-        lambda: sp.positions(9),
-        lambda: sp.gather(torch.zeros(1, 16)),
-    ):
-        with pytest.raises(LongspanError, match=r"'by-work' places tokens by the mask.*sp\.under\("):
-            refused()
-    zigzag = longspan.SequenceSharding(mesh, layout="zigzag").layout
-    mask = longspan.Mask(segments=document_segments(whole["document_ids"]))
-    by_rank = [pairs_of_blocks(layout, (DOCUMENTS, DOCUMENTS), mask, 1) for layout in (placed.layout, zigzag)]
-    return tuple([sum(row) for row in work] for work in by_rank)  # type: ignore[return-value]
-
-
-def _documents() -> dict[str, Any]:
-    """One row: a long document behind short ones."""
-    ids = torch.tensor([0] * 9 + [1] * 13 + [2] * 8 + [3] * 10 + [4] * (DOCUMENTS - 40))[None]
-    return {**batch(1, DOCUMENTS), "document_ids": ids}
-
-
-def _by_documents(model: Any) -> Run:
-    """One process takes documents as a mask over pairs."""
-    whole = _documents()
-    ids = whole.pop("document_ids")
-    places = torch.arange(DOCUMENTS)[None]
-    mask = (ids[:, :, None] == ids[:, None, :]) & (places[:, :, None] >= places[:, None, :])
-    bias = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -math.inf)[:, None]
-    return run_of(model, {**whole, "attention_mask": bias})
-
-
-@pytest.mark.usefixtures("registries")
-@pytest.mark.parametrize("ring", [2, 4])
-def test_a_layout_that_looks_at_the_mask_of_each_batch(pool4: RankPool, ring: int) -> None:
-    truth = truth_by(build("Llama"), _by_documents)
-    for by_work, zigzag in pool4.run(_model_by_work, truth, ring):
-        assert max(by_work) < 1.1 * sum(by_work) / ring < max(zigzag)
 
 
 @leaving_no_example()

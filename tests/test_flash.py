@@ -64,7 +64,7 @@ def test_exact_on_every_mesh(pool4: RankPool, ring: int, layout: str) -> None:
 CASE = drawn_cases(
     60,
     window=st.none() | st.integers(1, 12),
-    chunk=st.none() | st.integers(1, 9),
+    chunk_size=st.none() | st.integers(1, 9),
     sinks=st.booleans(),
 )
 

@@ -70,7 +70,7 @@ def problems(draw: Any) -> tuple[Mask, int, int, Layout, int]:
     if "window" in kind:
         options["window"] = draw(near)
     if "chunk" in kind:
-        options["chunk"] = draw(near)
+        options["chunk_size"] = draw(near)
     if "prefix" in kind:
         of_row = st.integers(0, n)
         options |= {"causal": True, "prefix": draw(of_row)}
@@ -228,7 +228,7 @@ KINDS: dict[str, Callable[[int], Case]] = {
     "documents": lambda n: Case(n=n, documents=_documents(n), batch=2),
     "prefix": lambda n: Case(n=n, prefix=n // 3),
     "a prefix for each row": lambda n: Case(n=n, prefix=(n // 3, n // 2), batch=2),
-    "softcap": lambda n: Case(n=n, softcap=2.0, chunk=64),
+    "softcap": lambda n: Case(n=n, softcap=2.0, chunk_size=64),
     "alibi and a bias": lambda n: Case(n=n, alibi=True, bias="waves"),
     "a mask function": lambda n: Case(n=n, mod="striped"),
     "chunked prefill": lambda n: Case(n=n, kv_n=2 * n, q_start=n // 2),
@@ -302,14 +302,14 @@ def _runs_of(ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 @pytest.mark.slow
 def test_too_many_programs_are_an_error_and_no_fallback(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "RECOMPILE_LIMIT", 2)
-    kinds = [Case(n=20), Case(n=20, chunk=3), Case(n=20, prefix=3)]
+    kinds = [Case(n=20), Case(n=20, chunk_size=3), Case(n=20, prefix=3)]
     with torch._dynamo.config.patch(recompile_limit=1):
         for case in kinds[:2]:
             _found(case)
         for _ in range(2):  # not the first time alone
             with pytest.raises(LongspanError, match=r"compiled 2 times.*kernel='tiled'.*recompile_limit above 2"):
                 _found(kinds[2])
-        assert max(_found(Case(n=300, chunk=3)).values()) <= MARGIN  # what was compiled serves on
+        assert max(_found(Case(n=300, chunk_size=3)).values()) <= MARGIN  # what was compiled serves on
     assert len(programs) == 2
     with torch._dynamo.config.patch(recompile_limit=3):  # one's own, where it is wider
         assert max(_found(kinds[2]).values()) <= MARGIN

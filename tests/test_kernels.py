@@ -40,7 +40,7 @@ EXPLAINED = [
         {"window": 257, "n": 300},
         "tiled: tiles through torch's flash attention for CPU, in fp32; by row 6 of longspan's table: what window -> ",
     ),
-    ({"chunk": 3}, "sdpa: "),
+    ({"chunk_size": 3}, "sdpa: "),
     ({"softcap": 3.0}, "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
     ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
     ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks or alibi; tiles through"),
@@ -345,7 +345,7 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
         torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
         for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
     )
-    q, k, v = tiles.TILED.laid([q, k, v], v_dim, Scores())
+    q, k, v = tiles.TILED.to_kernel_layout([q, k, v], v_dim, Scores())
     how = tiles.How(kind, None, 0.125, None)
     out, lse = tiles._forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)
@@ -410,11 +410,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"window": 0}, "window=0 must be at least 1 token"),
     ({"window": -3}, "window=-3 must be at least 1 token"),
-    ({"chunk": 0}, "chunk=0 must be at least 1 token"),
+    ({"chunk_size": 0}, "chunk_size=0 must be at least 1 token"),
     ({"prefix": -1}, "prefix=-1 must be at least 0"),
     ({"prefix": 9}, "prefix=9 is longer than the 8 keys"),
     ({"prefix": (1, 2)}, "`prefix` has 2 entries, the tensors have a batch of 1"),
-    ({"prefix": 2, "causal": False}, "prefix is what is seen in spite of `causal`"),
+    ({"prefix": 2, "causal": False}, "`prefix` needs a causal mask"),
     ({"prefix": 2, "window": 3}, "prefix together with window or chunk .* mask_mod"),
     (
         {"cu_seqlens": torch.tensor([0, 3, 7])},

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import longspan
-from longspan.attn.api import Options
+from longspan.attn.api import AttentionOptions
 from longspan.attn.kernels.tiled import TiledKernel
 from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
@@ -65,25 +65,26 @@ def lean_plan(
     case: Case, x: dict[str, Tensor], qkv: Sequence[Tensor], sp: longspan.SequenceSharding, sinks: Any, chunks: int
 ) -> tuple[AttentionPlan, Scores]:
     """A plan that recomputes the all-to-all even if there is one chunk, as a layer of a model has it."""
-    given = Options(**options(case, x), sinks=sinks)
-    mask, lengths = given.mask_of(*qkv[:2], sp)
+    given = AttentionOptions.of({**options(case, x), "sinks": sinks})
     shapes = Shapes.of(*qkv, given.scores)
+    lengths = given.lengths(shapes.q, shapes.k, sp)
+    mask = given.mask_with_documents(shapes.q[0], lengths)
     return prepare(shapes, sp, mask, given.scores, lengths, recompute_all_to_all=True, head_chunks=chunks), given.scores
 
 
 class Shelf:
-    """A keeper that only keeps."""
+    """`SavedAttentions` in a list."""
 
     def __init__(self) -> None:
-        self.replaying = False
+        self.recomputing = False
         self.kept: list[KeptHere] = []
         self.taken = 0
 
-    def keep(self, tensors: Sequence[Tensor]) -> KeptHere:
+    def save(self, tensors: Sequence[Tensor]) -> KeptHere:
         self.kept.append(KeptHere(list(tensors)))
         return self.kept[-1]
 
-    def take(self) -> KeptHere:
+    def load_next(self) -> KeptHere:
         self.taken += 1
         return self.kept[self.taken - 1]
 
@@ -93,9 +94,9 @@ class Shelf:
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
-        self.replaying = True
+        self.recomputing = True
         yield
-        self.replaying = False
+        self.recomputing = False
 
 
 @dataclasses.dataclass
@@ -435,7 +436,7 @@ def _replayed(ring: int, chunks: int) -> dict[str, Any]:
     with count_sent() as log, mock.patch.object(TiledKernel, "accumulate", counted):
         first = of(shelf)
         sent, called = len(log), len(calls)
-        shelf.replaying = True
+        shelf.recomputing = True
         again = of(shelf)
         shapes = [[y.shape for y in ys] for ys in saved]
         same = torch.equal(first, again), shapes[0] == shapes[1], len(shapes[0])
@@ -443,7 +444,7 @@ def _replayed(ring: int, chunks: int) -> dict[str, Any]:
         first.sum().backward()
         by_backward = len(calls) - called
     with torch.no_grad():
-        shelf.replaying = False
+        shelf.recomputing = False
         plan(*qkv, scores, shelf)
     dropped = [one.dropped for one in shelf.kept]
     return {"same": same, "of replay": of_replay, "called": called, "by backward": by_backward, "dropped": dropped}
@@ -467,9 +468,9 @@ def test_an_output_that_is_not_needed_any_more_is_freed(kept: bool) -> None:
     gc.collect()
     gc.disable()
     try:
-        for replaying in (False, True) if shelf else (False,):
+        for recomputing in (False, True) if shelf else (False,):
             if shelf:
-                shelf.replaying = replaying
+                shelf.recomputing = recomputing
             out = plan(*qkv, scores, shelf)
             gone = weakref.ref(out)
             node = weakref.ref(out.grad_fn)

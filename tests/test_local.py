@@ -114,7 +114,7 @@ NO_SQUARE: dict[str, dict[str, Any]] = {
     "short window": {"window": 64},
     "long window": {"window": 1500},
     "window to both sides": {"window": 700, "causal": False},
-    "chunks": {"chunk": 512},
+    "chunks": {"chunk_size": 512},
     "documents": {"cu_seqlens": torch.arange(0, 4097, 256)},
     "prefix": {"prefix": 300},
     "sinks": {"sinks": torch.zeros(2)},

@@ -424,7 +424,7 @@ def test_masks_are_read_back(size: int) -> None:
     both = longspan_mask(mask_function=_mask("sliding_window_bidirectional_mask_function", size), local_size=size)
     assert both == MaskRequest(causal=False, window=size + 1)  # transformers: |i - j| <= size
     chunks = longspan_mask(mask_function=_mask("chunked_causal_mask_function", size, padding), local_size=size)
-    assert chunks == (MaskRequest(causal=True, chunk=size) if size > 1 else MaskRequest(causal=True, window=1))
+    assert chunks == (MaskRequest(causal=True, chunk_size=size) if size > 1 else MaskRequest(causal=True, window=1))
 
 
 def test_masks_that_are_something_else() -> None:

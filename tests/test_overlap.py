@@ -13,7 +13,7 @@ import torch.distributed as dist
 import longspan
 from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.methods.ring import Ring
-from longspan.comm.all_to_all import Exchange
+from longspan.comm.all_to_all import AllToAll
 from longspan.core.errors import LongspanError
 from longspan.core.routes import AllToAllLink, choose_overlap_chunks
 from tests.attention import one_device
@@ -30,7 +30,7 @@ def _events(chunks: int, recompute: bool) -> dict[str, Any]:
     x = make(case)
     qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
     log: list[str] = []
-    start, wait, forward, backward = dist.all_to_all_single, Exchange.wait, Ring.forward, Ring.backward
+    start, wait, forward, backward = dist.all_to_all_single, AllToAll.wait, Ring.forward, Ring.backward
 
     def noted(name: str, function: Any) -> Any:
         def wrapped(*args: Any, **more: Any) -> Any:
@@ -41,7 +41,7 @@ def _events(chunks: int, recompute: bool) -> dict[str, Any]:
 
     with (
         mock.patch.object(dist, "all_to_all_single", noted("start", start)),
-        mock.patch.object(Exchange, "wait", noted("wait", wait)),
+        mock.patch.object(AllToAll, "wait", noted("wait", wait)),
         mock.patch.object(Ring, "forward", noted("compute", forward)),
         mock.patch.object(Ring, "backward", noted("compute", backward)),
         count_sent() as sent,

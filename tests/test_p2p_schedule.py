@@ -25,7 +25,7 @@ MASKS = {
     "window": Case(n=N, window=5),
     "long window": Case(n=N, window=14, batch=2),
     "window to both sides": Case(n=N, window=6, causal=False),
-    "chunks": Case(n=N, chunk=9),
+    "chunks": Case(n=N, chunk_size=9),
     "prefix": Case(n=N, prefix=12),
     "documents": Case(n=N, documents=CUTS),
     "documents, in a window, both ways": Case(n=N, documents=CUTS, window=4, causal=False),

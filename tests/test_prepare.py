@@ -195,7 +195,7 @@ class Streaming(longspan.Mask):
         assert self.window is not None
         return (kv <= q) & ((q - kv < self.window) | (kv < self.first))
 
-    def parts(self, row: int, queries: Span, keys: Span) -> Iterator[Region]:
+    def segment_regions(self, row: int, queries: Span, keys: Span) -> Iterator[Region]:
         assert self.window is not None
         cut = min(max(self.first, keys[0]), keys[1])
         if keys[0] < cut:
@@ -229,7 +229,7 @@ def test_a_mask_of_ones_own(pool4: RankPool, ring: int, documents: bool) -> None
 
 def test_a_mask_is_given_once() -> None:
     sp, (q, k, v) = one_device(), _tensors()
-    with pytest.raises(LongspanError, match="`mask` says all of .*, and window was given too"):
+    with pytest.raises(LongspanError, match="`mask` was given together with window"):
         longspan.attention(q, k, v, sp, mask=Streaming(window=5), window=3)
     with pytest.raises(LongspanError, match="mask='causal' is no longspan.Mask"):
         longspan.attention(q, k, v, sp, mask="causal")  # type: ignore[arg-type]

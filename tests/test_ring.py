@@ -103,7 +103,7 @@ def _drawn(case: Case, ring: int, layout: str, impl: str, kv_replication: bool) 
 CASE = drawn_cases(
     60,
     window=st.none() | st.integers(1, 12),
-    chunk=st.none() | st.integers(1, 9),
+    chunk_size=st.none() | st.integers(1, 9),
     sinks=st.booleans(),
     softcap=st.none() | st.floats(1, 10),
     alibi=st.booleans(),

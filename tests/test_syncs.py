@@ -100,7 +100,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "short window": {"window": 100},
     "long window": {"window": 300},
     "window to both sides": {"window": 60, "causal": False},
-    "chunks": {"chunk": 128},
+    "chunks": {"chunk_size": 128},
     "prefix": {"prefix": 50},
     "a prefix for each row": {"prefix": (50, 100)},
     "documents": {"documents": IDS},

@@ -373,19 +373,19 @@ def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
 def _use_my_own_block_twice(patch: pytest.MonkeyPatch) -> None:
     from longspan.attn.methods import ring
 
-    original = ring._steps
+    original = ring._kv_blocks
 
     def stuck(mine: Any, of: Any) -> Any:
         for step, here in original(mine, of):
             yield step, [replace(visitor, kv=mine) for visitor in here]
 
-    patch.setattr(ring, "_steps", stuck)
+    patch.setattr(ring, "_kv_blocks", stuck)
 
 
 def _leave_gradients_away_from_home(patch: pytest.MonkeyPatch) -> None:
     from longspan.attn.methods.ring import _P2PReducer
 
-    patch.setattr(_P2PReducer, "arrive", lambda self: self._wait())
+    patch.setattr(_P2PReducer, "finish", lambda self: self._wait())
 
 
 def _drop_a_gradient_on_its_way(patch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def _drop_a_gradient_on_its_way(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Any, visitor: Any, step: int, part: Any) -> None:
         if self.ring.rank == 3 and step == 2:  # the block of rank 1, which rank 2 has had
             self._wait()
-            self.arrived[visitor.direction].zero_()
+            self.partial_sums[visitor.direction].zero_()
         original(self, visitor, step, part)
 
     patch.setattr(_P2PReducer, "add", forgetful)

@@ -20,7 +20,7 @@ from longspan.core.errors import LongspanError
 from tests.oracle import Case, errors, make, options, truth_of
 from tests.tolerance import MARGIN, NOT_MORE
 
-NAMES = ("auto", "sdpa", "flash", "tiled", "block", "cudnn", "flash_attn", "eager", "flex", "flash3", "flash4")
+NAMES = ("auto", "sdpa", "flash", "tiled", "cudnn", "flash_attn", "eager", "flex", "flash3", "flash4")
 """Kernels by every name that a version of longspan may know; the slow ones, which compile, come last, and behind them
 those that replace torch's flash attention in the process."""
 
@@ -45,7 +45,7 @@ def cases(setup: Setup) -> dict[str, Case]:
         "a query without keys": {"documents": (-1,) * 9 + ids[9:]},
         "bidirectional": {"causal": False},
         "window to both sides": {"causal": False, "window": n // 6},
-        "chunks": {"chunk": n // 4},
+        "chunks": {"chunk_size": n // 4},
         "prefix": {"prefix": n // 3},
         "alibi": {"alibi": True},
         "a mask function": {"mod": "striped"},
@@ -180,7 +180,7 @@ def autocast(setup: Setup) -> Iterator[Row]:
         "softcap": dataclasses.replace(base, softcap=20.0),
     }.items():
         seen = set()
-        for kernel in ("auto", "tiled", "block"):
+        for kernel in ("auto", "tiled"):
             try:
                 real, _ = chosen(case, kernel, setup)
             except LongspanError:

@@ -152,7 +152,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "softcap": {"softcap": 20.0},
     "prefix": {"prefix": 50},
-    "chunks": {"chunk": 128},
+    "chunks": {"chunk_size": 128},
 }
 
 

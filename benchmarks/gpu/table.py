@@ -19,7 +19,7 @@ from tests.oracle import Case, errors
 from tests.tolerance import MARGIN
 
 LIMIT_S = 420
-TRIED = tuple(name for name in NAMES if name not in ("auto", "eager", "block"))
+TRIED = tuple(name for name in NAMES if name not in ("auto", "eager"))
 
 
 def masks(n: int) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Public name of the exchange: `seq_to_heads`, its inverse, `reshard` between any two dims, and the shift of a ring."""
+"""Public all-to-alls: `seq_to_heads`, its inverse `heads_to_seq`, and `reshard` between any two dimensions."""
 
 from longspan.comm.all_to_all import heads_to_seq, reshard, seq_to_heads
 from longspan.comm.p2p import ring_shift

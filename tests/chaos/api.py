@@ -67,10 +67,10 @@ def _qkv(n: int) -> dict[str, Any]:
 
 
 _OPTIONS: dict[str, Any] = {
-    "causal": True, "length": None, "kv_length": None, "window": None, "chunk": None, "prefix": None, "documents": None,
-    "kv_documents": None, "cu_seqlens": None, "q_start": 0, "mask_mod": None, "sinks": None, "softcap": None,
-    "alibi": None,
-    "bias": None, "scale": None, "dropout": 0.0, "kernel": "auto",
+    "causal": True, "length": None, "kv_length": None, "window": None, "chunk_size": None, "prefix": None,
+    "documents": None, "kv_documents": None, "cu_seqlens": None,
+    "q_start": 0, "mask_mod": None, "sinks": None, "softcap": None,
+    "alibi": None, "bias": None, "scale": None, "dropout": 0.0, "kernel": "auto",
 }  # fmt: skip
 
 

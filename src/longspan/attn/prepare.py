@@ -1,8 +1,7 @@
-"""Everything about an attention that depends on the batch and its mask alone, made once: an `AttentionPlan`.
+"""Prepare everything about an attention that depends on the batch and its mask alone, once: an `AttentionPlan`.
 
-What can be refused is refused here, a kernel is chosen, blocks get their routes and tiles, and index tensors go to the
-device. A layer then only executes the plan: it validates nothing, hashes no documents, and copies nothing between host
-and device.
+Checks run here, a kernel is chosen, KV blocks get their routes and tiles, and index tensors are copied to the device. A
+layer only executes the plan: it validates nothing, hashes no documents, and copies nothing between host and device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, log_c
 from longspan.attn.kernels.eager import EAGER
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.methods.base import AttentionMethod, SavedAttentions
-from longspan.attn.methods.chunked import Chunk, ChunkedUlysses
+from longspan.attn.methods.chunked import ChunkedUlysses, HeadChunk
 from longspan.attn.methods.local import LocalAttention
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
@@ -29,12 +28,15 @@ from longspan.comm.arguments import check_tensor
 from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads, split_overlap_chunks
-from longspan.core.layout import Layout, Span
+from longspan.core.layout import Layout
 from longspan.core.regions import intersections
 from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+
+Lengths = tuple[int, int]
+"""Numbers of real queries and real keys of the whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class Shapes:
     """The tensors that a plan is made for.
 
     Attributes:
-        q: `[batch, tokens, query heads, head_dim]`, my tokens.
+        q: `[batch, tokens, query heads, head_dim]` of the local tokens.
         k: `[batch, tokens, KV heads, head_dim]`.
-        v: as k; its head_dim may differ.
-        dtype: of all.
-        device: of all.
-        grad: whether gradients are asked for.
+        v: as `k`; its head_dim may differ.
+        dtype: of all three.
+        device: of all three.
+        grad: whether gradients are needed.
     """
 
     q: torch.Size
@@ -59,9 +61,8 @@ class Shapes:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Shapes:
-        """Those of some tensors."""
-        asked = (q, k, v, scores.sinks, scores.alibi)
-        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in asked)
+        inputs = (q, k, v, scores.sinks, scores.alibi)
+        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         return cls(q.shape, k.shape, v.shape, q.dtype, q.device, grad)
 
     def __str__(self) -> str:
@@ -71,68 +72,73 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """An attention that is ready to be executed, in every layer that has this mask, these shapes and kind of scores.
+    """A prepared attention, for every layer with this mask, these shapes and this kind of scores.
 
     Attributes:
         shapes: of the tensors that it is for.
-        kind: of the scores (`Scores.kind`).
+        kind: of the scores.
         choice: the kernel, and why.
-        method: what executes it.
-        learns: whether a bias that is learnt gets its gradient.
+        method: executes the attention.
+        differentiates_bias: whether a learnt bias gets its gradient.
     """
 
     shapes: Shapes
     kind: ScoreKind
     choice: Choice
     method: AttentionMethod
-    learns: bool
+    differentiates_bias: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, keeper: SavedAttentions | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, saved_attentions: SavedAttentions | None = None
     ) -> Tensor:
-        """Execute it: `[batch, tokens, query heads, head_dim of v]`. A keeper needs `recompute_all_to_all`.
+        """Execute the attention: `[batch, tokens, query heads, head_dim of v]`.
+
+        Args:
+            q: local queries.
+            k: local keys.
+            v: local values.
+            scores: of this layer.
+            saved_attentions: of a checkpointed layer; needs a plan with `recompute_all_to_all`.
 
         Raises:
-            LongspanError: for a keeper with another plan, which would leave it without what it is to keep.
+            LongspanError: if `saved_attentions` is given to another plan, which would save nothing in it.
         """
         chunked = self.method if isinstance(self.method, ChunkedUlysses) else None
-        if keeper is not None and (chunked is None or not chunked.recompute_all_to_all):
-            raise LongspanError("only a plan made with recompute_all_to_all=True can be executed with a keeper")
+        if saved_attentions is not None and (chunked is None or not chunked.recompute_all_to_all):
+            raise LongspanError("`saved_attentions` needs a plan made with recompute_all_to_all=True")
         with named_range("longspan.attention"):
             if chunked is not None:
-                return chunked(q, k, v, scores, keeper)
+                return chunked(q, k, v, scores, saved_attentions)
             return self.method(q, k, v, scores)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
-        """Refuse tensors that it was not made for.
+        """Raise for tensors that the plan was not made for.
 
         Raises:
             LongspanError: with both shapes.
         """
         check_tensors(q, k, v)
-        found, made = Shapes.of(q, k, v, scores), self.shapes
-        mine, theirs = ((s.q, s.k, s.v, s.dtype, s.device) for s in (found, made))
-        if mine != theirs:
-            raise LongspanError(f"the plan was made for {made}, it is used with {found}; make one for these tensors")
-        if found.grad and not made.grad:
+        given, planned = Shapes.of(q, k, v, scores), self.shapes
+        tensors = [(shapes.q, shapes.k, shapes.v, shapes.dtype, shapes.device) for shapes in (given, planned)]
+        if tensors[0] != tensors[1]:
+            raise LongspanError(f"the plan was made for {planned}, it is used with {given}; make one for these tensors")
+        if given.grad and not planned.grad:
             raise LongspanError(
                 "the plan was made where no gradients were asked for, and now they are; make it with tensors that "
                 "require gradients, outside of torch.no_grad"
             )
         if scores.kind != self.kind:
-            pairs = zip(("softcap", "sinks", "alibi", "bias"), self.kind, scores.kind, strict=True)
-            unlike = [name for name, made_with, given in pairs if made_with != given]
-            raise LongspanError(f"the plan was made with another {' and '.join(unlike)}; make one with these options")
+            pairs = zip(ScoreKind._fields, self.kind, scores.kind, strict=True)
+            different = [name for name, made_with, used_with in pairs if made_with != used_with]
+            raise LongspanError(
+                f"the plan was made with another {' and '.join(different)}; make one with these options"
+            )
         self.check_scores(scores)
 
     def check_scores(self, scores: Scores) -> None:
-        """Refuse scores of another number of heads, and a bias whose gradient would silently be missing.
-
-        Raises:
-            LongspanError: with the way out.
-        """
+        """Raise for scores of another number of heads, and for a bias whose gradient would silently be missing."""
         scores.check(self.shapes.q[2])
-        if self.shapes.grad and not self.learns:
+        if self.shapes.grad and not self.differentiates_bias:
             refuse_learnt_biases(self.choice.name, scores, self.shapes.device)
 
 
@@ -141,16 +147,16 @@ def prepare(
     sp: SequenceSharding,
     mask: Mask,
     scores: Scores,
-    lengths: tuple[int, int],
+    lengths: Lengths,
     kernel: AnyKernel = "auto",
     *,
     recompute_all_to_all: bool = False,
     head_chunks: int = 1,
 ) -> AttentionPlan:
-    """Make the plan of one attention. Nothing is computed or sent, and every rank refuses the same.
+    """Make the plan of one attention. Nothing is computed or sent, and every rank raises the same.
 
     Args:
-        shapes: of my tokens' tensors.
+        shapes: of the local tensors.
         sp: the sharding.
         mask: over the whole sequence.
         scores: of one of the layers that the plan is for.
@@ -163,158 +169,81 @@ def prepare(
     Raises:
         LongspanError: for tensors, masks, heads and kernels that do not fit together, with the numbers.
     """
-    check(shapes, sp, mask, scores, lengths)
+    check_attention(shapes, sp, mask, scores, lengths)
     recompute_all_to_all = recompute_all_to_all or head_chunks != 1
-    found, choice, overlaps = choose_beside(shapes, sp, mask, scores, lengths, kernel, lse=recompute_all_to_all)
+    chosen, choice, overlaps = choose_kernel_and_overlap(
+        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all
+    )
     if not torch.compiler.is_compiling():
         log_choice(choice)
     mask = mask.limited_to(max(lengths))
     shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
-    mine = shards[sp.ulysses_rank]
-    runs: tuple[tuple[tuple[HeadShard, ...], ...], ...] = tuple(
-        (run,) for run in split_head_chunks(shards, head_chunks)
-    )
+    local = shards[sp.ulysses_rank]
+    # Chunks of heads, grouped by the KV heads that they share.
+    groups: tuple[tuple[tuple[HeadShard, ...], ...], ...]
+    groups = tuple((chunk,) for chunk in split_head_chunks(shards, head_chunks))
     if overlaps:
-        runs = split_overlap_chunks(shards, max(exchange_pieces(shapes, sp), len(runs)))
-    method = _inner(shapes, sp, mask, scores, lengths, found, mine, len(runs))
+        groups = split_overlap_chunks(shards, max(wanted_overlap_chunks(shapes, sp), len(groups)))
+    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, local, len(groups))
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
-    exchanged = lengths if group is not None and sp.ring_size == 1 else None
+    trim_to = lengths if group is not None and sp.ring_size == 1 else None
     if recompute_all_to_all or overlaps:
-        rings = _of_chunks(cast(Ring, method), runs, sp.ulysses_rank, shapes.device)
-        shared = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = ChunkedUlysses(group, rings, shared, exchanged, recompute_all_to_all, overlaps, sp.wire_dtype)
+        chunks = _head_chunks(cast(Ring, method), groups, sp.ulysses_rank, shapes.device)
+        replicated = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
+        method = ChunkedUlysses(group, chunks, replicated, trim_to, recompute_all_to_all, overlaps, sp.wire_dtype)
     elif group is not None:
-        method = Ulysses(group, shards, method, exchanged, sp.wire_dtype)
-    return AttentionPlan(shapes, scores.kind, choice, method, learns=not returns_lse(found))
+        method = Ulysses(group, shards, method, trim_to, sp.wire_dtype)
+    return AttentionPlan(shapes, scores.kind, choice, method, differentiates_bias=not returns_lse(chosen))
 
 
-def _inner(
+def _inner_method(
     shapes: Shapes,
     sp: SequenceSharding,
     mask: Mask,
     scores: Scores,
-    lengths: tuple[int, int],
+    lengths: Lengths,
     kernel: Kernel,
-    mine: HeadShard,
+    local: HeadShard,
     chunks: int,
 ) -> AttentionMethod:
-    """Attention of a block's tokens (of all, without a ring) on my heads, which come in so many chunks."""
-    index = _index(mine, shapes.device)
-    # Without a ring the tokens of the Ulysses ranks are one block, their padding cut off.
-    layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
-    blocks = _blocks(shapes, layout, mask, scores, lengths, mine, sp.ring_rank)
-    if kernel is EAGER:
-        return ReferenceRing(group, sp.ring_rank, blocks, index)
-    if not returns_lse(kernel):
-        whole = cast(AutogradKernel, kernel)
-        return LocalAttention(whole, whole.prepare_batch(blocks) if mine.q_heads else None, index)
-    work = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
-    routes = ring_routes([[pairs > 0 for pairs in row] for row in work])
-    width = -(-mine.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
-    kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * width * shapes.dtype.itemsize * sp.ring_size
-    impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
-    prepared = tuple(kernel.prepare(blocks)) if mine.q_heads else (None,) * blocks.count
-    return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, prepared, index)
+    """Return the attention of a ring block's tokens (of all tokens without a ring) on the local heads.
 
-
-def choose_beside(
-    shapes: Shapes,
-    sp: SequenceSharding,
-    mask: Mask,
-    scores: Scores,
-    lengths: tuple[int, int],
-    kernel: AnyKernel,
-    *,
-    lse: bool,
-) -> tuple[Kernel, Choice, bool]:
-    """`choose`, and whether exchanges run beside attention. By rule they do only with a kernel that can serve that."""
-    overlaps = exchange_pieces(shapes, sp) > 1
-    if overlaps and not lse and sp.overlap_chunks == "auto":
-        try:
-            return *choose(shapes, sp, mask, scores, lengths, kernel, lse=True), True
-        except LongspanError:  # whatever else is wrong is said below
-            overlaps = False
-    return *choose(shapes, sp, mask, scores, lengths, kernel, lse=lse or overlaps), overlaps
-
-
-def exchange_pieces(shapes: Shapes, sp: SequenceSharding) -> int:
-    """Chunks in which the heads are wanted to go through the exchange, each beside the attention of another; 1: all at
-    once. On a ring, keys and values of a chunk go round, so that chunks are whole KV groups.
+    `chunks` is the number of chunks that the local KV heads are computed in.
     """
-    if sp.ulysses_size == 1:
-        return 1
-    asked = sp.overlap_chunks
-    if asked == "auto":
-        sent = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
-        size = shapes.dtype.itemsize if sp.wire_dtype == "exact" else 1
-        asked = choose_overlap_chunks(sent * size, sp.all_to_all_link)
-    shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
-    most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in shards)
-    return max(1, min(asked, most))
+    kv_head_index = _kv_head_index(local, shapes.device)
+    # Without a ring the tokens of the Ulysses ranks are one block, without padding.
+    layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
+    blocks = _blocks(shapes, layout, mask, scores, lengths, local, sp.ring_rank)
+    if kernel is EAGER:
+        return ReferenceRing(group, sp.ring_rank, blocks, kv_head_index)
+    if not returns_lse(kernel):
+        autograd_kernel = cast(AutogradKernel, kernel)
+        prepared = autograd_kernel.prepare_batch(blocks) if local.q_heads else None
+        return LocalAttention(autograd_kernel, prepared, kv_head_index)
+    pairs = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
+    routes = ring_routes([[count > 0 for count in row] for row in pairs])
+    kv_elements = -(-local.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
+    kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * kv_elements * shapes.dtype.itemsize * sp.ring_size
+    impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
+    per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
+    return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, per_block, kv_head_index)
 
 
-def _of_chunks(
-    ring: Ring, runs: tuple[tuple[tuple[HeadShard, ...], ...], ...], rank: int, device: torch.device
-) -> tuple[Chunk, ...]:
-    """My heads of every chunk with the ring of all my heads: what it has prepared serves any of them."""
-    return tuple(
-        Chunk(
-            shards,
-            shards[rank],
-            replace(ring, kv_head_index=_index(shards[rank], device)),
-            first=at == 0,
-            last=at == len(pieces) - 1,
-        )
-        for pieces in runs
-        for at, shards in enumerate(pieces)
-    )
-
-
-def _index(mine: HeadShard, device: torch.device) -> Tensor | None:
-    heads = mine.kv_head_index
-    return None if heads is None else torch.tensor(heads, device=device)
-
-
-def _blocks(
-    shapes: Shapes,
-    layout: Layout,
-    mask: Mask,
-    scores: Scores,
-    lengths: Span,
-    mine: HeadShard,
-    ring_rank: int,
-) -> Blocks:
-    k_spans, owners = layout.runs(lengths[1])
-    q_spans = tuple((a + mask.q_start, b + mask.q_start) for a, b in layout.block(lengths[0], ring_rank))
-    return Blocks(
-        mask,
-        scores.kind,
-        shapes.q[0],
-        mine.q_heads,
-        mine.q_start,
-        lengths,
-        q_spans,
-        k_spans,
-        owners,
-        shapes.device,
-        (mine.q_heads * shapes.q[3] + mine.kv_heads * (shapes.k[3] + shapes.v[3])) * shapes.dtype.itemsize,
-        shapes.dtype,
-        (shapes.q[3], shapes.v[3]),
-    )
-
-
-def choose(
+def choose_kernel_and_overlap(
     shapes: Shapes,
     sp: SequenceSharding,
     mask: Mask,
     scores: Scores,
-    lengths: tuple[int, int],
+    lengths: Lengths,
     kernel: AnyKernel,
     *,
-    lse: bool = False,
-) -> tuple[Kernel, Choice]:
-    """The kernel that this attention runs with, and why; with `lse` one that gives the log-sum-exp."""
-    need = KernelRequest(
+    needs_lse: bool,
+) -> tuple[Kernel, Choice, bool]:
+    """Return the kernel, why it was chosen, and whether all-to-alls overlap with attention.
+
+    With `overlap_chunks="auto"` they overlap only if a kernel that returns the log-sum-exp can compute this attention.
+    """
+    request = KernelRequest(
         mask.limited_to(max(lengths)),
         scores,
         shapes.device,
@@ -323,34 +252,107 @@ def choose(
         lengths[0] == lengths[1],
         shapes.dtype,
         (shapes.q[3], shapes.v[3]),
-        lse,
+        needs_lse,
     )
-    return choose_kernel(kernel, need)
+    overlaps = wanted_overlap_chunks(shapes, sp) > 1
+    if overlaps and not needs_lse and sp.overlap_chunks == "auto":
+        try:
+            return *choose_kernel(kernel, replace(request, lse=True)), True
+        except LongspanError:  # any other reason is raised below
+            overlaps = False
+    return *choose_kernel(kernel, replace(request, lse=needs_lse or overlaps)), overlaps
 
 
-def pairs_of_blocks(layout: Layout, lengths: Span, mask: Mask, batch: int) -> list[list[int]]:
-    """`work[i][j]`: pairs of queries of block i and keys of block j that attend to each other (no `mod` is asked)."""
-    work = [[0] * layout.ring for _ in range(layout.ring)]
-    q_spans, q_owners = layout.runs(lengths[0])
-    k_spans, k_owners = layout.runs(lengths[1])
+def wanted_overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
+    """Return the number of chunks of heads whose all-to-alls overlap with attention; 1: no overlap.
+
+    In a ring a chunk is one or more whole KV groups, because its keys and values travel together.
+    """
+    if sp.ulysses_size == 1:
+        return 1
+    wanted = sp.overlap_chunks
+    if wanted == "auto":
+        elements = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
+        bytes_per_element = shapes.dtype.itemsize if sp.wire_dtype == "exact" else 1
+        wanted = choose_overlap_chunks(elements * bytes_per_element, sp.all_to_all_link)
+    shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+    most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in shards)
+    return max(1, min(wanted, most))
+
+
+def _head_chunks(
+    ring: Ring, groups: tuple[tuple[tuple[HeadShard, ...], ...], ...], rank: int, device: torch.device
+) -> tuple[HeadChunk, ...]:
+    """Return the chunks of all groups. They share what the kernel prepared for all local heads."""
+    return tuple(
+        HeadChunk(
+            shards,
+            shards[rank],
+            replace(ring, kv_head_index=_kv_head_index(shards[rank], device)),
+            first_of_kv=number == 0,
+            last_of_kv=number == len(group) - 1,
+        )
+        for group in groups
+        for number, shards in enumerate(group)
+    )
+
+
+def _kv_head_index(shard: HeadShard, device: torch.device) -> Tensor | None:
+    heads = shard.kv_head_index
+    return None if heads is None else torch.tensor(heads, device=device)
+
+
+def _blocks(
+    shapes: Shapes,
+    layout: Layout,
+    mask: Mask,
+    scores: Scores,
+    lengths: Lengths,
+    local: HeadShard,
+    ring_rank: int,
+) -> Blocks:
+    k_spans, source_ranks = layout.runs(lengths[1])
+    q_spans = tuple((a + mask.q_start, b + mask.q_start) for a, b in layout.block(lengths[0], ring_rank))
+    token_elements = local.q_heads * shapes.q[3] + local.kv_heads * (shapes.k[3] + shapes.v[3])
+    return Blocks(
+        mask=mask,
+        kind=scores.kind,
+        batch=shapes.q[0],
+        heads=local.q_heads,
+        first_head=local.q_start,
+        lengths=lengths,
+        q_spans=q_spans,
+        k_spans=k_spans,
+        source_ranks=source_ranks,
+        device=shapes.device,
+        token_bytes=token_elements * shapes.dtype.itemsize,
+        dtype=shapes.dtype,
+        head_dims=(shapes.q[3], shapes.v[3]),
+    )
+
+
+def pairs_of_blocks(layout: Layout, lengths: Lengths, mask: Mask, batch: int) -> list[list[int]]:
+    """Return `pairs[i][j]`: how many pairs of a query of block i and a key of block j attend; `mask_mod` is ignored."""
+    pairs = [[0] * layout.ring for _ in range(layout.ring)]
+    q_spans, q_ranks = layout.runs(lengths[0])
+    k_spans, k_ranks = layout.runs(lengths[1])
     q_spans = tuple((start + mask.q_start, stop + mask.q_start) for start, stop in q_spans)
     for b0, b1 in row_groups(mask, batch):
-        for m, n, part in intersections(mask.regions(b0, *lengths), q_spans, k_spans):
-            work[q_owners[m]][k_owners[n]] += (b1 - b0) * part.pairs
-    return work
+        for m, n, region in intersections(mask.regions(b0, *lengths), q_spans, k_spans):
+            pairs[q_ranks[m]][k_ranks[n]] += (b1 - b0) * region.pairs
+    return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused.
+# Checks.
 
 
-def check(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, lengths: tuple[int, int]) -> None:
-    """Everything that can be refused whatever the kernel is.
+def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, lengths: Lengths) -> None:
+    """Raise for everything that no kernel can compute.
 
     Raises:
         LongspanError: with the numbers.
     """
-    sp.check_placed()
     for name, shape, n in (("length", shapes.q, lengths[0]), ("kv_length", shapes.k, lengths[1])):
         local = sp.layout.local_length(n)
         if local != shape[1]:
@@ -364,15 +366,15 @@ def check(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, leng
             f"{lengths[0]} queries and {lengths[1]} keys: say where the queries are among the keys (q_start="
             f"{max(0, lengths[1] - lengths[0])} for the last of them), or causal=False"
         )
-    if mask.mod is not None:
-        at = torch.zeros(1, dtype=torch.int64, device=shapes.device)
-        mask.mod_of((0, 1), (0, 1), at, at)  # refuses what is no mask
+    if mask.mask_mod is not None:
+        position = torch.zeros(1, dtype=torch.int64, device=shapes.device)
+        mask.evaluate_mask_mod((0, 1), (0, 1), position, position)  # raises if it returns no booleans
     scores.check(shapes.q[2])
     check_heads(shapes.q[2], shapes.k[2])
-    _check_mesh(shapes.k[2], sp)
+    _check_kv_replication(shapes.k[2], sp)
 
 
-def _check_mesh(kv_heads: int, sp: SequenceSharding) -> None:
+def _check_kv_replication(kv_heads: int, sp: SequenceSharding) -> None:
     if sp.kv_replication or sp.ulysses_size <= kv_heads:
         return
     fits = max(u for u in range(1, kv_heads + 1) if sp.size % u == 0)
@@ -383,7 +385,7 @@ def _check_mesh(kv_heads: int, sp: SequenceSharding) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that are no q, k and v of one attention.
+    """Raise unless these are q, k and v of one attention.
 
     Raises:
         LongspanError: with their shapes.
@@ -391,9 +393,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     shapes = {name: tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-    spelled = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     if any(len(shape) != 4 for shape in shapes.values()):
-        raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {spelled}")
+        raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {listed}")
     if not q.device == k.device == v.device:
         raise LongspanError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}")
     if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
@@ -401,8 +403,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attention needs q, k and v of one floating dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them"
         )
     if len({shape[0] for shape in shapes.values()}) > 1 or shapes["k"][1] != shapes["v"][1]:
-        raise LongspanError(f"q, k and v must have the same batch, k and v the same tokens, got {spelled}")
+        raise LongspanError(f"q, k and v must have the same batch, k and v the same tokens, got {listed}")
     if min(*q.shape[:2], k.shape[1]) < 1:
-        raise LongspanError(f"attention over no tokens: {spelled}")
+        raise LongspanError(f"attention over no tokens: {listed}")
     if shapes["q"][3] != shapes["k"][3] or shapes["k"][2] != shapes["v"][2]:
-        raise LongspanError(f"q and k need the same head_dim, k and v the same number of heads, got {spelled}")
+        raise LongspanError(f"q and k need the same head_dim, k and v the same number of heads, got {listed}")

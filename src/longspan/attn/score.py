@@ -1,4 +1,4 @@
-"""How scores are made from queries and keys, before the softmax."""
+"""Attention scores as a value: what is applied to q.k before the softmax."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import check_function, check_number, format_value
 
 Bias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`bias(h, q, kv) -> float`: what is added to the score of query head h, query position q and key position kv."""
+"""`bias(h, q, kv) -> float`: added to the score of query head h, query position q and key position kv."""
 
 
 class ScoreKind(NamedTuple):
-    """What of `Scores` there is: the softcap itself, of the others whether they are given."""
+    """The parts of `Scores` that decide how attention is computed: layers of one kind share a plan."""
 
     softcap: float | None
     sinks: bool
@@ -30,13 +30,15 @@ class ScoreKind(NamedTuple):
 
     @property
     def has_bias(self) -> bool:
-        """Whether something is added that depends on positions."""
+        """Whether the score depends on positions."""
         return self.alibi or self.bias
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
     """scale * q.k, then softcap, then biases; sinks join the softmax's denominator.
+
+    `longspan.attention` accepts every field but `first_head` as a keyword argument.
 
     Attributes:
         scale: None for 1/sqrt(head_dim).
@@ -45,8 +47,7 @@ class Scores:
         alibi: one slope per query head, [H]: slope * -|i - j| is added (Press et al. 2021, arXiv:2108.12409).
         bias: a function of head and positions whose value is added. Heads and positions are those of the whole model
             and sequence, on every rank.
-        first_head: the number of the first query head here in the whole model: `bias` and a mask_mod count from 0
-            there.
+        first_head: index of the first local query head in the whole model; `bias` and a mask_mod count from 0 there.
     """
 
     scale: float | None = None
@@ -69,65 +70,57 @@ class Scores:
 
     @property
     def kind(self) -> ScoreKind:
-        """What of it decides how an attention is computed: layers of one kind share a plan."""
         return ScoreKind(self.softcap, self.sinks is not None, self.alibi is not None, self.bias is not None)
 
     @property
     def has_bias(self) -> bool:
-        """Whether something is added that depends on positions."""
+        """Whether the score depends on positions."""
         return self.alibi is not None or self.bias is not None
 
     def scale_of(self, head_dim: int) -> float:
-        """The factor of q.k."""
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def of_heads(self, start: int, stop: int) -> Scores:
-        """The same for query heads [start, stop) of these."""
+        """Return the scores of query heads [start, stop) of these."""
         sinks = None if self.sinks is None else self.sinks[start:stop]
         alibi = None if self.alibi is None else self.alibi[start:stop]
         return replace(self, sinks=sinks, alibi=alibi, first_head=self.first_head + start)
 
-    def nothing(self, q: Tensor, v: Tensor) -> Tensor:
-        """The output of an attention without any query head, still part of the graph of all that it was given.
+    def output_without_heads(self, q: Tensor, v: Tensor) -> Tensor:
+        """Return the output of an attention without query heads, still connected to the graph of its inputs.
 
-        Else the exchange before it would have no backward on this rank, and the sinks no gradient, which FSDP sums over
-        all ranks alike.
+        Otherwise the all-to-all before it would have no backward on this rank, and the sinks no gradient, which FSDP
+        sums over all ranks.
 
         Args:
-            q: no head; the output has its shape with the head_dim of v.
+            q: has no head; the output has its shape with the head_dim of `v`.
             v: values.
         """
         zero = q.sum() if self.sinks is None else q.sum() + self.sinks.sum().to(q.dtype)
         return q.new_empty(*q.shape[:3], v.shape[3]) + zero
 
     def check(self, heads: int) -> None:
-        """Refuse what does not fit `heads` query heads.
-
-        Raises:
-            LongspanError: with the shapes.
-        """
+        """Raise if `sinks` or `alibi` do not have one entry for each of `heads` query heads."""
         for name in ("sinks", "alibi"):
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != (heads,):
                 raise LongspanError(f"`{name}` has the shape {tuple(value.shape)}, one per query head is {(heads,)}")
-        if self.bias is not None and not callable(self.bias):
-            raise LongspanError(f"bias must be a function (h, q, kv) -> tensor, got {type(self.bias).__name__}")
 
     def bias_of(self, heads: int, i: Tensor, j: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """All that is added, for queries at positions `i` and keys at `j`: [H, Q, K] in `dtype`, None for nothing."""
-        total: Tensor | None = None
+        """Return the sum of all biases for queries at positions `i` and keys at `j`: [H, Q, K], or None."""
+        total_HQK: Tensor | None = None
         if self.alibi is not None:
-            distance = (i[:, None] - j[None]).abs().to(dtype)
-            total = -self.alibi.to(dtype)[:, None, None] * distance
+            distance_QK = (i[:, None] - j[None]).abs().to(dtype)
+            total_HQK = -self.alibi.to(dtype)[:, None, None] * distance_QK
         if self.bias is not None:
             h = torch.arange(self.first_head, self.first_head + heads, device=i.device)
-            added = over_indices(partial(_as, dtype, self.bias), h, i, j)
-            total = added if total is None else total + added
-        return total
+            bias_HQK = over_indices(partial(_call_bias, dtype, self.bias), h, i, j)
+            total_HQK = bias_HQK if total_HQK is None else total_HQK + bias_HQK
+        return total_HQK
 
 
-def _as(dtype: torch.dtype, bias: Bias, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    added: object = bias(h, q, kv)
-    if not isinstance(added, Tensor):
-        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {format_value(added)}")
-    return added.to(dtype)
+def _call_bias(dtype: torch.dtype, bias: Bias, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    value: object = bias(h, q, kv)
+    if not isinstance(value, Tensor):
+        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {format_value(value)}")
+    return value.to(dtype)

@@ -1,6 +1,6 @@
-"""Which tokens of a batch belong together, as runs of tokens: from masks, ids, borders or chunks.
+"""Segments of a batch (documents, or tokens that are not padding), read from masks, ids or borders.
 
-Everything here is read on the host, once per batch, and is alike on every rank, because all have the same batch.
+Everything here is read on the host, once per batch, and is the same on every rank, because all have the same batch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
+from longspan.core.layout import Span
 from longspan.core.segments import Segments
 
 
@@ -18,8 +19,8 @@ def padding_segments(mask: Tensor) -> tuple[Segments | None, bool]:
     """Read a padding mask [B, n].
 
     Returns:
-        For each row its tokens from the first real one to the last (none where all are padding), or None where nothing
-        is padded. And whether any row has zeros between its ones.
+        Each row's tokens from the first real one to the last (none if all are padding), or None if nothing is padded;
+        and whether any row has zeros between its ones.
     """
     real = mask.bool()
     if bool(real.all()):
@@ -28,29 +29,32 @@ def padding_segments(mask: Tensor) -> tuple[Segments | None, bool]:
     count = real.sum(-1)
     first = real.int().argmax(-1)
     last = n - 1 - real.flip(-1).int().argmax(-1)
-    found = torch.stack([count, first, last + 1], -1).tolist()
-    rows = tuple(((start, stop),) if total else () for total, start, stop in found)
-    return rows, any(total and total != stop - start for total, start, stop in found)
+    rows = torch.stack([count, first, last + 1], -1).tolist()
+    segments = tuple(((start, stop),) if total else () for total, start, stop in rows)
+    return segments, any(total and total != stop - start for total, start, stop in rows)
 
 
 def document_segments(documents: Tensor, name: str = "documents") -> Segments | None:
-    """The documents of each row, as runs of equal ids in `documents` [B, n]; an id below 0 marks padding.
+    """Return the runs of equal ids in each row of `documents` [B, n]; an id below 0 marks padding.
 
-    None where every row is one document. Only the borders travel to the host. `name` is what the caller's user calls
-    the ids, for messages.
+    Returns None if every row is one document. Only the borders are copied to the host.
+
+    Args:
+        documents: ids of the tokens.
+        name: the argument's name in error messages.
 
     Raises:
-        LongspanError: if one id comes back after another: a document is one run of tokens.
+        LongspanError: if an id comes back after another: a document is one run of tokens.
     """
     n = documents.shape[1]
     border = documents.diff(dim=-1) != 0
     if not bool(border.any()) and bool((documents >= 0).all()):
         return None
-    at = [[0] for _ in range(documents.shape[0])]
+    starts_of_row = [[0] for _ in range(documents.shape[0])]
     for b, i in border.nonzero().tolist():
-        at[b].append(i + 1)
-    rows: list[tuple[tuple[int, int], ...]] = []
-    for b, starts in enumerate(at):
+        starts_of_row[b].append(i + 1)
+    rows: list[tuple[Span, ...]] = []
+    for b, starts in enumerate(starts_of_row):
         ids = documents[b, torch.tensor(starts, device=documents.device)].tolist()
         real = [i for i in ids if i >= 0]
         if len(set(real)) != len(real):
@@ -65,12 +69,15 @@ def document_segments(documents: Tensor, name: str = "documents") -> Segments | 
 
 
 def cu_seqlens_segments(cu_seqlens: Tensor, n: int, name: str = "cu_seqlens") -> Segments:
-    """The documents of one row from where they begin, [documents + 1], the row's length `n` at the end.
+    """Return the documents of one row of `n` tokens from flash attention's `cu_seqlens` [documents + 1].
 
-    `name` is what the caller's user calls them, for messages.
+    Args:
+        cu_seqlens: starts of the documents, and `n` at the end.
+        n: length of the row.
+        name: the argument's name in error messages.
 
     Raises:
-        LongspanError: if they do not begin at 0, do not rise, or do not sum up to `n`.
+        LongspanError: if the entries do not begin at 0, do not rise, or do not end at `n`.
     """
     ends = [int(end) for end in cu_seqlens.reshape(-1).tolist()]
     if len(ends) < 2 or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
@@ -84,25 +91,25 @@ def cu_seqlens_segments(cu_seqlens: Tensor, n: int, name: str = "cu_seqlens") ->
 
 
 def _few(numbers: list[int]) -> str:
-    spelled = ", ".join(str(number) for number in numbers[:8])
-    return f"[{spelled}{', ...' if len(numbers) > 8 else ''}]"
+    listed = ", ".join(str(number) for number in numbers[:8])
+    return f"[{listed}{', ...' if len(numbers) > 8 else ''}]"
 
 
 def paired_segments(documents: Tensor, kv_documents: Tensor) -> tuple[Segments, Segments]:
-    """For cross attention: run number m of the first attends to run number m of the second, which has its id.
+    """Return the query and key segments of cross attention: number m of both has the same id.
 
     Raises:
         LongspanError: as `document_segments`.
     """
-    out = []
+    pairs = []
     for b in range(len(documents)):
-        q_runs, k_runs = (_runs_by_id(ids[b]) for ids in (documents, kv_documents))
-        both = [i for i in q_runs if i in k_runs]
-        out.append((tuple(q_runs[i] for i in both), tuple(k_runs[i] for i in both)))
-    return tuple(q for q, _ in out), tuple(k for _, k in out)
+        q_spans, k_spans = _span_by_id(documents[b]), _span_by_id(kv_documents[b])
+        shared = [i for i in q_spans if i in k_spans]
+        pairs.append((tuple(q_spans[i] for i in shared), tuple(k_spans[i] for i in shared)))
+    return tuple(q for q, _ in pairs), tuple(k for _, k in pairs)
 
 
-def _runs_by_id(ids: Tensor) -> dict[int, tuple[int, int]]:
+def _span_by_id(ids: Tensor) -> dict[int, Span]:
     rows = document_segments(ids[None])
-    runs = rows[0] if rows is not None else ((0, len(ids)),)
-    return {int(ids[start]): (start, stop) for start, stop in runs}
+    spans = rows[0] if rows is not None else ((0, len(ids)),)
+    return {int(ids[start]): (start, stop) for start, stop in spans}

@@ -212,7 +212,7 @@ def _blocks(
         lengths=(step.new, step.kv_placement.length),
         q_spans=((past, past + queries),),
         k_spans=keys,
-        owners=(0,) * len(keys),
+        source_ranks=(0,) * len(keys),
         device=q.device,
         dtype=q.dtype,
         head_dims=dims,

@@ -1,1 +1,1 @@
-"""The mesh, and what is sent over it: one operator for each collective, with its adjoint as its gradient."""
+"""The mesh and its collectives: one operator for each, with its adjoint as its gradient."""

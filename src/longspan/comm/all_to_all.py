@@ -1,23 +1,23 @@
-"""The exchange: one All-to-All swaps "my tokens, all heads" for "all tokens, my heads", and back.
+"""The Ulysses all-to-all: swap "local tokens, all heads" for "all tokens, local heads", and back.
 
-The method is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3.1). Two operators do all of it:
+DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3.1). Two operators do all of it:
 
-    longspan::scatter_heads   [B, S/P, H, D] x several tensors  ->  [S, B, w]          w: my heads, all tensors, packed
-    longspan::gather_heads    [S, B, w] or [S, B, h, D]         ->  [B, S/P, H, D] x several tensors
+    longspan::scatter_heads   [B, L, H, D] x several tensors    ->  [S, B, W]    W: local heads of all tensors, packed
+    longspan::gather_heads    [S, B, W] or [S, B, h, D]         ->  [B, L, H, D] x several tensors
 
-They are adjoint to each other, so each is registered as the other's gradient; where no head goes to two ranks that
-adjoint is also the inverse. They are custom operators and not autograd Functions because `torch.compile` may inline
-a Function whose body fills a buffer by a collective, and then gives zero gradients without a word.
+Each is the other's adjoint and is registered as its gradient; if no head is sent to two ranks, the adjoint is also the
+inverse. They are custom operators, not autograd Functions: `torch.compile` may inline a Function whose body fills a
+buffer by a collective, and then returns zero gradients silently.
 
-On the wire the sequence comes first. A block from rank r is then a run of rows, blocks from all ranks in order are the
-whole sequence, and what arrives is used where it lies: packing costs one copy, arrival none. The way back mirrors it.
+On the wire the sequence comes first. A block from rank r is then a run of rows, and the blocks of all ranks in order
+are the whole sequence. So packing costs one copy, and receiving none; the way back is the mirror image.
 
-With a code other than "exact" what travels is rounded to a byte per element with a scale per token and head
-(`longspan.comm.quantize`), in the same message: forwards and backwards, and what a rank keeps for itself too, so that
-all tokens of a head are alike. Copies of one head's gradient are added up after that, in fp32.
+With a wire dtype other than "exact", elements are rounded to one byte with a scale per token and head
+(`longspan.comm.quantize`), in the same message, forward and backward. A rank rounds its own part too, so that all
+tokens of a head are alike. Gradients of a replicated head are summed afterwards, in fp32.
 
-Shape suffixes: S tokens of the sequence, L = S/P tokens of a rank, B batch, H heads, D elements of a head, W a packed
-row.
+Shape suffixes: S tokens of the sequence, L = S/P tokens of a rank, B batch, H heads, h heads of one rank, D elements of
+a head, W packed row, R ranks that hold the same heads, G groups of such ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from longspan.comm.mesh import find_group, group_name
 from longspan.comm.quantize import dequantize_rows, quantize_rows, quantized_width
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
+from longspan.core.layout import Span
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.ranks.heartbeat import waiting
 
@@ -42,22 +43,27 @@ if TYPE_CHECKING:
 
     from longspan.core.cache_dtype import CacheDtype
 
-# Ranges of heads travel through the operators as one flat list of integers, [rank][tensor][start, stop].
+_HeadSpans = list[list[Span]]
+"""`spans[rank][tensor]`: the heads of each tensor that a rank holds. Operators take it as a flat list of integers."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any two dimensions: the public functions.
 
 
 def seq_to_heads(x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2) -> Tensor:
-    """Swap "my tokens, all heads" for "all tokens, my heads". One All-to-All; its gradient is `heads_to_seq`.
+    """Swap "local tokens, all heads" for "all tokens, local heads": one all-to-all. Its gradient is `heads_to_seq`.
 
     Args:
-        x: my tokens and all heads, in any order of dimensions: `[B, L, H, D]`, `[B, H, L, D]`, `[L, H, D]`, ...
+        x: local tokens and all heads, in any order of dimensions: `[B, L, H, D]`, `[B, H, L, D]`, `[L, H, D]`, ...
             Every rank holds the same number of tokens.
         group: the ranks that share the sequence. None, or a group of one, returns `x` itself.
         seq_dim: the dimension of the tokens.
-        head_dim: the dimension of the heads. They are dealt as evenly as they go, in order, larger shares first;
-            with fewer heads than ranks some ranks get none.
+        head_dim: the dimension of the heads. They are split as evenly as possible, in order, larger shards first; with
+            fewer heads than ranks some ranks get none.
 
     Returns:
-        The same dimensions with all tokens and my heads. The memory order is the wire's (tokens outermost).
+        The same dimensions with all tokens and the local heads. The memory order is the wire's (tokens outermost).
 
     Raises:
         LongspanError: if the two dimensions are the same or `x` does not have them.
@@ -68,50 +74,39 @@ def seq_to_heads(x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, h
 def heads_to_seq(
     x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2, *, heads: int | None = None
 ) -> Tensor:
-    """The inverse of `seq_to_heads`: all tokens and my heads in, my tokens and all heads out. One All-to-All.
+    """Swap "all tokens, local heads" for "local tokens, all heads": one all-to-all, the inverse of `seq_to_heads`.
 
     Args:
-        x: all tokens (a multiple of the group's size) and my share of the heads, as `seq_to_heads` dealt them.
+        x: all tokens (a multiple of the group's size) and the local shard of the heads, as `seq_to_heads` split them.
         group: the ranks that share the sequence.
         seq_dim: the dimension of the tokens.
         head_dim: the dimension of the heads.
-        heads: heads of all ranks together, by default my heads x ranks. Where heads do not divide evenly, every rank
-            must pass it: a rank cannot see from its own share how many the others hold.
+        heads: total number of heads; default: local heads x ranks. If heads do not divide evenly, every rank must pass
+            it, because a rank cannot see how many the others hold.
 
     Raises:
-        LongspanError: if the tokens do not divide by the ranks, or my heads are not my share of `heads`.
+        LongspanError: if the tokens do not divide by the ranks, or the local heads are not this rank's shard of
+            `heads`.
     """
     seq_dim, head_dim = _two_dims(x, seq_dim, head_dim)
     check_group(group)
     if heads is not None:
         check_number("heads", heads, 1, LARGEST_COUNT, whole=True)
-    size = 1 if group is None else group.size()
-    if size == 1:
+    if group is None or group.size() == 1:
         return x
-    assert group is not None
-    total = x.shape[head_dim] * size if heads is None else heads
-    shares = split_heads(total, total, size)
-    mine = shares[group.rank()]
-    if x.shape[head_dim] != mine.q_heads:
-        raise LongspanError(
-            f"heads_to_seq: rank {group.rank()} of {size} holds {x.shape[head_dim]} heads, its share of {total} is "
-            f"{mine.q_heads}; pass heads=<heads of all ranks together>"
-        )
-    if x.shape[seq_dim] % size:
-        raise LongspanError(
-            f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
-        )
-    if 0 in (n for dim, n in enumerate(x.shape) if dim != head_dim):  # of the heads a rank may have none
-        raise LongspanError(f"heads_to_seq: a tensor of shape {tuple(x.shape)} has nothing to exchange")
+    total = x.shape[head_dim] * group.size() if heads is None else heads
+    shards = split_heads(total, total, group.size())
+    _check_heads_to_seq(x, seq_dim, head_dim, total, shards[group.rank()].q_heads, group)
     rows = x.movedim(seq_dim, 0)
-    at = head_dim + (head_dim < seq_dim)  # where the heads are once the tokens come first
-    x_SBHD = _as_rows(rows, at)
-    (out_BLHD,) = _gather_heads(x_SBHD.flatten(2), [total], [x_SBHD.shape[3]], _ranges([shares], ["q"]), group)
+    at = head_dim + (head_dim < seq_dim)  # the heads' dimension once the tokens come first
+    x_SBhD = _as_rows(rows, at)
+    flat_spans = _flat_spans(shards, ["q"])
+    (out_BLHD,) = _gather_heads(x_SBhD.flatten(2), [total], [x_SBhD.shape[3]], flat_spans, group)
     return _from_rows(out_BLHD.transpose(0, 1), rows, at, total).movedim(0, seq_dim)
 
 
 def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_dim: int) -> Tensor:
-    """Gather `gather_dim` and shard `shard_dim` instead: one All-to-All between any two dimensions.
+    """Gather `gather_dim` and shard `shard_dim` instead: one all-to-all between any two dimensions.
 
     This is the switch of Dynamic Sequence Parallelism (Zhao et al. 2024, arXiv:2403.10266); `seq_to_heads` is the
     case of tokens and heads. Its gradient is the reshard with the two dimensions swapped.
@@ -119,8 +114,8 @@ def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_d
     Args:
         x: a tensor sharded along `gather_dim`, equally on every rank.
         group: the ranks it is sharded over. None, or a group of one, returns `x` itself.
-        gather_dim: the dimension to make whole.
-        shard_dim: the dimension to cut; its parts differ by at most one, larger parts first.
+        gather_dim: the dimension to gather.
+        shard_dim: the dimension to shard; its shards differ by at most one, larger ones first.
 
     Raises:
         LongspanError: if the two dimensions are the same or `x` does not have them.
@@ -135,44 +130,140 @@ def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_d
     at = shard_dim + (shard_dim < gather_dim)
     x_LBHD = _as_rows(rows, at)
     total = x_LBHD.shape[2]
-    shares = split_heads(total, total, group.size())
-    out_SBW = _scatter_heads([x_LBHD.transpose(0, 1)], _ranges([shares], ["q"]), group)
-    mine = shares[group.rank()].q_heads
-    return _from_rows(out_SBW.unflatten(2, (mine, x_LBHD.shape[3])), rows, at, mine).movedim(0, gather_dim)
+    shards = split_heads(total, total, group.size())
+    out_SBW = _scatter_heads([x_LBHD.transpose(0, 1)], _flat_spans(shards, ["q"]), group)
+    local = shards[group.rank()].q_heads
+    out_SBhD = out_SBW.unflatten(2, (local, x_LBHD.shape[3]))
+    return _from_rows(out_SBhD, rows, at, local).movedim(0, gather_dim)
+
+
+def _as_rows(rows: Tensor, at: int) -> Tensor:
+    """View `[L, ..., H, ...]` with the heads at dimension `at` as `[L, B, H, D]`; a copy if there is no such view."""
+    before = rows.shape[1:at].numel()
+    return rows.reshape(rows.shape[0], before, rows.shape[at], rows.shape[at + 1 :].numel())
+
+
+def _from_rows(out_LBHD: Tensor, rows: Tensor, at: int, heads: int) -> Tensor:
+    """Undo `_as_rows`: `[tokens, B, heads, D]` with the dimensions of `rows`."""
+    return out_LBHD.reshape(out_LBHD.shape[0], *rows.shape[1:at], heads, *rows.shape[at + 1 :])
+
+
+def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
+    check_tensor("x", x)
+    n = x.dim()
+    integers = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
+    if not integers or not (-n <= a < n and -n <= b < n) or a % n == b % n:
+        raise LongspanError(
+            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and {format_value(b)}"
+        )
+    return a % n, b % n
+
+
+def _check_heads_to_seq(
+    x: Tensor, seq_dim: int, head_dim: int, total: int, local: int, group: dist.ProcessGroup
+) -> None:
+    size = group.size()
+    if x.shape[head_dim] != local:
+        raise LongspanError(
+            f"heads_to_seq: rank {group.rank()} of {size} holds {x.shape[head_dim]} heads, its share of {total} is "
+            f"{local}; pass heads=<heads of all ranks together>"
+        )
+    if x.shape[seq_dim] % size:
+        raise LongspanError(
+            f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
+        )
+    if 0 in (n for dim, n in enumerate(x.shape) if dim != head_dim):  # a rank may have no heads
+        raise LongspanError(f"heads_to_seq: a tensor of shape {tuple(x.shape)} has nothing to exchange")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention's all-to-alls, differentiable.
 
 
 def scatter_heads(
-    xs: Sequence[Tensor],
+    xs_BLHD: Sequence[Tensor],
     kinds: Sequence[str],
-    shares: Sequence[HeadShard],
+    shards: Sequence[HeadShard],
     group: dist.ProcessGroup,
-    code: CacheDtype = "exact",
+    wire_dtype: CacheDtype = "exact",
 ) -> Tensor:
-    """Q, K and V of my tokens to their heads' ranks, in ONE All-to-All.
+    """Send the heads of q, k and v of the local tokens to their ranks, in one all-to-all.
 
     Args:
-        xs: tensors of the same tokens, each `[B, L, its heads, its head_dim]`.
-        kinds: for each of them "q" or "kv": whose heads it has.
-        shares: which heads each rank of `group` computes; a KV head in two shares is sent twice, and its gradient
-            is the sum of what the two ranks return.
+        xs_BLHD: tensors of the same tokens, each with its own number of heads and head_dim.
+        kinds: for each tensor "q" or "kv": whether it has query heads or KV heads.
+        shards: the heads of each rank of `group`. A KV head in two shards is sent twice, and its gradient is the sum
+            of what the two ranks return.
         group: the Ulysses group.
-        code: how it travels, of `longspan.core.cache_dtype.CACHE_DTYPES`, and its gradient too.
+        wire_dtype: dtype of what is sent, also of the gradient.
 
     Returns:
-        `[S, B, W]`: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
+        `[S, B, W]`: for every token of the sequence the local heads of the first tensor, then those of the second, ...
     """
-    return _scatter_heads(list(xs), _ranges([shares] * len(xs), kinds), group, code)
+    return _scatter_heads(list(xs_BLHD), _flat_spans(shards, kinds), group, wire_dtype)
 
 
-class Exchange:
-    """An All-to-All that has been started; it holds both its buffers until it is over."""
+def gather_heads(
+    out_BShD: Tensor, shards: Sequence[HeadShard], group: dist.ProcessGroup, wire_dtype: CacheDtype = "exact"
+) -> Tensor:
+    """Send the attention output of the local heads back to the tokens' ranks, in one all-to-all: `[B, L, H, D]`."""
+    out_SBhD = out_BShD.transpose(0, 1)
+    flat_spans = _flat_spans(shards, ["q"])
+    (out_BLHD,) = _gather_heads(out_SBhD, [shards[-1].q_stop], [out_BShD.shape[3]], flat_spans, group, wire_dtype)
+    return out_BLHD
+
+
+def _flat_spans(shards: Sequence[HeadShard], kinds: Sequence[str]) -> list[int]:
+    """Flatten the head spans of each rank and tensor: [rank][tensor][start, stop]."""
+    flat: list[int] = []
+    for shard in shards:
+        for kind in kinds:
+            flat += [shard.q_start, shard.q_stop] if kind == "q" else [shard.kv_start, shard.kv_stop]
+    return flat
+
+
+def _head_spans(flat: list[int], tensors: int) -> _HeadSpans:
+    """Undo `_flat_spans`."""
+    spans = list(zip(flat[::2], flat[1::2], strict=True))
+    return [spans[i : i + tensors] for i in range(0, len(spans), tensors)]
+
+
+def _scatter_heads(
+    xs_BLHD: list[Tensor], flat_spans: list[int], group: dist.ProcessGroup, wire_dtype: CacheDtype = "exact"
+) -> Tensor:
+    out_SBW: Tensor = torch.ops.longspan.scatter_heads(
+        xs_BLHD, flat_spans, group.size(), group.rank(), group_name(group), wire_dtype
+    )
+    return out_SBW
+
+
+def _gather_heads(
+    x_SBW: Tensor,
+    heads: list[int],
+    dims: list[int],
+    flat_spans: list[int],
+    group: dist.ProcessGroup,
+    wire_dtype: CacheDtype = "exact",
+) -> list[Tensor]:
+    outs_BLHD: list[Tensor] = torch.ops.longspan.gather_heads(
+        x_SBW, heads, dims, flat_spans, group.size(), group.rank(), group_name(group), wire_dtype
+    )
+    return outs_BLHD
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same, started and waited for, outside of autograd.
+
+
+class AllToAll:
+    """An all-to-all in flight; it keeps both buffers alive until `wait`."""
 
     def __init__(self, received: Tensor, sent: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor]):
         self._buffers: tuple[Tensor, Tensor] | None = (received, sent)
         self._work, self._finish = work, finish
 
     def wait(self) -> Tensor:
-        """What it brings, once; on a GPU the stream waits, not the host."""
+        """Return the result, once. On a GPU the stream waits, not the host."""
         assert self._buffers is not None
         received, _ = self._buffers
         if self._work is not None:
@@ -183,384 +274,343 @@ class Exchange:
 
 
 def start_scatter(
-    xs: Sequence[Tensor],
+    xs_BLHD: Sequence[Tensor],
     kinds: Sequence[str],
-    shares: Sequence[HeadShard],
+    shards: Sequence[HeadShard],
     group: dist.ProcessGroup,
     *,
-    beside: bool,
-    code: CacheDtype = "exact",
-) -> Exchange:
-    """`scatter_heads`, started; outside of autograd.
+    overlapped: bool,
+    wire_dtype: CacheDtype = "exact",
+) -> AllToAll:
+    """Start `scatter_heads`, outside of autograd.
 
     Args:
-        xs: as for `scatter_heads`.
+        xs_BLHD: as for `scatter_heads`.
         kinds: as there.
-        shares: as there.
+        shards: as there.
         group: as there.
-        beside: whether it is under way while something else runs, until its `wait`; else it is over at once.
-        code: as there.
+        overlapped: whether it stays in flight until `wait`; otherwise it completes at once.
+        wire_dtype: as there.
     """
-    by_rank = _by_rank(_ranges([shares] * len(xs), kinds), len(xs))
-    dims = [x.shape[3] for x in xs]
-    widths = _widths(by_rank, dims)
-    batch, tokens = xs[0].shape[:2]
-    mine, size = widths[group.rank()], group.size()
-    wire = _Wire(batch * tokens, by_rank, dims, group.rank(), code)
-    send = _pack(list(xs), by_rank, widths)
-    return _started(send, wire, group, beside, lambda received: received.view(size * tokens, batch, mine))
-
-
-def _started(
-    send: Tensor,
-    wire: _Wire,
-    group: dist.ProcessGroup,
-    beside: bool,
-    finish: Callable[[Tensor], Tensor],
-) -> Exchange:
-    dtype = send.dtype
-    send = wire.coded(send)
-
-    def read(received: Tensor) -> Tensor:
-        return finish(wire.read(received, dtype))
-
-    if not beside:
-        return Exchange(_all_to_all(send, *wire.splits, group_name(group)), send[:0], None, read)
-    send_splits, recv_splits = wire.splits
-    received = send.new_empty(sum(recv_splits))
-    even = len({*send_splits, *recv_splits}) == 1
-    work = dist.all_to_all_single(
-        received, send, None if even else recv_splits, None if even else send_splits, group=group, async_op=True
-    )
-    return Exchange(received, send, work, read)
-
-
-def gather_heads(
-    o: Tensor, shares: Sequence[HeadShard], group: dist.ProcessGroup, code: CacheDtype = "exact"
-) -> Tensor:
-    """The attention's output back to its tokens, in one All-to-All: `[B, S, my heads, D]` to `[B, L, all heads, D]`."""
-    rows = o.transpose(0, 1)
-    (out,) = _gather_heads(rows, [shares[-1].q_stop], [o.shape[3]], _ranges([shares], ["q"]), group, code)
-    return out
+    spans, dims = _head_spans(_flat_spans(shards, kinds), len(xs_BLHD)), [x.shape[3] for x in xs_BLHD]
+    widths = _widths(spans, dims)
+    batch, tokens = xs_BLHD[0].shape[:2]
+    local_width, size = widths[group.rank()], group.size()
+    wire = _WireFormat(batch * tokens, spans, dims, group.rank(), wire_dtype)
+    packed = _pack(list(xs_BLHD), spans, widths)
+    return _start(packed, wire, group, overlapped, lambda received: received.view(size * tokens, batch, local_width))
 
 
 def start_gather_into(
-    outs: Sequence[Tensor],
+    outs_BLHD: Sequence[Tensor],
     packed_SBW: Tensor,
     kinds: Sequence[str],
-    shares: Sequence[HeadShard],
+    shards: Sequence[HeadShard],
     group: dist.ProcessGroup,
     *,
-    beside: bool,
-    add: bool = False,
-    code: CacheDtype = "exact",
-) -> Exchange:
-    """The way back of some of the heads, in ONE All-to-All, into their places once it is waited for; outside of
-    autograd.
+    overlapped: bool,
+    accumulate: bool = False,
+    wire_dtype: CacheDtype = "exact",
+) -> AllToAll:
+    """Start to send some heads back to the tokens' ranks; `wait` writes them into `outs_BLHD`. Outside of autograd.
 
     Args:
-        outs: of my tokens, each `[B, L, all its heads, its head_dim]`. Heads that are in nobody's share stay as they
-            are.
-        packed_SBW: for every token of the sequence my heads of the first tensor, then those of the second, and so on.
+        outs_BLHD: local tokens and all heads of each tensor. Heads that are in no shard stay as they are.
+        packed_SBW: for every token of the sequence the local heads of the first tensor, then of the second, ...
         kinds: as for `scatter_heads`.
-        shares: which of the heads each rank returns.
+        shards: the heads that each rank returns.
         group: the Ulysses group.
-        beside: as for `start_scatter`.
-        add: whether KV heads are added to what is there, as the gradients of those that went to several ranks must be
-            (which wants sums in fp32 at least); the others, and query heads, are put there.
-        code: as for `scatter_heads`.
+        overlapped: as for `start_scatter`.
+        accumulate: whether to add KV heads to `outs_BLHD`, as gradients of replicated KV heads need (`outs_BLHD` should
+            be fp32 at least). Query heads are always overwritten.
+        wire_dtype: as for `scatter_heads`.
     """
-    by_rank = _by_rank(_ranges([shares] * len(outs), kinds), len(outs))
-    dims = [out.shape[3] for out in outs]
-    widths = _widths(by_rank, dims)
-    batch, tokens = outs[0].shape[:2]
+    spans, dims = _head_spans(_flat_spans(shards, kinds), len(outs_BLHD)), [out.shape[3] for out in outs_BLHD]
+    widths = _widths(spans, dims)
+    batch, tokens = outs_BLHD[0].shape[:2]
     rows = batch * tokens
-    send, wire = packed_SBW.contiguous().view(-1), _Wire(rows, by_rank, dims, group.rank(), code, home=True)
+    wire = _WireFormat(rows, spans, dims, group.rank(), wire_dtype, gathers=True)
 
-    def put(received: Tensor) -> Tensor:
-        for block, width, of_rank in zip(_split(received, rows, widths), widths, by_rank, strict=True):
+    def write(received: Tensor) -> Tensor:
+        for block, width, of_rank in zip(_split_blocks(received, rows, widths), widths, spans, strict=True):
             col = 0
-            for out, kind, (start, stop) in zip(outs, kinds, of_rank, strict=True):
-                heads, d = stop - start, out.shape[3]
-                if heads:
-                    part = block.view(tokens, batch, width)[..., col : col + heads * d].unflatten(2, (heads, d))
-                    into = out[:, :, start:stop]
-                    into.add_(part.transpose(0, 1)) if add and kind == "kv" else into.copy_(part.transpose(0, 1))
-                col += heads * d
+            for out_BLHD, kind, (start, stop) in zip(outs_BLHD, kinds, of_rank, strict=True):
+                h, d = stop - start, out_BLHD.shape[3]
+                if h:
+                    part_LBW = block.view(tokens, batch, width)[..., col : col + h * d]
+                    part_BLhD = part_LBW.unflatten(2, (h, d)).transpose(0, 1)
+                    into_BLhD = out_BLHD[:, :, start:stop]
+                    into_BLhD.add_(part_BLhD) if accumulate and kind == "kv" else into_BLhD.copy_(part_BLhD)
+                col += h * d
         return received
 
-    return _started(send, wire, group, beside, put)
+    return _start(packed_SBW.contiguous().view(-1), wire, group, overlapped, write)
 
 
-def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
-    check_tensor("x", x)
-    n = x.dim()
-    whole = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
-    if not whole or not (-n <= a < n and -n <= b < n) or a % n == b % n:
-        raise LongspanError(
-            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and "
-            f"{format_value(b)}"
-        )
-    return a % n, b % n
-
-
-def _as_rows(rows: Tensor, at: int) -> Tensor:
-    """`[L, ..., H, ...]` with the heads at dimension `at` as `[L, B, H, D]`. A view wherever one exists."""
-    before = rows.shape[1:at].numel()
-    return rows.reshape(rows.shape[0], before, rows.shape[at], rows.shape[at + 1 :].numel())
-
-
-def _from_rows(out: Tensor, rows: Tensor, at: int, heads: int) -> Tensor:
-    """`[tokens, B, heads, D]` with the dimensions of `rows` again."""
-    return out.reshape(out.shape[0], *rows.shape[1:at], heads, *rows.shape[at + 1 :])
-
-
-def _ranges(shares: Sequence[Sequence[HeadShard]], kinds: Sequence[str]) -> list[int]:
-    flat: list[int] = []
-    for of_rank in zip(*shares, strict=True):
-        for share, kind in zip(of_rank, kinds, strict=True):
-            flat += [share.q_start, share.q_stop] if kind == "q" else [share.kv_start, share.kv_stop]
-    return flat
-
-
-def _scatter_heads(xs: list[Tensor], ranges: list[int], group: dist.ProcessGroup, code: CacheDtype = "exact") -> Tensor:
-    out: Tensor = torch.ops.longspan.scatter_heads(xs, ranges, group.size(), group.rank(), group_name(group), code)
-    return out
-
-
-def _gather_heads(
-    y: Tensor,
-    heads: list[int],
-    dims: list[int],
-    ranges: list[int],
+def _start(
+    packed: Tensor,
+    wire: _WireFormat,
     group: dist.ProcessGroup,
-    code: CacheDtype = "exact",
-) -> list[Tensor]:
-    out: list[Tensor] = torch.ops.longspan.gather_heads(
-        y, heads, dims, ranges, group.size(), group.rank(), group_name(group), code
-    )
-    return out
+    overlapped: bool,
+    finish: Callable[[Tensor], Tensor],
+) -> AllToAll:
+    dtype = packed.dtype
+    send = wire.encode(packed)
+    del packed
+
+    def decode(received: Tensor) -> Tensor:
+        return finish(wire.decode(received, dtype))
+
+    if not overlapped:
+        return AllToAll(_all_to_all(send, *wire.splits, group), send[:0], None, decode)
+    received = send.new_empty(sum(wire.splits[1]))
+    work = _all_to_all_single(received, send, *wire.splits, group, async_op=True)
+    return AllToAll(received, send, work, decode)
 
 
-class _Wire:
-    """The flat buffers of one All-to-All as they travel: what of them goes where, and how it is coded.
+# ---------------------------------------------------------------------------------------------------------------------
+# The wire.
+
+
+class _WireFormat:
+    """The flat send and receive buffers of one all-to-all: their splits by rank, and their encoding.
 
     Args:
-        rows: packed rows of each block: a rank's tokens, of all of the batch.
-        by_rank: [rank][tensor] -> (start, stop), the heads of each rank.
-        dims: elements of a head, of each tensor.
-        rank: this one.
-        code: of `longspan.core.cache_dtype.CACHE_DTYPES`.
-        home: whether my heads go to their tokens; else my tokens to their heads.
+        rows: packed rows of each block: batch x local tokens.
+        spans: the heads of each rank and tensor.
+        dims: head_dim of each tensor.
+        rank: this rank.
+        wire_dtype: "exact", "int8" or "fp8".
+        gathers: whether local heads are sent to their tokens' ranks; otherwise local tokens to their heads' ranks.
     """
 
     def __init__(
         self,
         rows: int,
-        by_rank: list[list[tuple[int, int]]],
+        spans: _HeadSpans,
         dims: Sequence[int],
         rank: int,
-        code: str,
+        wire_dtype: str,
         *,
-        home: bool = False,
+        gathers: bool = False,
     ) -> None:
-        of_ranks = [[(stop - start, d) for (start, stop), d in zip(row, dims, strict=True)] for row in by_rank]
-        of_mine = [of_ranks[rank]] * len(of_ranks)
-        self._rows, self._code = rows, code
-        self._sent, self._received = (of_mine, of_ranks) if home else (of_ranks, of_mine)
+        of_ranks = [[(stop - start, d) for (start, stop), d in zip(row, dims, strict=True)] for row in spans]
+        of_local = [of_ranks[rank]] * len(of_ranks)
+        self._rows, self._wire_dtype = rows, wire_dtype
+        self._sent, self._received = (of_local, of_ranks) if gathers else (of_ranks, of_local)
 
     @property
     def splits(self) -> tuple[list[int], list[int]]:
-        """Elements for each rank, and from each: bytes where they are coded."""
+        """Elements of the send and of the receive buffer, by rank; bytes if quantized."""
 
-        def width(runs: list[tuple[int, int]]) -> int:
-            return sum(count * d for count, d in runs) if self._code == "exact" else quantized_width(runs)
+        def width(vectors: list[tuple[int, int]]) -> int:
+            if self._wire_dtype == "exact":
+                return sum(count * d for count, d in vectors)
+            return quantized_width(vectors)
 
-        return [self._rows * width(runs) for runs in self._sent], [self._rows * width(runs) for runs in self._received]
+        return [self._rows * width(v) for v in self._sent], [self._rows * width(v) for v in self._received]
 
-    def coded(self, send: Tensor) -> Tensor:
-        """What travels of a buffer of packed rows."""
-        return send if self._code == "exact" else quantize_rows(send, self._rows, self._sent, self._code)
+    def encode(self, packed: Tensor) -> Tensor:
+        if self._wire_dtype == "exact":
+            return packed
+        return quantize_rows(packed, self._rows, self._sent, self._wire_dtype)
 
-    def read(self, received: Tensor, dtype: torch.dtype) -> Tensor:
-        """The packed rows that have arrived."""
-        if self._code == "exact":
+    def decode(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._wire_dtype == "exact":
             return received
-        return dequantize_rows(received, self._rows, self._received, self._code, dtype)
+        return dequantize_rows(received, self._rows, self._received, self._wire_dtype, dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The two operators.
-
-
-def _by_rank(ranges: list[int], tensors: int) -> list[list[tuple[int, int]]]:
-    """The flat list of ranges as [rank][tensor] -> (start, stop)."""
-    pairs = list(zip(ranges[::2], ranges[1::2], strict=True))
-    return [pairs[i : i + tensors] for i in range(0, len(pairs), tensors)]
-
-
-def _widths(by_rank: list[list[tuple[int, int]]], dims: Sequence[int]) -> list[int]:
-    """Elements of a packed row, per rank."""
-    return [sum((stop - start) * d for (start, stop), d in zip(row, dims, strict=True)) for row in by_rank]
-
-
-def _repeats(by_rank: list[list[tuple[int, int]]], tensor: int, heads: int) -> int:
-    """r if `tensor`'s heads are dealt in equal runs, each run to r neighbouring ranks; 0 if they are not."""
-    runs = [row[tensor] for row in by_rank]
-    size = runs[0][1] - runs[0][0]
-    if size == 0 or heads % size or len(runs) % (heads // size):
-        return 0
-    r = len(runs) // (heads // size)
-    regular = all(run == (i // r * size, (i // r + 1) * size) for i, run in enumerate(runs))
-    return r if regular else 0
-
-
-def _all_to_all(send: Tensor, send_splits: list[int], recv_splits: list[int], group: str) -> Tensor:
-    """The one collective. Splits are in elements of the flat buffers."""
+def _all_to_all(send: Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup) -> Tensor:
     recv = send.new_empty(sum(recv_splits))
+    _all_to_all_single(recv, send, send_splits, recv_splits, group)
+    return recv
+
+
+def _all_to_all_single(
+    recv: Tensor,
+    send: Tensor,
+    send_splits: list[int],
+    recv_splits: list[int],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
     even = len({*send_splits, *recv_splits}) == 1
-    dist.all_to_all_single(
+    work: dist.Work | None = dist.all_to_all_single(
         recv,
         send,
         None if even else recv_splits,
         None if even else send_splits,
-        group=find_group(group),
+        group=group,
+        async_op=async_op,
     )
-    return recv
+    return work
 
 
-@torch.library.custom_op("longspan::scatter_heads", mutates_args=())
-def _scatter_op(xs: list[Tensor], ranges: list[int], size: int, rank: int, group: str, code: str) -> Tensor:
-    by_rank, dims = _by_rank(ranges, len(xs)), [x.shape[3] for x in xs]
-    widths = _widths(by_rank, dims)
-    batch, tokens = xs[0].shape[:2]
-    wire = _Wire(batch * tokens, by_rank, dims, rank, code)
-    send = wire.coded(_pack(xs, by_rank, widths))
-    recv = wire.read(_all_to_all(send, *wire.splits, group), xs[0].dtype)
-    return recv.view(size * tokens, batch, widths[rank])
+def _widths(spans: _HeadSpans, dims: Sequence[int]) -> list[int]:
+    """Return the elements of a packed row, by rank."""
+    return [sum((stop - start) * d for (start, stop), d in zip(row, dims, strict=True)) for row in spans]
 
 
-def _pack(xs: list[Tensor], by_rank: list[list[tuple[int, int]]], widths: list[int]) -> Tensor:
-    """One send buffer, rank after rank, from strided `[B, L, H, D]`: every element is copied once."""
-    batch, tokens = xs[0].shape[:2]
-    send = xs[0].new_empty(tokens * batch * sum(widths))
-    even = len(set(widths)) == 1
-    col = [0] * len(widths)
-    blocks = [
-        block.view(tokens, batch, w) for block, w in zip(_split(send, tokens * batch, widths), widths, strict=True)
-    ]
-    for t, x in enumerate(xs):
-        d = x.shape[3]
-        r = _repeats(by_rank, t, x.shape[2]) if even else 0
-        if r and len(set(col)) == 1:  # the regular case, in one copy for all ranks
-            h = by_rank[0][t][1]
-            block = send.view(-1, r, tokens, batch, widths[0])[..., col[0] : col[0] + h * d].unflatten(4, (h, d))
-            block.copy_(x.unflatten(2, (-1, h)).permute(2, 1, 0, 3, 4).unsqueeze(1).expand_as(block))
-        else:
-            for p, row in enumerate(by_rank):
-                start, stop = row[t]
-                if stop > start:
-                    part = blocks[p][..., col[p] : col[p] + (stop - start) * d]
-                    part.unflatten(2, (stop - start, d)).copy_(x[:, :, start:stop].transpose(0, 1))
-        col = [c + (row[t][1] - row[t][0]) * d for c, row in zip(col, by_rank, strict=True)]
-    return send
-
-
-def _split(flat: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
+def _split_blocks(flat: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
     return list(flat.split([rows * w for w in widths]))
 
 
+def _ranks_per_head(spans: _HeadSpans, tensor: int, heads: int) -> int:
+    """Return R if the heads of `tensor` are split evenly and each shard is held by R neighbouring ranks; 0 if not."""
+    of_tensor = [row[tensor] for row in spans]
+    h = of_tensor[0][1] - of_tensor[0][0]
+    if h == 0 or heads % h or len(of_tensor) % (heads // h):
+        return 0
+    r = len(of_tensor) // (heads // h)
+    regular = all(span == (i // r * h, (i // r + 1) * h) for i, span in enumerate(of_tensor))
+    return r if regular else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operators: pack, all-to-all; all-to-all, unpack.
+
+
+@torch.library.custom_op("longspan::scatter_heads", mutates_args=())
+def _scatter_op(
+    xs_BLHD: list[Tensor], flat_spans: list[int], size: int, rank: int, group: str, wire_dtype: str
+) -> Tensor:
+    spans, dims = _head_spans(flat_spans, len(xs_BLHD)), [x.shape[3] for x in xs_BLHD]
+    widths = _widths(spans, dims)
+    batch, tokens = xs_BLHD[0].shape[:2]
+    wire = _WireFormat(batch * tokens, spans, dims, rank, wire_dtype)
+    send = wire.encode(_pack(xs_BLHD, spans, widths))
+    recv = wire.decode(_all_to_all(send, *wire.splits, find_group(group)), xs_BLHD[0].dtype)
+    return recv.view(size * tokens, batch, widths[rank])
+
+
+def _pack(xs_BLHD: list[Tensor], spans: _HeadSpans, widths: list[int]) -> Tensor:
+    """Copy the heads of each rank into one send buffer, rank after rank. Every element is copied once."""
+    batch, tokens = xs_BLHD[0].shape[:2]
+    send = xs_BLHD[0].new_empty(tokens * batch * sum(widths))
+    blocks = _split_blocks(send, tokens * batch, widths)
+    blocks_LBW = [block.view(tokens, batch, w) for block, w in zip(blocks, widths, strict=True)]
+    equal_rows = len(set(widths)) == 1
+    cols = [0] * len(widths)  # the next tensor's first column in each rank's rows
+    for t, x_BLHD in enumerate(xs_BLHD):
+        d = x_BLHD.shape[3]
+        r = _ranks_per_head(spans, t, x_BLHD.shape[2]) if equal_rows else 0
+        if r and len(set(cols)) == 1:  # the regular case: one copy for all ranks
+            h = spans[0][t][1]
+            send_GRLBW = send.view(-1, r, tokens, batch, widths[0])
+            into_GRLBhD = send_GRLBW[..., cols[0] : cols[0] + h * d].unflatten(4, (h, d))
+            x_GLBhD = x_BLHD.unflatten(2, (-1, h)).permute(2, 1, 0, 3, 4)
+            into_GRLBhD.copy_(x_GLBhD.unsqueeze(1).expand_as(into_GRLBhD))
+        else:
+            for p, row in enumerate(spans):
+                start, stop = row[t]
+                if stop > start:
+                    into_LBW = blocks_LBW[p][..., cols[p] : cols[p] + (stop - start) * d]
+                    into_LBW.unflatten(2, (stop - start, d)).copy_(x_BLHD[:, :, start:stop].transpose(0, 1))
+        cols = [c + (row[t][1] - row[t][0]) * d for c, row in zip(cols, spans, strict=True)]
+    return send
+
+
 @_scatter_op.register_fake
-def _(xs: list[Tensor], ranges: list[int], size: int, rank: int, group: str, code: str) -> Tensor:
-    width = _widths(_by_rank(ranges, len(xs)), [x.shape[3] for x in xs])[rank]
-    return xs[0].new_empty(size * xs[0].shape[1], xs[0].shape[0], width)
+def _(xs_BLHD: list[Tensor], flat_spans: list[int], size: int, rank: int, group: str, wire_dtype: str) -> Tensor:
+    width = _widths(_head_spans(flat_spans, len(xs_BLHD)), [x.shape[3] for x in xs_BLHD])[rank]
+    return xs_BLHD[0].new_empty(size * xs_BLHD[0].shape[1], xs_BLHD[0].shape[0], width)
 
 
 @torch.library.custom_op("longspan::gather_heads", mutates_args=())
 def _gather_op(
-    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], size: int, rank: int, group: str, code: str
+    x_SBW: Tensor,
+    heads: list[int],
+    dims: list[int],
+    flat_spans: list[int],
+    size: int,
+    rank: int,
+    group: str,
+    wire_dtype: str,
 ) -> list[Tensor]:
-    by_rank = _by_rank(ranges, len(heads))
-    widths = _widths(by_rank, dims)
-    tokens, batch = y.shape[0] // size, y.shape[1]
-    wire = _Wire(tokens * batch, by_rank, dims, rank, code, home=True)
-    send = wire.coded(y.contiguous().view(-1))  # no copy where the tokens come first
-    recv = _all_to_all(send, *wire.splits, group)
-    del send  # before what has arrived is copied in its turn
-    recv = wire.read(recv, y.dtype)
-    return _unpack(recv, tokens, batch, heads, dims, by_rank, widths)
+    spans = _head_spans(flat_spans, len(heads))
+    tokens, batch = x_SBW.shape[0] // size, x_SBW.shape[1]
+    wire = _WireFormat(tokens * batch, spans, dims, rank, wire_dtype, gathers=True)
+    send = wire.encode(x_SBW.contiguous().view(-1))  # no copy if the tokens come first
+    recv = _all_to_all(send, *wire.splits, find_group(group))
+    del send  # free it before the received buffer is copied
+    recv = wire.decode(recv, x_SBW.dtype)
+    return _unpack(recv, tokens, batch, heads, dims, spans)
 
 
 def _unpack(
-    recv: Tensor,
-    tokens: int,
-    batch: int,
-    heads: list[int],
-    dims: list[int],
-    by_rank: list[list[tuple[int, int]]],
-    widths: list[int],
+    recv: Tensor, tokens: int, batch: int, heads: list[int], dims: list[int], spans: _HeadSpans
 ) -> list[Tensor]:
-    """The mirror of `_pack`: every element is copied once, copies of one head are summed (in fp32 at least)."""
-    blocks = [
-        block.view(tokens, batch, w) for block, w in zip(_split(recv, tokens * batch, widths), widths, strict=True)
-    ]
-    even = len(set(widths)) == 1
-    col = [0] * len(widths)
-    outs = []
-    for t, (h_all, d) in enumerate(zip(heads, dims, strict=True)):
-        r = _repeats(by_rank, t, h_all) if even else 0
-        if r and len(set(col)) == 1:
-            h = by_rank[0][t][1]
-            block = recv.view(-1, r, tokens, batch, widths[0])[..., col[0] : col[0] + h * d].unflatten(4, (h, d))
-            out = recv.new_empty(batch, tokens, h_all, d)
-            into = out.unflatten(2, (-1, h)).permute(2, 1, 0, 3, 4)
-            into.copy_(block[:, 0] if r == 1 else block.sum(1))
+    """Mirror `_pack`: every element is copied once; the parts of a replicated head are summed, in fp32 at least."""
+    widths = _widths(spans, dims)
+    blocks = _split_blocks(recv, tokens * batch, widths)
+    blocks_LBW = [block.view(tokens, batch, w) for block, w in zip(blocks, widths, strict=True)]
+    equal_rows = len(set(widths)) == 1
+    cols = [0] * len(widths)
+    outs_BLHD = []
+    for t, (H, d) in enumerate(zip(heads, dims, strict=True)):
+        r = _ranks_per_head(spans, t, H) if equal_rows else 0
+        if r and len(set(cols)) == 1:
+            h = spans[0][t][1]
+            recv_GRLBW = recv.view(-1, r, tokens, batch, widths[0])
+            part_GRLBhD = recv_GRLBW[..., cols[0] : cols[0] + h * d].unflatten(4, (h, d))
+            out_BLHD = recv.new_empty(batch, tokens, H, d)
+            into_GLBhD = out_BLHD.unflatten(2, (-1, h)).permute(2, 1, 0, 3, 4)
+            into_GLBhD.copy_(part_GRLBhD[:, 0] if r == 1 else part_GRLBhD.sum(1))
         else:
-            out = _sum_runs(blocks, [row[t] for row in by_rank], col, h_all, d)
-        outs.append(out)
-        col = [c + (row[t][1] - row[t][0]) * d for c, row in zip(col, by_rank, strict=True)]
-    return outs
+            out_BLHD = _sum_spans(blocks_LBW, [row[t] for row in spans], cols, H, d)
+        outs_BLHD.append(out_BLHD)
+        cols = [c + (row[t][1] - row[t][0]) * d for c, row in zip(cols, spans, strict=True)]
+    return outs_BLHD
 
 
-def _sum_runs(blocks: list[Tensor], runs: list[tuple[int, int]], col: list[int], heads: int, d: int) -> Tensor:
-    """Put every rank's run of heads in its place, adding where runs overlap."""
-    tokens, batch = blocks[0].shape[:2]
-    overlap = any(a[1] > b[0] for a, b in itertools.pairwise(runs))
-    dtype = torch.promote_types(blocks[0].dtype, torch.float32) if overlap else blocks[0].dtype
-    out = blocks[0].new_zeros(batch, tokens, heads, d, dtype=dtype)
-    for block, c, (start, stop) in zip(blocks, col, runs, strict=True):
+def _sum_spans(blocks_LBW: list[Tensor], spans: list[Span], cols: list[int], heads: int, d: int) -> Tensor:
+    """Write every rank's span of heads into one `[B, L, H, D]`, adding spans that overlap."""
+    tokens, batch = blocks_LBW[0].shape[:2]
+    overlap = any(a[1] > b[0] for a, b in itertools.pairwise(spans))
+    dtype = torch.promote_types(blocks_LBW[0].dtype, torch.float32) if overlap else blocks_LBW[0].dtype
+    out_BLHD = blocks_LBW[0].new_zeros(batch, tokens, heads, d, dtype=dtype)
+    for block_LBW, col, (start, stop) in zip(blocks_LBW, cols, spans, strict=True):
         if stop > start:
-            part = block[..., c : c + (stop - start) * d].unflatten(2, (stop - start, d))
-            out[:, :, start:stop] += part.transpose(0, 1)
-    return out.to(blocks[0].dtype)
+            part_LBhD = block_LBW[..., col : col + (stop - start) * d].unflatten(2, (stop - start, d))
+            out_BLHD[:, :, start:stop] += part_LBhD.transpose(0, 1)
+    return out_BLHD.to(blocks_LBW[0].dtype)
 
 
 @_gather_op.register_fake
 def _(
-    y: Tensor, heads: list[int], dims: list[int], ranges: list[int], size: int, rank: int, group: str, code: str
+    x_SBW: Tensor,
+    heads: list[int],
+    dims: list[int],
+    flat_spans: list[int],
+    size: int,
+    rank: int,
+    group: str,
+    wire_dtype: str,
 ) -> list[Tensor]:
-    return [y.new_empty(y.shape[1], y.shape[0] // size, h, d) for h, d in zip(heads, dims, strict=True)]
+    return [x_SBW.new_empty(x_SBW.shape[1], x_SBW.shape[0] // size, h, d) for h, d in zip(heads, dims, strict=True)]
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code = inputs
-    ctx.heads, ctx.dims = [x.shape[2] for x in xs], [x.shape[3] for x in xs]
+    xs_BLHD, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype = inputs
+    ctx.heads, ctx.dims = [x.shape[2] for x in xs_BLHD], [x.shape[3] for x in xs_BLHD]
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grads = torch.ops.longspan.gather_heads(
-        grad, ctx.heads, ctx.dims, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code
+        grad, ctx.heads, ctx.dims, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype
     )
     return grads, None, None, None, None, None
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    y, _, _, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code = inputs
-    ctx.shape = y.shape[2:]
+    x_SBW, _, _, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype = inputs
+    ctx.shape = x_SBW.shape[2:]
 
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    grad = torch.ops.longspan.scatter_heads(grads, ctx.ranges, ctx.size, ctx.rank, ctx.group, ctx.code)
+    grad = torch.ops.longspan.scatter_heads(grads, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype)
     return grad.unflatten(2, ctx.shape), None, None, None, None, None, None, None
 
 

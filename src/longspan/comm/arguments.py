@@ -1,6 +1,6 @@
-"""Arguments of the public functions, checked: tensors, dimensions, groups, shardings.
+"""Check arguments of public functions: tensors, dimensions, groups, shardings.
 
-All from facts that are alike on every rank, and before anything is sent. (Numbers and flags: `checked.py`.)
+They use facts that are the same on every rank, before anything is sent. (Numbers and flags: `core/validation.py`.)
 """
 
 from __future__ import annotations
@@ -17,40 +17,28 @@ from longspan.core.validation import format_value
 
 
 def describe(value: object) -> str:
-    """What something is, for a message: of a tensor its dtype, shape and device."""
+    """Format a value for an error message; of a tensor its dtype, shape and device."""
     if isinstance(value, Tensor):
         return f"a tensor {value.dtype} {tuple(value.shape)} on {value.device}"
     return f"{format_value(value)} ({type(value).__name__})"
 
 
 def check_tensor(name: str, x: Any, dims: int | None = None) -> None:
-    """Refuse what is no tensor, or none of so many dimensions.
-
-    Raises:
-        LongspanError: with what it is.
-    """
+    """Raise unless `x` is a tensor, with `dims` dimensions if given."""
     if not isinstance(x, Tensor) or (dims is not None and x.dim() != dims):
         wanted = "a tensor" if dims is None else f"a tensor of {dims} dimension{'s' * (dims != 1)}"
         raise LongspanError(f"`{name}` must be {wanted}, got {describe(x)}")
 
 
 def check_integers(name: str, x: Any, dims: int | None = None) -> None:
-    """Refuse what is no tensor of integers.
-
-    Raises:
-        LongspanError: with what it is.
-    """
+    """Raise unless `x` is a tensor of integers."""
     check_tensor(name, x, dims)
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise LongspanError(f"`{name}` must be a tensor of integers, got {describe(x)}")
 
 
 def check_dim(x: Tensor, dim: Any, name: str = "dim") -> int:
-    """A dimension of a tensor, counted from 0.
-
-    Raises:
-        LongspanError: if there is no such dimension.
-    """
+    """Return a dimension of a tensor, counted from 0; raise if there is no such dimension."""
     n = x.dim()
     if isinstance(dim, bool) or not isinstance(dim, int) or not -n <= dim < n:
         raise LongspanError(f"`{name}`={format_value(dim)} is no dimension of a tensor of shape {tuple(x.shape)}")
@@ -58,11 +46,7 @@ def check_dim(x: Tensor, dim: Any, name: str = "dim") -> int:
 
 
 def check_group(group: Any, name: str = "group") -> None:
-    """Refuse what is no process group; None is a single process.
-
-    Raises:
-        LongspanError: with what it is.
-    """
+    """Raise unless `group` is a process group, or None for a single process."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise LongspanError(
             f"`{name}` must be a process group or None, got {describe(group)}; a sharding has sp.ulysses_group, "
@@ -76,11 +60,11 @@ DTYPES = {
     "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
     "fp64": torch.float64, "float64": torch.float64, "double": torch.float64,
 }  # fmt: skip
-"""Floating dtypes by the names that users know."""
+"""Floating dtypes by their usual names."""
 
 
 def as_dtype(name: str, value: Any) -> torch.dtype:
-    """Return the floating dtype that is given, or named ("bf16", "bfloat16", "torch.bfloat16").
+    """Return a floating dtype, given as such or by name ("bf16", "bfloat16", "torch.bfloat16").
 
     Raises:
         LongspanError: for anything else.
@@ -95,31 +79,19 @@ def as_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def check_module(name: str, model: Any) -> None:
-    """Raise unless `model` is a torch.nn.Module.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `model` is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise LongspanError(f"`{name}` must be a model (a torch.nn.Module), got {describe(model)}")
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Raise unless `optimizer` is a torch.optim.Optimizer.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `optimizer` is a torch.optim.Optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LongspanError(f"`{name}` must be a torch.optim.Optimizer object, got {describe(optimizer)}")
 
 
 def check_sharding(sp: Any) -> None:
-    """Refuse what is no `SequenceSharding`.
-
-    Raises:
-        LongspanError: with what it is.
-    """
+    """Raise unless `sp` is a `SequenceSharding`."""
     if not isinstance(getattr(sp, "layout", None), Layout):
         raise LongspanError(
             f"`sp` must be a longspan.SequenceSharding, got {describe(sp)}; make one of a mesh: "

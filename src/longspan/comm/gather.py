@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter along the first dimension, each the other's adjoint and registered as its gradient."""
+"""All-gather and reduce-scatter along the first dimension; each is registered as the other's gradient, its adjoint."""
 
 from __future__ import annotations
 

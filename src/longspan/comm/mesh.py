@@ -1,7 +1,7 @@
 """The device mesh and the sharding of a sequence over it: explicit values, no global state.
 
-A mesh has four named axes in a fixed order, `data`, `ring`, `ulysses`, `tensor`: neighbours in rank order share the
-axes to the right, so the chatty ones (`tensor`, `ulysses`) stay inside a node and `ring` and `data` span nodes.
+A mesh has four named axes in a fixed order: `data`, `ring`, `ulysses`, `tensor`. Neighbouring ranks share the axes to
+the right, so the ones that communicate most (`tensor`, `ulysses`) stay inside a node, and `ring` and `data` span nodes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from longspan.core.layout import Layout
-    from longspan.core.regions import Region
 
 _MEASURED_BYTES = 4 << 10, 1 << 20
-"""Buffer sizes of the two exchanges that measure a link: the short one its latency, the long one its bandwidth."""
+"""Buffer sizes of the two all-to-alls that measure a link: the short one for latency, the long one for bandwidth."""
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
 
 class OneDeviceMesh:
-    """The mesh of a single process that has no process group: every axis has size 1.
+    """The mesh of a single process without a process group: every axis has size 1.
 
-    It answers what `SequenceSharding` asks of a `DeviceMesh`, so that the same lines run on one device.
+    It has the part of `DeviceMesh` that `SequenceSharding` uses, so that the same code runs on one device.
     """
 
     mesh_dim_names: tuple[str, ...] = AXES
@@ -70,25 +69,24 @@ def init_mesh(
     device_type: str | None = None,
     timeout: float | None = None,
 ) -> DeviceMesh | OneDeviceMesh:
-    """Build the mesh, joining the job that torchrun's environment describes if that has not been done.
+    """Build the mesh, and join the job that torchrun's environment describes if this process has not joined one.
 
     Args:
         data: number of replicas that read different sequences.
         ring: size of the ring inside a sequence group.
-        ulysses: size of the All-to-All inside a sequence group.
+        ulysses: size of the Ulysses (all-to-all) group inside a sequence group.
         tensor: size of the tensor-parallel group.
-        device_type: "cpu" or "cuda"; by default what the process group serves, else CUDA where there is any.
-        timeout: seconds within which every rank must have joined (by default 600), and, if given, after
-            which a collective of the process group made here, or of the mesh's, gives up (else torch's default: 10
-            minutes with GPUs, otherwise 30).
+        device_type: "cpu" or "cuda"; default: the process group's, or "cuda" if torch finds a CUDA device.
+        timeout: seconds within which every rank must join (default 600). If given, also the timeout of collectives of
+            the process group made here and of the mesh's groups (default: torch's, 10 minutes with GPUs, otherwise 30).
 
     Returns:
-        A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; without any process group and with
-        every axis 1, a `OneDeviceMesh`.
+        A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; a `OneDeviceMesh` without a process group
+        and with every axis 1.
 
     Raises:
         LongspanError: if an axis is no positive integer, the product is not the number of processes, a rank does not
-            come in time, or the environment describes a job that cannot be, or that nobody runs.
+            join in time, or the environment describes an impossible job.
     """
     parallel = ParallelConfig(data, ring, ulysses, tensor)
     parallel.check_degrees()
@@ -118,10 +116,10 @@ def init_mesh(
 
 
 def mesh_of_one(device: torch.device) -> DeviceMesh:
-    """A 1-D mesh of this process alone, for what asks for one (FSDP); with a process group of one, if it has none.
+    """Make a 1-D mesh of this process alone, for FSDP; make a process group of one if there is none.
 
     Raises:
-        LongspanError: if it has joined others meanwhile.
+        LongspanError: if the process has joined a larger job meanwhile.
     """
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -141,44 +139,42 @@ def _device_type() -> str:
 
 
 class SequenceSharding:
-    """How one sequence lies over the ranks of a mesh: a value that is passed explicitly to whatever shards.
+    """How one sequence is sharded over the ranks of a mesh: a value that is passed explicitly.
 
-    Making one is collective (it may create process groups): every rank makes the same ones in the same order.
+    Making one is collective (it may create process groups): every rank must make the same ones in the same order.
 
     Args:
-        mesh: from `init_mesh`, or any `DeviceMesh` that has the four axes.
-        layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest ways under a sliding window; as
-            good for a bidirectional mask), any other that is registered (`longspan.core.layouts`), or "auto": zigzag
-            where there is a ring, else contiguous (a Ulysses exchange restores the order of the tokens, so no other
-            cut balances better).
-        kv_replication: whether one KV head may be sent to several ranks when there are more ranks than KV heads.
-        ring_impl: how keys and values go round: "p2p" (neighbour to neighbour, the next block in flight while the
-            current one computes), "allgather" (all blocks at once, before computing: fewer and larger messages, memory
-            for all of the ring's keys and values), or "auto", which is "p2p" for as long as there is something to
-            overlap; see `longspan.core.routes.choose_ring_impl`.
-        overlap_chunks: in how many chunks of heads the Ulysses exchange goes, each under way while the attention of
-            another is computed, there and back, forward and backward; at most the query heads of a rank (with a ring
-            its KV heads). 1: all heads at once, and nothing beside. "auto": `OVERLAPPED_CHUNKS` where the ranks of a
-            Ulysses group are on several hosts and the exchange takes long on their link, which is measured here, once;
-            else 1; see `longspan.core.routes.choose_overlap_chunks`. The same numbers, to the bit in the forward.
-        wire_dtype: how q, k, v, outputs and their gradients travel through the Ulysses exchange. "exact": as they
-            are. "int8" and "fp8" (e4m3) are LOSSY: a byte per element, and an fp32 scale per token and head in the same
-            message, forwards and backwards; what is computed stays in the model's dtype. A number is then off by at
-            most half a step each time it travels (int8: 1/254 of the largest of its head and token; fp8: 1/16 of
-            itself). A ring's blocks stay exact; without a Ulysses axis nothing travels, and all is exact. For
-            slow links, and for generation refused.
+        mesh: from `init_mesh`, or any `DeviceMesh` with the four axes.
+        layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest routes under a sliding window;
+            as good for a bidirectional mask), another registered layout (`longspan.core.layouts`), or "auto": zigzag in
+            a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens, so no other layout
+            balances better).
+        kv_replication: whether one KV head may be sent to several ranks if there are more ranks than KV heads.
+        ring_impl: how keys and values are sent: "p2p" (neighbour to neighbour, overlapped with attention), "allgather"
+            (all blocks before attention: fewer and larger messages, memory for all keys and values of the ring), or
+            "auto" (`longspan.core.routes.choose_ring_impl`).
+        overlap_chunks: number of chunks of heads whose all-to-alls overlap with the attention of another chunk, in
+            forward and backward; at most the query heads of a rank (in a ring its KV heads). 1: all heads at once, no
+            overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
+            all-to-all takes long on their link, which is measured here; otherwise 1 (`choose_overlap_chunks`). The
+            forward is equal bit for bit.
+        wire_dtype: dtype in which the Ulysses all-to-all sends q, k, v, outputs and their gradients. "exact": their
+            own. "int8" and "fp8" (e4m3) are LOSSY: one byte per element and an fp32 scale per token and head, in
+            forward and backward; computation stays in the model's dtype. Each time it is sent, an element is off by at
+            most half a step (int8: 1/254 of the largest of its head and token; fp8: 1/16 of itself). Ring blocks are
+            always exact. For slow links; refused for generation.
 
     Attributes:
         size: ranks of the sequence group.
-        rank: this rank's place in it.
-        group: its process group, None on a single process.
-        ring_size, ring_rank, ring_group: the same of the ring alone.
-        ulysses_size, ulysses_rank, ulysses_group: the same of the Ulysses group alone.
+        rank: this rank in the sequence group.
+        group: the sequence group; None on a single process.
+        ring_size, ring_rank, ring_group: the same of the ring.
+        ulysses_size, ulysses_rank, ulysses_group: the same of the Ulysses group.
         data_size: number of replicas.
-        data_rank: the replica this rank belongs to.
-        tensor_size, tensor_rank: ranks that share each layer's weights and hold the same tokens, and this one's place.
-        replica_group, replica_rank: the ranks that together run a sequence, ring x ulysses x tensor in this order, and
-            this one's place.
+        data_rank: this rank's replica.
+        tensor_size, tensor_rank: the ranks that share each layer's weights and hold the same tokens, and this rank.
+        replica_group, replica_rank: the ranks that run one sequence, ring x ulysses x tensor in this order, and this
+            rank.
 
     Raises:
         LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or wire_dtype, or
@@ -206,7 +202,7 @@ class SequenceSharding:
         check_flag("kv_replication", kv_replication)
         sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
-        self.plans: OrderedDict[Any, Any] = OrderedDict()  # of `longspan.attention`: the last few, by what they are for
+        self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
@@ -234,8 +230,8 @@ class SequenceSharding:
         self.replica_rank = self.rank * self.tensor_size + self.tensor_rank
         self.all_to_all_link = self._measured_link() if overlap_chunks == "auto" and self._spans_hosts() else None
         if self.ring_size > 1 and self.device.type == "cuda":
-            # NCCL makes a group's communicator on its first use, which all its ranks must join; a ring's messages need
-            # not concern all of them.
+            # NCCL makes a group's communicator on its first use, which all ranks must join; a ring's messages may
+            # concern only some of them.
             dist.barrier(group=self.ring_group, device_ids=[self.device.index])
 
     def _spans_hosts(self) -> bool:
@@ -260,7 +256,7 @@ class SequenceSharding:
         return AllToAllLink(short, max(0.0, long - short) / (_MEASURED_BYTES[1] - _MEASURED_BYTES[0]))
 
     def _exchange_seconds(self, size: int) -> float:
-        """Return the seconds of an All-to-All of a buffer of `size` bytes: the fastest of five, after a warm-up."""
+        """Return the seconds of an all-to-all of `size` bytes: the fastest of five, after a warm-up."""
         sent = torch.zeros(-(-size // self.ulysses_size) * self.ulysses_size, dtype=torch.uint8, device=self.device)
         received, took = torch.empty_like(sent), []
         for _ in range(6):
@@ -286,34 +282,13 @@ class SequenceSharding:
         whole = flatten_mesh(mesh["ring", "ulysses", "tensor"], "sequence_tensor")
         return copy_job_timeout(whole.get_group(), mesh.device_type)
 
-    def under(self, mask: Sequence[Region]) -> SequenceSharding:
-        """The sharding of sequences with this mask: another one only where the layout looks at masks. Not collective.
-
-        Args:
-            mask: which queries attend to which keys (`Mask.regions`); of several rows of a batch, those of all.
-        """
-        return self.with_layout(self.layout.under(mask))
-
     def with_layout(self, layout: Layout) -> SequenceSharding:
-        """The same ranks and groups, another place for each token. Not collective."""
+        """Return a sharding with the same groups and another layout. Not collective."""
         if layout == self.layout:
             return self
         other = copy.copy(self)
         other.layout, other.plans = layout, OrderedDict()
         return other
-
-    def check_placed(self) -> None:
-        """Refuse to place tokens by a mask that nobody has told.
-
-        Raises:
-            LongspanError: with the way out.
-        """
-        if self.layout.placement.sees_mask and self.layout.mask is None:
-            raise LongspanError(
-                f"layout {self.layout.kind!r} places tokens by the mask of each batch; say which: "
-                "sp.under(mask.regions(row, length, length)), or sp.with_layout(batch['longspan'].layout) for a batch "
-                "of longspan.shard_batch"
-            )
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -325,12 +300,12 @@ class SequenceSharding:
         return flat
 
     def shards_weights(self, *, fsdp: bool, cpu_offload: bool) -> bool:
-        """Whether FSDP holds the weights: over several ranks, and on one whose weights lie in the host's memory."""
+        """Whether FSDP shards the weights: over several ranks, or on one rank that offloads them to the host."""
         return fsdp and (self.world_size > 1 or cpu_offload)
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
-        """The process group of data x sequence: losses and gradients are summed over it. None on one process."""
+        """The process group of data x sequence, over which losses and gradients are summed. None on one process."""
         return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
 
     @property
@@ -340,8 +315,7 @@ class SequenceSharding:
 
     @cached_property
     def mesh_group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks of the mesh, in the order data, ring, ulysses, tensor: what must be alike is
-        compared over it. None on one process."""
+        """The process group of all ranks of the mesh, for consistency checks. None on one process."""
         if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
             return self.world_group
         group = flatten_mesh(self.mesh, "data_sequence_tensor").get_group()
@@ -353,22 +327,21 @@ class SequenceSharding:
         return self.world_size * self.tensor_size
 
     def shard(self, x: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
-        """My part of the whole tensor `x` along `dim`; see `longspan.comm.shard.shard`."""
+        """Return the local tokens of `x` along `dim`; see `longspan.comm.shard.shard`."""
         from longspan.comm.shard import shard
 
         return shard(x, self, dim, pad_value)
 
     def gather(self, x: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
-        """All parts of `x` along `dim`, in order, on every rank; see `longspan.comm.shard.gather`."""
+        """Return all tokens of `x` along `dim`, in order, on every rank; see `longspan.comm.shard.gather`."""
         from longspan.comm.shard import gather
 
         return gather(x, self, dim, length)
 
     @checked_call()
     def positions(self, n: int) -> torch.Tensor:
-        """Global positions of my tokens in a sequence of `n`; int64 [n_local]. Padding repeats the last one."""
+        """Return the global positions of the local tokens of `n`, int64 [n_local]. Padding repeats the last one."""
         check_number("n", n, 1, LARGEST_COUNT, whole=True)
-        self.check_placed()
         spans = self.layout.padded_spans(n, self.rank)
         return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
 
@@ -378,7 +351,7 @@ class SequenceSharding:
 
 
 def group_name(group: dist.ProcessGroup) -> str:
-    """The name by which an operator finds its group again: operators take plain values only."""
+    """Return the name by which a custom operator, which takes only plain values, finds the group."""
     name: Any = group.group_name
     return str(name)
 

@@ -1,4 +1,4 @@
-"""Messages between two ranks: posted together, waited for when they are needed; and the shift of a whole ring."""
+"""Point-to-point messages, posted together and waited for later; and the shift of a ring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class P2PMessage:
-    """A tensor to send to, or receive from, rank `peer` of a group. What belongs together has the same `tag` there."""
+    """A tensor to send to, or receive from, rank `peer` of a group; both sides use the same `tag`."""
 
     tensor: Tensor
     peer: int
@@ -28,11 +28,10 @@ class P2PMessage:
 
 
 def post(sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start all of them and return; wait for each of the results before touching the tensors.
+    """Start all messages; wait for each result before using its tensor.
 
-    Both sides list their parcels in the order of the tags: NCCL knows no tags and goes by the order between two ranks.
-    Receives come first: a gloo rank that sends before it has said where to receive sends and receives in turns, which
-    takes twice as long.
+    Both sides post in the order of the tags: NCCL ignores tags and matches messages of two ranks by order. Receives
+    come first: a gloo rank that posts its send first sends and receives one after the other, in twice the time.
     """
     ops = [dist.P2POp(dist.irecv, r.tensor, group=group, tag=r.tag, group_peer=r.peer) for r in _by_tag(receives)]
     ops += [dist.P2POp(dist.isend, s.tensor, group=group, tag=s.tag, group_peer=s.peer) for s in _by_tag(sends)]
@@ -40,26 +39,26 @@ def post(sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], group: dis
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
-    """Wait until all of these messages are sent and received."""
+    """Wait until all messages are sent and received."""
     with waiting():
         for work in works:
             work.wait()
 
 
-def _by_tag(parcels: Sequence[P2PMessage]) -> list[P2PMessage]:
-    return sorted(parcels, key=lambda parcel: parcel.tag)
+def _by_tag(messages: Sequence[P2PMessage]) -> list[P2PMessage]:
+    return sorted(messages, key=lambda message: message.tag)
 
 
 def ring_shift(x: Tensor, group: dist.ProcessGroup | None, hops: int = 1) -> Tensor:
-    """What rank - hops holds, while mine goes to rank + hops. Its gradient is the shift by -hops.
+    """Send `x` to rank + hops and return the tensor of rank - hops. The gradient is the shift by -hops.
 
     Args:
         x: of the same shape and dtype on every rank.
         group: the ring. None, or a group of one, returns `x` itself.
-        hops: how far; negative is to the left.
+        hops: an integer; negative shifts to the left.
 
     Raises:
-        LongspanError: for what is no tensor, no group, or no whole number of hops.
+        LongspanError: for arguments of another type.
     """
     check_tensor("x", x)
     check_group(group)
@@ -75,8 +74,8 @@ def _ring_shift(x: Tensor, hops: int, size: int, rank: int, group: str) -> Tenso
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if hops % size == 0:
         return out.copy_(x)
-    mine = P2PMessage(x.contiguous(), (rank + hops) % size, 0)
-    wait_for(post([mine], [P2PMessage(out, (rank - hops) % size, 0)], find_group(group)))
+    sent, received = P2PMessage(x.contiguous(), (rank + hops) % size, 0), P2PMessage(out, (rank - hops) % size, 0)
+    wait_for(post([sent], [received], find_group(group)))
     return out
 
 

@@ -1,4 +1,4 @@
-"""Sums over ranks of parts that each rank computes of one number, differentiable."""
+"""Differentiable sums over ranks, each of which computes a part of one number."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def sum_over_ranks(parts: Tensor, sp: SequenceSharding) -> Tensor:
-    """The sum over data x sequence, on every rank; the gradient of `parts` is that of the sum."""
+    """Return the sum over data x sequence; the gradient of `parts` is that of the sum."""
     return sum_over(parts, sp.world_group)
 
 
 def sum_over(parts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum over a group; None is a group of one."""
+    """Return the sum over a group; None for one rank."""
     if group is None or group.size() == 1:
         return parts
     total: Tensor = torch.ops.longspan.sum_of_parts(parts, group_name(group))
@@ -39,5 +39,5 @@ def _(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x)
 
 
-# The sum is one number that every rank holds; each rank's backward starts from it and goes on with its own part.
+# Every rank holds the sum and starts its backward from it, so each part gets the gradient of the sum.
 _sum_of_parts.register_autograd(lambda ctx, grad: (grad, None))

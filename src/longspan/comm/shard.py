@@ -1,7 +1,4 @@
-"""One tensor of the whole sequence <-> this rank's part of it, differentiably.
-
-`shard` cuts as the layout says and pads; `gather` puts all parts in order again. (A whole training batch: `batch.py`.)
-"""
+"""Shard one tensor of the whole sequence, and gather it again, differentiably."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -> Tensor:
-    """My part of `x` along `dim`, as `sp.layout` cuts it, padded with `pad_value` behind the end of the sequence.
+    """Return the local tokens of `x` along `dim`, padded with `pad_value` after the end of the sequence.
 
-    Differentiable: the gradient of `x` is this rank's part of it, zero outside my tokens.
+    Differentiable: the gradient of `x` is this rank's part, zero outside the local tokens.
 
     Raises:
-        LongspanError: for what is no tensor, a dimension that it does not have, or one without entries.
+        LongspanError: if `x` is no tensor, or has no such dimension or no entries in it.
     """
     check_tensor("x", x)
     dim = check_dim(x, dim)
@@ -34,7 +31,6 @@ def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -
         raise LongspanError(f"`pad_value` must be a number, got {describe(pad_value)}")
     if sp.size == 1:
         return x
-    sp.check_placed()
     n = x.shape[dim]
     parts = []
     for start, stop in sp.layout.padded_spans(n, sp.rank):
@@ -45,25 +41,24 @@ def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -
             shape = list(x.shape)
             shape[dim] = stop - start - real
             parts.append(x.new_full(shape, pad_value))
-    # A rank that holds padding alone still belongs to the graph of `x`.
+    # A rank that holds only padding stays connected to the graph of `x`.
     if len(parts) == 1 and sp.layout.spans(n, sp.rank):
         return parts[0]
     return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
 
 
 def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = None) -> Tensor:
-    """All ranks' parts of `x` along `dim`, in the sequence's order, on every rank; cut to `length` tokens if given.
+    """Return all tokens of `x` along `dim`, in order, on every rank; without padding if `length` is given.
 
-    Differentiable: each rank uses the whole for its own part of the loss, so the gradient of my part is the sum of
-    what all ranks send back for it (a reduce-scatter).
+    Differentiable: each rank uses all tokens for its own part of the loss, so the gradient of the local part is the sum
+    over all ranks (a reduce-scatter).
 
     Raises:
-        LongspanError: if `length` does not belong to parts of this size, or no sequence is cut into such parts; for
-            what is no tensor, or a dimension that it does not have.
+        LongspanError: if `x` is no tensor or has no such dimension, or no sequence (of this `length`) is sharded into
+            parts of this size.
     """
     check_tensor("x", x)
     dim = check_dim(x, dim)
-    sp.check_placed()
     local = x.shape[dim]
     total = local * sp.size
     if sp.size > 1 and (local == 0 or sp.layout.local_length(total) != local):
@@ -89,10 +84,10 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
 
 
 def in_order(x: Tensor, layout: Layout, n: int) -> Tensor:
-    """Tokens along dimension 0, rank after rank, put into the sequence's order; `n` tokens, padding included."""
+    """Reorder tokens along dimension 0 from rank order to sequence order; `n` tokens, padding included."""
     held = [span for rank in range(layout.size) for span in layout.padded_spans(n, rank)]
     order = sorted(range(len(held)), key=lambda i: held[i])
     if order == list(range(len(held))):
         return x
-    pieces = x.split([stop - start for start, stop in held])
-    return torch.cat([pieces[i] for i in order])
+    parts = x.split([stop - start for start, stop in held])
+    return torch.cat([parts[i] for i in order])

@@ -1,8 +1,8 @@
-"""Weights of which every rank of a tensor group holds a part, as the module that owns them sees them: plain tensors.
+"""Show a module plain local tensors for weights that are sharded over a tensor group.
 
-To FSDP, optimizers and checkpoints such a weight is a `DTensor`. While its module runs it is this rank's part, a plain
-tensor, so that a module, and whatever runs it (tile by tile, again in the backward, by somebody's kernel), needs to
-know nothing of it. Gradients go back to the `DTensor`.
+For FSDP, optimizers and checkpoints such a weight is a `DTensor`. While its module runs, it is this rank's shard, a
+plain tensor, so that neither the module nor its caller (tiles, recomputation, a custom kernel) must handle `DTensor`.
+Gradients go to the `DTensor`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one weight lies over a tensor group, and what its module sees of it.
+    """How one weight is sharded over a tensor group, and what its module sees.
 
     Attributes:
-        dim: the dimension that is cut; None: every rank holds all of it.
-        partial: each rank's gradient is a part, to be summed over the group (else, of a whole weight, all ranks have
-            the same).
-        parts: the entries of the dimension that each rank computes with, if it does not hold exactly those. They are
-            fetched from the ranks that hold them, each time that the module is called. With `dim=None` they are rows of
-            a weight that every rank holds.
-        first: of a weight that every rank holds: only the first rank's counts, the others see zeros (a bias that is
-            added to a part of a sum).
+        dim: the sharded dimension; None: the weight is replicated.
+        partial: whether each rank's gradient is a part, to be summed over the group.
+        parts: the entries of the dimension that each rank computes with, if they are not its shard. They are fetched
+            from the ranks that hold them in each call. With `dim=None`: rows of a replicated weight.
+        first: for a replicated weight: whether only the first rank sees it and the others see zeros (a bias that is
+            added to a partial sum).
     """
 
     dim: int | None = None
@@ -44,12 +42,12 @@ class Rule:
 
 
 class Shards:
-    """A module's own weights by the rules of a tensor group.
+    """The sharded weights of one module.
 
     Args:
         module: the owner.
-        group: the ranks.
-        rules: by the names of its own parameters.
+        group: the tensor group.
+        rules: by parameter name.
     """
 
     def __init__(self, module: nn.Module, group: TensorGroup, rules: dict[str, Rule]) -> None:
@@ -57,7 +55,7 @@ class Shards:
         self.held: list[dict[str, Any]] = []
 
     def local(self, name: str, p: Tensor) -> Tensor:
-        """What the module sees of a weight; `p` itself where that is plain already. Differentiable."""
+        """Return the plain tensor that the module sees for a weight. Differentiable."""
         if not isinstance(p, DTensor):
             return p
         rule = self.rules[name]
@@ -73,14 +71,14 @@ class Shards:
         return x
 
     def show(self) -> None:
-        """From now on the module sees plain tensors."""
+        """Replace the module's `DTensor` weights by plain tensors."""
         own = own_parameters(self.module)
         self.held.append({name: own[name] for name in self.rules if isinstance(own[name], DTensor)})
         for name, p in self.held[-1].items():
             own[name] = self.local(name, p)
 
     def hide(self) -> None:
-        """As it was before `show`."""
+        """Undo `show`."""
         if not self.held:
             return
         held = self.held.pop()
@@ -90,14 +88,14 @@ class Shards:
 
 
 def shards_of(module: nn.Module) -> Shards | None:
-    """The rules of a module's own weights; None where there is no tensor group."""
+    """Return a module's `Shards`; None without a tensor group."""
     found = module.__dict__.get("longspan_shards")
     return found if isinstance(found, Shards) else None
 
 
 @contextlib.contextmanager
 def as_local(module: nn.Module) -> Iterator[None]:
-    """Within this the module sees plain tensors, as it does while it is called."""
+    """Show the module plain tensors inside the context, as while it is called."""
     shards = shards_of(module)
     if shards is None:
         yield
@@ -110,7 +108,7 @@ def as_local(module: nn.Module) -> Iterator[None]:
 
 
 def seeing_local(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A module's forward, for one who calls it without the module's hooks."""
+    """Wrap a module's forward for callers that bypass the module's hooks."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if shards_of(module) is None:
@@ -122,7 +120,7 @@ def seeing_local(module: nn.Module, forward: Callable[..., Any]) -> Callable[...
 
 
 def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters that gradients are asked for, by name, as the modules that own them see them. Differentiable."""
+    """Return the trainable parameters by name, as plain tensors. Differentiable."""
     owners, found = dict(module.named_modules()), dict[str, Tensor]()
     for name, p in module.named_parameters():
         path, _, own = name.rpartition(".")

@@ -1,7 +1,7 @@
-"""What a tensor-parallel layer sends: each operator's gradient is its adjoint (arXiv:1909.08053, figure 3).
+"""Collectives of a tensor-parallel layer; each operator's gradient is its adjoint (arXiv:1909.08053, figure 3).
 
-The ranks of a tensor group hold the same tokens, and parts of a layer's weights. Into such a layer goes what all of
-them hold (`copy_in`) or each a part of (`gather_tokens`); out comes a part of a sum (`sum_out`, `scatter_tokens`).
+The ranks of a tensor group hold the same tokens and shards of a layer's weights. A layer's input is replicated
+(`copy_in`) or sharded by tokens (`gather_tokens`); its output is a partial sum (`sum_out`, `scatter_tokens`).
 
 Shape suffixes: B rows, L tokens of this rank's sequence shard, T tokens of a tensor rank (L / size, rounded up).
 """
@@ -23,11 +23,11 @@ from longspan.core.tile_sizes import Span, even_span
 
 @dataclass(frozen=True)
 class Parts:
-    """Which entries of a weight's dimension each rank of a group computes with.
+    """The entries of a weight's dimension that each rank of a group computes with.
 
     Attributes:
         length: entries of the whole dimension.
-        spans: for each rank its entries, in the order in which its module sees them.
+        spans: each rank's entries, in its module's order.
     """
 
     length: int
@@ -35,12 +35,12 @@ class Parts:
 
     @property
     def even(self) -> bool:
-        """Whether each rank computes with the entries that `DTensor` gives it."""
+        """Whether each rank computes with its `DTensor` shard."""
         size = len(self.spans)
         return all(spans == (even_span(self.length, r, size),) for r, spans in enumerate(self.spans))
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """A rank's spans, cut by the rank that holds them: `(holder, start, stop)`."""
+        """Split a rank's spans by the rank that holds them: `(holder, start, stop)`."""
         each = -(-self.length // len(self.spans))
         found = []
         for start, stop in self.spans[rank]:
@@ -71,43 +71,42 @@ class TensorGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> TensorGroup:
-        """Of a process group."""
         return cls(group_name(group), group.size(), group.rank())
 
     def copy_in(self, x: Tensor) -> Tensor:
-        """What every rank holds, used by each in a layer's part: as it is; its gradients are summed."""
+        """Return a replicated input; the gradients of all ranks are summed."""
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return x  # the operator, which may not return what it is given, is there for the gradient's sake
+            return x  # an operator may not return its input, and would copy it
         out: Tensor = torch.ops.longspan.tensor_copy(x, self.name)
         return out
 
     def sum_out(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, on each. The gradient, alike on all, is that of each part."""
+        """Return the sum of all ranks' `x`; each part gets the gradient of the sum."""
         out: Tensor = torch.ops.longspan.tensor_sum(x, self.name)
         return out
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest of all ranks' `x`, entry by entry; no gradient."""
+        """Return the elementwise maximum over ranks, without gradient."""
         out = x.detach().clone()
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=find_group(self.name))
         return out
 
     def smallest(self, x: Tensor) -> Tensor:
-        """The smallest of all ranks' `x`, entry by entry; no gradient."""
+        """Return the elementwise minimum over ranks, without gradient."""
         return -self.largest(-x)
 
     def gather_tokens(self, x_BTD: Tensor) -> Tensor:
-        """All ranks' tokens, `[B, size * T, ...]`; the gradients of each are summed, and scattered."""
+        """Return all ranks' tokens, `[B, size * T, ...]`; gradients are summed and scattered."""
         out: Tensor = torch.ops.longspan.all_gather(x_BTD.transpose(0, 1), self.size, self.name)
         return out.transpose(0, 1).contiguous()
 
     def scatter_tokens(self, x_BLD: Tensor) -> Tensor:
-        """My tokens' part of the sum of all ranks' `x`, `[B, T, ...]`, the last ranks' padded as `padded` does."""
+        """Return the local tokens of the sum of all ranks' `x`, `[B, T, ...]`, padded as by `padded`."""
         out: Tensor = torch.ops.longspan.reduce_scatter(self.padded(x_BLD).transpose(0, 1), self.size, self.name)
         return out.transpose(0, 1).contiguous()
 
     def tokens(self, length: int) -> int:
-        """Tokens of a rank, of so many of the group."""
+        """Return the tokens of a rank, if the group has `length` tokens."""
         return -(-length // self.size)
 
     def padded(self, x_BLD: Tensor) -> Tensor:
@@ -120,29 +119,28 @@ class TensorGroup:
         return torch.cat([x_BLD, x_BLD[:, -1:].detach().expand(-1, short, -1)], 1) if short else x_BLD
 
     def my_tokens(self, x_BLD: Tensor) -> Tensor:
-        """Mine of tokens that all ranks hold, `[B, T, ...]`, padded as `scatter_tokens` does; the gradients of all
-        ranks' tokens are gathered."""
+        """Return the local tokens of a replicated tensor, `[B, T, ...]`, padded; gradients are gathered."""
         x = self.padded(x_BLD)
         out: Tensor = torch.ops.longspan.tensor_slice(x.transpose(0, 1), self.size, self.rank, self.name)
         return out.transpose(0, 1).contiguous()
 
     def whole_tokens(self, x_BTD: Tensor, length: int) -> Tensor:
-        """All ranks' tokens, `[B, length, ...]`, of which every rank makes the same: mine have the gradient of mine."""
+        """Gather all ranks' tokens, `[B, length, ...]`, for computation that is replicated: gradients are sliced."""
         out: Tensor = torch.ops.longspan.tensor_join(x_BTD.transpose(0, 1), self.size, self.rank, self.name)
         return out.transpose(0, 1)[:, :length].contiguous()
 
     def whole_last(self, x: Tensor, length: int) -> Tensor:
-        """Gather a last dimension of `length` entries that is cut as `DTensor` cuts it.
+        """Gather a last dimension of `length` entries that is sharded as a `DTensor`.
 
-        Every rank goes on with the same tensor, so the gradient of my part is my slice of its gradient, not a sum.
+        Every rank continues with the same tensor, so the local gradient is a slice of its gradient, not a sum.
         """
-        short = -(-length // self.size) - x.shape[-1]  # of the last ranks
+        short = -(-length // self.size) - x.shape[-1]  # missing entries on the last ranks
         part = F.pad(x, (0, short)) if short else x
         joined: Tensor = torch.ops.longspan.tensor_join(part.movedim(-1, 0), self.size, self.rank, self.name)
         return joined[:length].movedim(0, -1)
 
     def fetch(self, x: Tensor, dim: int, parts: Parts) -> Tensor:
-        """Return my entries of a tensor that lies over the ranks as `DTensor` cuts it, by one all-to-all.
+        """Return this rank's entries of a tensor that is sharded as a `DTensor`, by one all-to-all.
 
         The gradient of an entry that several ranks fetch is summed on the rank that holds it.
         """
@@ -152,15 +150,15 @@ class TensorGroup:
             [rows[a - first : b - first] for holder, a, b in parts.pieces(r) if holder == self.rank]
             for r in range(self.size)
         ]
-        mine = parts.pieces(self.rank)
-        receive = [sum(b - a for holder, a, b in mine if holder == r) for r in range(self.size)]
+        wanted = parts.pieces(self.rank)
+        receive = [sum(b - a for holder, a, b in wanted if holder == r) for r in range(self.size)]
         sent = _joined([piece for pieces in send for piece in pieces] or [rows[:0]], 0)
         found = exchange_rows(sent, [sum(map(len, pieces)) for pieces in send], receive, self)
         # They arrive in the order of their holders.
-        arrival = sorted(range(len(mine)), key=lambda i: mine[i][0])
-        split = found.split([mine[i][2] - mine[i][1] for i in arrival])
+        arrival = sorted(range(len(wanted)), key=lambda i: wanted[i][0])
+        split = found.split([wanted[i][2] - wanted[i][1] for i in arrival])
         pieces = dict(zip(arrival, split, strict=True))
-        return _joined([pieces[i] for i in range(len(mine))], 0).movedim(0, dim)
+        return _joined([pieces[i] for i in range(len(wanted))], 0).movedim(0, dim)
 
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
@@ -230,13 +228,13 @@ _exchange.register_autograd(_exchange_back, setup_context=_note)
 
 
 def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: TensorGroup) -> Tensor:
-    """Rows to each rank, from each rank, in the order of the ranks: one All-to-All; its gradient is the way back."""
+    """Send rows to each rank and return those received, in rank order: one all-to-all. The gradient is its inverse."""
     out: Tensor = torch.ops.longspan.tensor_exchange(x, send, receive, group.name)
     return out
 
 
 def exchange_counts(send: list[int], group: TensorGroup, device: torch.device) -> list[int]:
-    """How many rows each rank will send me."""
+    """Return how many rows each rank will send to this one."""
     mine = torch.tensor(send, dtype=torch.int64, device=device)
     found = torch.empty_like(mine)
     dist.all_to_all_single(found, mine, group=find_group(group.name))

@@ -1,8 +1,7 @@
-"""Who may attend to whom, as rectangles with a diagonal band: a few integers instead of a tensor of S x S.
+"""Masks as regions: rectangles with a diagonal band, a few integers instead of an S x S tensor.
 
-Every mask that longspan knows by name is a set of such regions, so one piece of arithmetic says which blocks of a ring
-need each other, which tiles of a block are computed, and how much work that is. Standard library only: the planner
-counts with it.
+Every mask but a `mask_mod` is a set of regions. From them follow the ring blocks that need each other, the tiles of a
+block to compute, and the amount of work. Standard library only: the planner uses it.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any, Literal
 from longspan.core.layout import Span
 
 TILE = (256, 1024)
-"""Largest tile (queries, keys) whose mask is written out: so much memory per head, and no more."""
+"""Largest tile (queries, keys) whose mask is materialized; it bounds the memory per head."""
 
 _NARROW = 128
-"""Tiles below this many queries cost more in calls than they save in work."""
+"""Tiles of fewer queries cost more in calls than they save in work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Region:
     hi: int | None = None
 
     def within(self, q: Span, k: Span) -> Region | None:
-        """The part of it among these queries and keys, trimmed to rows and columns that are not empty; None if none."""
+        """Intersect with these queries and keys, trimmed to nonempty rows and columns; None if nothing is left."""
         q0, q1, k0, k1 = max(self.q0, q[0]), min(self.q1, q[1]), max(self.k0, k[0]), min(self.k1, k[1])
         lo, hi = self.lo, self.hi
         if lo is not None:
@@ -51,30 +50,30 @@ class Region:
 
     @property
     def lo_binds(self) -> bool:
-        """Whether the lower border (causality) hides anything of the rectangle."""
+        """Whether the lower border (causality) hides any pair of the rectangle."""
         return self.lo is not None and self.q0 - (self.k1 - 1) < self.lo
 
     @property
     def hi_binds(self) -> bool:
-        """Whether the upper border (a window) hides anything of the rectangle."""
+        """Whether the upper border (a window) hides any pair of the rectangle."""
         return self.hi is not None and self.q1 - 1 - self.k0 > self.hi
 
     @property
     def is_triangle(self) -> bool:
-        """Whether it is a square under a diagonal: what kernels call causal."""
+        """Whether the region is a square under its diagonal: what kernels call causal."""
         square = self.q1 - self.q0 == self.k1 - self.k0
         return square and not self.hi_binds and self.lo is not None and self.q0 - self.k0 == self.lo
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs that attend: the work, in units of one dot product per head."""
+        """Number of attending (query, key) pairs: the work, in dot products per head."""
         everything = (self.q1 - self.q0) * (self.k1 - self.k0)
         above_lo = everything if self.lo is None else self._pairs_from(self.lo)
         above_hi = 0 if self.hi is None else self._pairs_from(self.hi + 1)
         return above_lo - above_hi
 
     def _pairs_from(self, lo: int) -> int:
-        """Pairs of the rectangle with i - j >= lo."""
+        """Count the pairs of the rectangle with i - j >= lo."""
         keys = self.k1 - self.k0
         # Query i has min(k1, i - lo + 1) - k0 keys, from 0 at i = k0 + lo - 1 to all of them at i = k1 + lo - 1.
         first, full = max(self.q0, self.k0 + lo), max(self.q0, min(self.q1, self.k1 + lo - 1))
@@ -90,19 +89,19 @@ TileKind = Literal["full", "causal", "masked"]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One call of a kernel: a region whose mask is nothing ("full"), a triangle ("causal"), or its band ("masked")."""
+    """A region for one kernel call: without a mask ("full"), a triangle ("causal"), or with its band ("masked")."""
 
     region: Region
     kind: TileKind
 
 
 def tiles(region: Region, *, materialized: bool = False) -> Iterator[Tile]:
-    """Cut a trimmed region into tiles that cover it: as few and as large as kernels take without a mask.
+    """Cut a trimmed region into tiles: as few and as large as possible without a materialized mask.
 
     Args:
         region: as `Region.within` returns it.
-        materialized: every tile needs its scores or mask written out (a bias, a softcap, a mask function), so that none
-            may be larger than `TILE`.
+        materialized: whether every tile's scores or mask are materialized (a bias, a softcap, a mask_mod), so that no
+            tile may be larger than `TILE`.
     """
     if materialized:
         yield from _small(region)
@@ -117,7 +116,7 @@ def tiles(region: Region, *, materialized: bool = False) -> Iterator[Tile]:
 
 
 def _trapezium(r: Region) -> Iterator[Tile]:
-    """A causal border that crosses a rectangle: what all queries see, a triangle, what the later queries see."""
+    """Cut a rectangle with a causal border: keys that all queries see, a triangle, keys that later queries see."""
     assert r.lo is not None
     corner = max(r.k0, r.q0 - r.lo)  # the last key that the first query sees
     if corner > r.k0:
@@ -134,7 +133,7 @@ def _parts(r: Region, q: Span, k: Span) -> Iterator[Tile]:
 
 
 def _band(r: Region) -> Iterator[Tile]:
-    """A window: blocks of queries about as long as the window; each sees its edges masked and its middle whole."""
+    """Cut a window into query blocks about as long as it: their edges are masked, their middle is full."""
     assert r.hi is not None
     width = r.hi - (r.lo if r.lo is not None else -r.hi) + 1
     step = max(_NARROW, min(width, TILE[1]))
@@ -142,7 +141,7 @@ def _band(r: Region) -> Iterator[Tile]:
         block = r.within((start, min(start + step, r.q1)), (r.k0, r.k1))
         if block is None:
             continue
-        left = min(max(block.q1 - 1 - r.hi, block.k0), block.k1)  # from here on every query of the block sees
+        left = min(max(block.q1 - 1 - r.hi, block.k0), block.k1)  # every query of the block sees keys from here on
         right = block.k1 if r.lo is None else max(left, min(block.k1, block.q0 - r.lo + 1))
         if right - left < _NARROW:
             yield from _small(block)
@@ -164,39 +163,40 @@ def _small(r: Region) -> Iterator[Tile]:
 
 
 def intersections(
-    regions: Iterable[Region], q_runs: Sequence[Span], k_runs: Sequence[Span]
+    regions: Iterable[Region], q_spans: Sequence[Span], k_spans: Sequence[Span]
 ) -> Iterator[tuple[int, int, Region]]:
-    """What of `regions` lies in which run of queries and which run of keys: their numbers, and the part.
+    """Yield (m, n, part) for each region and each query span m and key span n that it intersects.
 
     Args:
-        regions: any number of them: a packed sequence has thousands, most of which meet few runs.
-        q_runs: disjoint, sorted.
-        k_runs: disjoint, sorted.
+        regions: a packed sequence has thousands, most of which intersect few spans.
+        q_spans: disjoint, sorted.
+        k_spans: disjoint, sorted.
     """
-    q_starts, k_starts = [start for start, _ in q_runs], [start for start, _ in k_runs]
+    # Binary search: there may be thousands of regions.
+    q_starts, k_starts = [start for start, _ in q_spans], [start for start, _ in k_spans]
     for region in regions:
         for m in range(max(0, bisect_right(q_starts, region.q0) - 1), bisect_left(q_starts, region.q1)):
             for n in range(max(0, bisect_right(k_starts, region.k0) - 1), bisect_left(k_starts, region.k1)):
-                part = region.within(q_runs[m], k_runs[n])
+                part = region.within(q_spans[m], k_spans[n])
                 if part is not None:
                     yield m, n, part
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tiles where they lie in the tensors, and as few of them as there can be.
+# Kernel calls: tiles by their indices in the tensors, merged to as few as possible.
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a kernel: a tile by its places in the tensors, rows of the batch, my queries, a block's keys.
+    """One kernel call: a tile by its indices in the local tensors.
 
     Attributes:
-        rows: [start, stop).
-        queries: places in my tensor, [start, stop).
-        keys: places in the block's, [start, stop).
+        rows: batch rows [start, stop).
+        queries: indices in the local queries [start, stop).
+        keys: indices in the KV block [start, stop).
         kind: of the tile; "causal" is a square in which query number m sees keys 0 to m.
-        region: by positions, of a "masked" tile: its mask is made from them. None for others, which may be joined from
-            tokens that lie far from each other in the sequence.
+        region: of a "masked" tile, by positions, which its mask is made from. None for other tiles, which may join
+            tokens from distant parts of the sequence.
     """
 
     rows: Span
@@ -207,28 +207,27 @@ class Call:
 
     @property
     def at_queries(self) -> tuple[slice, slice, slice]:
-        """Its queries in `[B, heads, Q, ...]`."""
+        """Index of the queries in `[B, heads, Q, ...]`."""
         return slice(*self.rows), slice(None), slice(*self.queries)
 
     @property
     def at_keys(self) -> tuple[slice, slice, slice]:
-        """Its keys in `[B, heads, T, ...]`."""
+        """Index of the keys in `[B, heads, T, ...]`."""
         return slice(*self.rows), slice(None), slice(*self.keys)
 
 
 def joined(calls: Iterable[Call]) -> list[Call]:
-    """The same pairs in fewer calls, sorted: what lies side by side in the tensors is one rectangle, or one triangle.
+    """Merge calls that are adjacent in the tensors into one rectangle or triangle; return them sorted.
 
-    Tokens that are neighbours in a tensor need not be so in the sequence. A block of zigzag holds an early run and a
-    late one; its own queries and keys are a triangle, a rectangle under it and a triangle: one larger triangle, by
-    their places. Of another block both runs of queries see the early keys, or the late queries both runs of keys: one
-    rectangle.
+    Neighbours in a tensor need not be neighbours in the sequence. A zigzag block has an early and a late span. With its
+    own keys these are a triangle, a rectangle below it and a triangle: by their indices, one larger triangle. With
+    another block's keys, both query spans see the early keys, or the late queries see both key spans: one rectangle.
 
     Args:
-        calls: of one block of keys, disjoint. Those with a mask are left as they are.
+        calls: disjoint calls of one KV block. Those with a mask stay as they are.
     """
     found = list(calls)
-    if any(call.kind == "full" for call in found):  # documents, thousands perhaps, are triangles alone
+    if any(call.kind == "full" for call in found):  # not for documents, perhaps thousands, which are triangles only
         found = _joined_along("queries", _joined_along("keys", _joined_triangles(found)))
     if len({call.rows for call in found}) > 1:
         found = _joined_along("rows", found)
@@ -236,7 +235,7 @@ def joined(calls: Iterable[Call]) -> list[Call]:
 
 
 def _joined_triangles(calls: list[Call]) -> list[Call]:
-    """A triangle whose queries also see all keys of the triangle before it belongs to that one."""
+    """Merge a triangle into the previous one if its queries also see all keys of the previous one."""
     out: dict[tuple[Span, int, int], Call] = {}  # triangles by where they end
     full: dict[tuple[Span, Span], list[Call]] = defaultdict(list)
     for call in calls:
@@ -245,20 +244,20 @@ def _joined_triangles(calls: list[Call]) -> list[Call]:
     for call in sorted((c for c in calls if c.kind == "causal"), key=lambda c: (c.rows, c.queries)):
         before = out.get((call.rows, call.queries[0], call.keys[0]))
         if before is not None:
-            beside = full[call.rows, call.queries]
-            under = [c for c in beside if before.keys[0] <= c.keys[0] and c.keys[1] <= before.keys[1]]
+            same_queries = full[call.rows, call.queries]
+            under = [c for c in same_queries if before.keys[0] <= c.keys[0] and c.keys[1] <= before.keys[1]]
             if sum(c.keys[1] - c.keys[0] for c in under) == before.keys[1] - before.keys[0]:
                 del out[call.rows, call.queries[0], call.keys[0]]
-                full[call.rows, call.queries] = [c for c in beside if c not in under]
+                full[call.rows, call.queries] = [c for c in same_queries if c not in under]
                 queries, keys = (before.queries[0], call.queries[1]), (before.keys[0], call.keys[1])
                 call = replace(call, queries=queries, keys=keys)
         out[call.rows, call.queries[1], call.keys[1]] = call
-    rest = [call for beside in full.values() for call in beside]
+    rest = [call for calls_of in full.values() for call in calls_of]
     return [*out.values(), *rest, *(call for call in calls if call.kind == "masked")]
 
 
 def _joined_along(axis: str, calls: list[Call]) -> list[Call]:
-    """Calls that differ along one axis alone, and there go on where another stops."""
+    """Merge calls that differ along one axis alone and are adjacent there."""
     kinds = ("full", "causal") if axis == "rows" else ("full",)
     same, span = attrgetter("kind", *({"rows", "queries", "keys"} - {axis})), attrgetter(axis)
     out: list[Call] = []

@@ -1,4 +1,4 @@
-"""How far keys and values travel round a ring, and how they are sent. Standard library only."""
+"""How far keys and values are sent around a ring, and by which collective. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """How far each block of keys and values travels round the ring: no further than the last rank that needs it.
+    """How far each KV block is sent around the ring: no further than the last rank that needs it.
 
     Attributes:
         right: hops of block j towards higher ranks, by j.
@@ -26,36 +26,36 @@ class Routes:
 
     @property
     def rounds(self) -> int:
-        """Hops of the block that travels furthest."""
+        """Largest number of hops of a block."""
         return max(*self.right, *self.left)
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
-        """KV blocks that each rank sends on, its own included, by rank."""
+        """Number of KV blocks that each rank sends, its own included, by rank."""
         left = ((j - hops + 1, hops) for j, hops in enumerate(self.left))
         return _covered([*enumerate(self.right), *left], len(self.right))
 
     @cached_property
     def received(self) -> tuple[int, ...]:
-        """KV blocks of others that come to each rank, by rank."""
+        """Number of remote KV blocks that each rank receives, by rank."""
         right = ((j + 1, hops) for j, hops in enumerate(self.right))
         left = ((j - hops, hops) for j, hops in enumerate(self.left))
         return _covered([*right, *left], len(self.right))
 
     def sends_right(self, rank: int, hop: int) -> bool:
-        """Whether `rank` sends a block to rank + 1 as that block's hop number `hop`."""
+        """Whether `rank` sends a block to rank + 1 as the block's hop number `hop`."""
         return self.right[(rank - hop + 1) % len(self.right)] >= hop
 
     def sends_left(self, rank: int, hop: int) -> bool:
-        """Whether `rank` sends a block to rank - 1 as that block's hop number `hop`."""
+        """Whether `rank` sends a block to rank - 1 as the block's hop number `hop`."""
         return self.left[(rank + hop - 1) % len(self.left)] >= hop
 
 
 def ring_routes(needs: Sequence[Sequence[bool]]) -> Routes:
-    """The shortest ways of all blocks to all ranks that need them.
+    """Return the shortest routes of all blocks to the ranks that need them.
 
-    A block that every rank needs goes once round to the right. Where few need it (a sliding window), it may be shorter
-    to go to both sides: under zigzag a window needs the neighbours on both.
+    A block that every rank needs goes right, once around. If few ranks need it (a sliding window), it may be shorter to
+    send it both ways: under zigzag a window needs the neighbours on both sides.
 
     Args:
         needs: `needs[i][j]`: whether the queries of rank i attend to anything in block j.
@@ -64,26 +64,26 @@ def ring_routes(needs: Sequence[Sequence[bool]]) -> Routes:
 
 
 def routes_to(readers: Sequence[Collection[int]]) -> Routes:
-    """`ring_routes` from lists: `readers[j]` are the ranks that need block j, rank j itself among them or not."""
+    """Do the same as `ring_routes` from lists: `readers[j]` are the ranks that need block j, with or without rank j."""
     size = len(readers)
-    ways = [_shortest_way(j, ranks, size) for j, ranks in enumerate(readers)]
-    return Routes(tuple(right for right, _ in ways), tuple(left for _, left in ways))
+    hops = [_fewest_hops(j, ranks, size) for j, ranks in enumerate(readers)]
+    return Routes(tuple(right for right, _ in hops), tuple(left for _, left in hops))
 
 
-def _shortest_way(block: int, ranks: Collection[int], size: int) -> tuple[int, int]:
-    """Hops of a block to the right and to the left that reach all `ranks`."""
+def _fewest_hops(block: int, ranks: Collection[int], size: int) -> tuple[int, int]:
+    """Return the hops of a block to the right and to the left that reach all `ranks`."""
     if len(ranks) == size:
         return size - 1, 0
     stops = [0, *sorted([(rank - block) % size for rank in ranks if rank != block]), size]
-    # Right up to one of them, and left for the others: what need not be travelled is the gap between. The widest; of
-    # equal ones the last, which goes further to the right.
+    # Go right to one rank and left to the others, skipping the widest gap between two ranks; of equal gaps the last,
+    # which goes further right.
     gaps = list(map(operator.sub, stops[1:], stops))
     widest = len(gaps) - 1 - gaps[::-1].index(max(gaps))
     return stops[widest], size - stops[widest + 1]
 
 
 def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
-    """How many of the runs (first rank, number of ranks), round a ring of `size`, each rank lies in."""
+    """Count for each rank of a ring of `size` the runs (first rank, number of ranks) that contain it."""
     change = [0] * (size + 1)
     for start, length in runs:
         first, stop = start % size, start % size + length
@@ -96,24 +96,24 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
 
 
 OVERLAPPED_CHUNKS = 4
-"""Chunks of heads under `overlap_chunks="auto"`: of an exchange that computing covers a quarter stays exposed."""
+"""Chunks of heads for `overlap_chunks="auto"`: a quarter of an all-to-all that attention hides stays exposed."""
 
 CHUNK_START_S = 1e-4
-"""Seconds that each further chunk costs besides its message: more starts of kernels and copies."""
+"""Seconds that each further chunk costs besides its message: kernel launches and copies."""
 
 WORTH_CHUNKS = 8
-"""Send an exchange in chunks if it takes at least this many times as long as the starts that chunks add. If nothing
+"""Use chunks if the all-to-all takes at least this many times as long as the overhead that chunks add. If nothing
 overlaps with it, at most an eighth of its time is lost; if enough does, three quarters are hidden.
 """
 
 
 @dataclass(frozen=True)
 class AllToAllLink:
-    """How long an All-to-All of a Ulysses group takes, as measured.
+    """The measured time of an all-to-all of a Ulysses group.
 
     Attributes:
         start_s: seconds of an empty message.
-        per_byte_s: seconds of each byte of a rank's buffer, its own part included.
+        per_byte_s: seconds per byte of a rank's buffer, its own part included.
     """
 
     start_s: float
@@ -121,10 +121,10 @@ class AllToAllLink:
 
 
 def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
-    """Return the chunks of `overlap_chunks="auto"`: several if the exchange takes long on this link.
+    """Return the number of chunks for `overlap_chunks="auto"`: several if the all-to-all takes long on this link.
 
     Args:
-        sent_bytes: q, k and v of a rank's tokens.
+        sent_bytes: bytes of a rank's q, k and v.
         link: between the ranks of a Ulysses group; None inside one host, where chunks gain nothing.
     """
     if link is None:
@@ -135,20 +135,20 @@ def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
 
 
 SMALL = 1 << 20
-"""Bytes of the ring's keys and values together below which messages cost their start and not their length."""
+"""Bytes of all keys and values of a ring, up to which the latency of messages dominates."""
 
 
 def choose_ring_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
-    """The rule for `ring_impl="auto"`, the planner's too: "p2p" hides what it sends behind the attention to the block
-    at hand, and sends a block only where it is needed; all-gathering saves nothing but the start of R - 2 messages.
+    """Resolve `ring_impl="auto"`, for the planner too.
 
-    So it is worth it only where all keys and values of the ring together are small (`SMALL` bytes) and every rank
-    needs every block.
+    "p2p" overlaps sending with attention and sends a block only to ranks that need it. "allgather" saves the latency of
+    R - 2 messages. It pays only if all keys and values of the ring are small (`SMALL` bytes) and every rank needs every
+    block.
 
     Args:
         asked: "auto", "p2p" or "allgather".
-        kv_bytes: keys and values of the whole ring.
-        routes: how far blocks travel; None for all the way.
+        kv_bytes: bytes of the keys and values of the whole ring.
+        routes: how far blocks are sent; None for all the way.
     """
     if asked != "auto":
         return asked

@@ -1,26 +1,31 @@
-"""Which tokens of a row attend among themselves: documents, or what padding leaves. Standard library only."""
+"""Segments of a batch row: tokens that attend only to each other (documents). Standard library only."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from longspan.core.layout import Span
 
 Segments = tuple[tuple[Span, ...], ...]
-"""For each row of the batch the runs of tokens [start, stop) that attend among themselves."""
+"""For each batch row the spans of tokens [start, stop) that attend only to each other."""
 
 
-def chunk_segments(rows: Segments, chunk: int, starts: tuple[tuple[int, ...], ...] | None = None) -> Segments:
-    """Every run cut into chunks of `chunk` tokens, which count from the start of the run (Llama-4's chunked attention).
+def chunk_segments(rows: Segments, chunk_size: int, starts: tuple[tuple[int, ...], ...] | None = None) -> Segments:
+    """Cut every segment into chunks of `chunk_size` tokens (Llama-4's chunked attention).
 
-    Where position ids restart, chunks end where the position ids of a run pass a multiple of `chunk`: `starts` are
-    those of the first tokens.
+    Chunks count from position 0, and `starts` are the position ids of the segments' first tokens; without `starts`
+    every segment starts at position 0.
     """
     return tuple(
         tuple(
             span
-            for (start, stop), at in zip(row, starts[b] if starts else (0,) * len(row), strict=True)
-            for span in itertools.pairwise([start, *range(start + chunk - at % chunk, stop, chunk), stop])
+            for (start, stop), position in zip(row, starts[b] if starts else (0,) * len(row), strict=True)
+            for span in _cut_span(start, stop, start + chunk_size - position % chunk_size, chunk_size)
         )
         for b, row in enumerate(rows)
     )
+
+
+def _cut_span(start: int, stop: int, first_cut: int, step: int) -> Iterator[Span]:
+    return itertools.pairwise([start, *range(first_cut, stop, step), stop])

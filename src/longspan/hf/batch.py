@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longspan.attn.mask import Mask
 from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
 from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.digests import Digester
@@ -183,7 +182,6 @@ def cut_batch(
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
     rows, starts, visible = _rows_of(batch, positions, batch_size, n)
-    sp = _under_its_mask(sp, rows, batch_size, n, causal=shift)
     own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST, "cache_position"}
     out = {key: value for key, value in batch.items() if key not in own}
     for key in _INPUTS:
@@ -267,16 +265,6 @@ def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
     """
     part = shard(x, sp, pad_value=pad_value)
     return part if sp.size == 1 or x.is_floating_point() else part.clone()
-
-
-def _under_its_mask(
-    sp: SequenceSharding, segments: Segments | None, batch_size: int, n: int, causal: bool
-) -> SequenceSharding:
-    """Return the sharding of this batch; a layout that depends on masks gets that of a full-attention layer."""
-    if not sp.layout.placement.sees_mask:
-        return sp
-    mask = Mask(causal=causal, segments=segments)
-    return sp.under([region for row in range(batch_size) for region in mask.regions(row, n, n)])
 
 
 def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:

@@ -84,21 +84,21 @@ class LayerCall:
     Attributes:
         store: where what is kept lies.
         whole: whether all that attention saves is kept (`checkpointing="save_attention"`).
-        replaying: whether the layer is being computed again.
+        recomputing: whether the layer is being computed again.
     """
 
     store: Store | None
     whole: bool = False
-    replaying: bool = False
+    recomputing: bool = False
     kept: list[KeptTensors] = field(default_factory=list)
     at: int = 0
 
-    def keep(self, tensors: Sequence[Tensor]) -> SavedTensors:
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """Record what one attention keeps."""
         self.kept.append(KeptTensors(self.store, tensors))
         return self.kept[-1]
 
-    def take(self) -> SavedTensors:
+    def load_next(self) -> SavedTensors:
         """What the next attention has kept."""
         if self.at == len(self.kept):
             raise LongspanError(
@@ -162,7 +162,7 @@ class CheckpointedLayer:
         inputs = _Inputs(args, kwargs, self.store, self.chain.before(self, [*args, *kwargs.values()]))
 
         def run(_: Tensor) -> Any:
-            positional, named = inputs.again() if call.replaying else inputs.first()
+            positional, named = inputs.again() if call.recomputing else inputs.first()
             return self._forward(*positional, **named)
 
         out = checkpoint(
@@ -184,7 +184,7 @@ class CheckpointedLayer:
         if call is not None and not call.kept:  # nothing in its attention had a gradient
             call = None
         if call is not None:
-            call.replaying, call.at = True, 0
+            call.recomputing, call.at = True, 0
         try:
             with torch.no_grad(), self._during(call):
                 return self._forward(*positional, **named)
@@ -302,7 +302,7 @@ class _Again(contextlib.AbstractContextManager[None]):
         self.layer, self.call, self.keeps = layer, call, keeps
 
     def __enter__(self) -> None:
-        self.call.replaying, self.call.at = True, 0
+        self.call.recomputing, self.call.at = True, 0
         if self.keeps:
             self.layer.tell(self.call)
 
@@ -394,8 +394,8 @@ class _KeptAttention(torch.autograd.Function):
     def forward(
         ctx: Any, plan: AttentionPlan, scores: Scores, call: LayerCall, passed: list[Tensor], *inputs: Tensor | None
     ) -> Tensor:
-        if call.replaying:
-            (out,) = call.take().tensors()
+        if call.recomputing:
+            (out,) = call.load_next().tensors()
             return out.detach()
         ctx.found, ctx.anchor = {}, torch.empty(0, device=inputs[0].device, requires_grad=True)  # type: ignore[union-attr]
         asked = ctx.needs_input_grad[4:]
@@ -419,7 +419,7 @@ class _KeptAttention(torch.autograd.Function):
             made = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
             leaving: Tensor = _Leaving.apply(made, passed)  # type: ignore[no-untyped-call]
         ctx.edge = get_gradient_edge(leaving)
-        ctx.kept = call.keep([made])
+        ctx.kept = call.save([made])
         return made.detach()
 
     @staticmethod

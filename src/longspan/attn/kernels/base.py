@@ -1,9 +1,9 @@
-"""The protocol of a kernel: attention of some queries to one block of keys, with its log-sum-exp.
+"""The kernel protocol: attention of some queries to one KV block, with its log-sum-exp.
 
-Partial results of different tiles, blocks and ranks add up by their log-sum-exps, and a backward that is given the
-output and the log-sum-exp of the WHOLE row of scores (flash attention's; Dao et al. 2022, arXiv:2205.14135) gives
-gradients that simply add up. So a kernel of this protocol serves one device, a Ulysses rank and a ring alike. One that
-gives no log-sum-exp (`AutogradKernel`) serves wherever all keys are at hand.
+Partial results of tiles, blocks and ranks are merged by their log-sum-exps. A backward that takes the output and the
+log-sum-exp of the WHOLE row of scores (flash attention's; Dao et al. 2022, arXiv:2205.14135) returns gradients that
+simply add up. So a `BlockKernel` serves one device, a Ulysses rank and a ring alike. An `AutogradKernel`, which returns
+no log-sum-exp, needs all keys on the rank.
 
 Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
 """
@@ -28,18 +28,18 @@ from longspan.core.regions import Region, intersections
 
 @dataclass(frozen=True, eq=False)
 class KernelRequest:
-    """What a kernel is asked to compute: facts that are alike on every rank.
+    """What a kernel is asked to compute; the same on every rank.
 
     Attributes:
-        mask: who attends to whom, limited to the length.
+        mask: limited to the length.
         scores: of one layer; a plan serves every layer whose scores are of the same kind (`Scores.kind`).
-        device: where.
-        grad: whether gradients will be asked for.
-        ring: ranks of the ring; from 2 on blocks are added up by their log-sum-exps.
+        device: of the tensors.
+        grad: whether gradients are needed.
+        ring: ranks of the ring; from 2 on blocks are merged by their log-sum-exps.
         same_length: whether there are as many queries as keys.
         dtype: of q, k and v.
         head_dims: of q and k, and of v.
-        lse: whether the log-sum-exp is asked for, without a ring too: by a method that saves it itself.
+        lse: whether the log-sum-exp is needed even without a ring, because the method saves it.
     """
 
     mask: Mask
@@ -55,20 +55,20 @@ class KernelRequest:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """My queries and all keys, block by block, by their positions: what a kernel prepares its calls from, once a batch.
+    """Positions of the local queries and of all KV blocks: a kernel prepares its calls from them, once per batch.
 
     Attributes:
-        mask: who attends to whom.
+        mask: the mask.
         kind: of the scores.
         batch: rows of the batch.
-        heads: query heads on this rank.
-        first_head: the number of the first of them in the whole model.
+        heads: local query heads.
+        first_head: index of the first local query head in the whole model.
         lengths: real queries and real keys of the whole sequence.
-        q_spans: positions of my queries, in the order in which I hold them.
-        k_spans: positions of all keys, in the sequence's order; they reach into the padding.
-        owners: for each of them the block that it belongs to, where it lies behind the block's earlier ones.
+        q_spans: positions of the local queries, in the order of the local tensor.
+        k_spans: positions of all keys, in the sequence's order, padding included.
+        source_ranks: for each of `k_spans` the ring rank whose block contains it; a block's spans are in order.
         device: of the tensors.
-        token_bytes: of q, k and v of one token.
+        token_bytes: bytes of q, k and v of one token.
         dtype: of the tensors.
         head_dims: of q and k, and of v.
     """
@@ -81,7 +81,7 @@ class Blocks:
     lengths: Span
     q_spans: tuple[Span, ...]
     k_spans: tuple[Span, ...]
-    owners: tuple[int, ...]
+    source_ranks: tuple[int, ...]
     device: torch.device
     token_bytes: int = 0
     dtype: torch.dtype = torch.float32
@@ -90,39 +90,39 @@ class Blocks:
     @property
     def count(self) -> int:
         """Number of blocks."""
-        return max(self.owners) + 1
+        return max(self.source_ranks) + 1
 
     @property
     def ends(self) -> Span:
-        """Positions from which on queries and keys are padding."""
+        """First positions of queries and of keys that are padding."""
         return self.mask.q_start + self.lengths[0], self.lengths[1]
 
     @cached_property
     def parts(self) -> tuple[tuple[BlockRegion, ...], ...]:
-        """What of the mask lies in each block; of a block that nothing attends to nothing."""
+        """Return the mask's regions within each block; none if nothing attends to the block."""
         out: list[list[BlockRegion]] = [[] for _ in range(self.count)]
-        q_at, k_at = _offsets(self.q_spans, (0,) * len(self.q_spans)), _offsets(self.k_spans, self.owners)
+        q_at, k_at = _offsets(self.q_spans, (0,) * len(self.q_spans)), _offsets(self.k_spans, self.source_ranks)
         for rows in row_groups(self.mask, self.batch):
             regions = self.mask.regions(rows[0], *self.lengths)
             for m, n, region in intersections(regions, self.q_spans, self.k_spans):
-                out[self.owners[n]].append(BlockRegion(rows, region, q_at[m], k_at[n]))
+                out[self.source_ranks[n]].append(BlockRegion(rows, region, q_at[m], k_at[n]))
         return tuple(map(tuple, out))
 
     def positions(self, block: int) -> tuple[Tensor, Tensor]:
-        """Positions of my queries, int64 [Q], and of a block's keys, int64 [T], on the device."""
-        keys = tuple(span for span, owner in zip(self.k_spans, self.owners, strict=True) if owner == block)
+        """Return the positions of the local queries, int64 [Q], and of a block's keys, int64 [T]."""
+        keys = tuple(span for span, owner in zip(self.k_spans, self.source_ranks, strict=True) if owner == block)
         return positions_of(self.q_spans, self.device), positions_of(keys, self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRegion:
-    """A region of the mask among my queries and one block's keys.
+    """A region of the mask between the local queries and one KV block.
 
     Attributes:
-        rows: rows of the batch that have it.
-        region: by positions.
-        q_at: what to add to a query's position for its place in my tensor.
-        k_at: what to add to a key's position for its place in its block's tensor.
+        rows: batch rows that it applies to.
+        region: by positions in the sequence.
+        q_at: add it to a query's position to get its index in the local tensor.
+        k_at: add it to a key's position to get its index in the block's tensor.
     """
 
     rows: Span
@@ -131,27 +131,26 @@ class BlockRegion:
     k_at: int
 
 
-def _offsets(spans: tuple[Span, ...], owners: tuple[int, ...]) -> list[int]:
-    filled = dict.fromkeys(owners, 0)
+def _offsets(spans: tuple[Span, ...], source_ranks: tuple[int, ...]) -> list[int]:
+    filled = dict.fromkeys(source_ranks, 0)
     out = []
-    for (start, stop), owner in zip(spans, owners, strict=True):
+    for (start, stop), owner in zip(spans, source_ranks, strict=True):
         out.append(filled[owner] - start)
         filled[owner] += stop - start
     return out
 
 
 def positions_of(spans: tuple[Span, ...], device: torch.device) -> Tensor:
-    """All positions of some spans one after the other, int64."""
+    """Concatenate the positions of some spans, int64."""
     return torch.cat([torch.arange(*span, device=device) for span in spans])
 
 
 class SoftmaxAccumulator:
-    """Output and log-sum-exp of the keys seen so far: starts with none, `add` merges more of them in, in fp32 at least.
+    """Online softmax: output and log-sum-exp of the keys seen so far, in fp32 at least.
 
     Attributes:
-        out: [B, H, Q, Dv], the softmax over the keys seen so far times their values; its memory in the order [B, Q, H,
-            Dv], as kernels give theirs and as models go on with it.
-        lse: [B, H, Q], the log of the sum of their exponentials; -inf where nothing was seen.
+        out: [B, H, Q, Dv], with memory order [B, Q, H, Dv], which kernels return and models use.
+        lse: [B, H, Q]; -inf where no key was seen.
     """
 
     def __init__(self, q_BHQD: Tensor, v_dim: int) -> None:
@@ -161,30 +160,30 @@ class SoftmaxAccumulator:
         self.lse = q_BHQD.new_full(q_BHQD.shape[:3], -math.inf, dtype=dtype)
 
     def add(self, out: Tensor, lse: Tensor, rows: Span | None = None, queries: Span | None = None) -> None:
-        """Merge the attention to further keys: exponentials of at most 0, so nothing overflows.
+        """Merge the attention to further keys. Exponents are at most 0, so nothing overflows.
 
-        Written with exp and log, whose results do not depend on where an element lies, as those of `logaddexp` do on a
-        CPU (vectors or, at the end, numbers): so a head's result is the same to the bit on whichever rank it is.
+        This uses exp and log, not `logaddexp`: on a CPU, results of `logaddexp` depend on an element's position (vector
+        or scalar loop), and a head must be equal bit for bit on whichever rank it is computed.
 
         Args:
-            out: [rows, H, queries, Dv], the softmax over these keys alone times their values.
-            lse: [rows, H, queries], the log of the sum of their exponentials.
-            rows: of the batch; by default all.
-            queries: by default all.
+            out: [rows, H, queries, Dv], the attention to these keys alone.
+            lse: [rows, H, queries], their log-sum-exp.
+            rows: of the batch; default all.
+            queries: default all.
         """
-        mine = slice(*rows or (None,)), slice(None), slice(*queries or (None,))
-        old, more = self.lse[mine], lse.to(self.lse.dtype)
+        at = slice(*rows or (None,)), slice(None), slice(*queries or (None,))
+        old, more = self.lse[at], lse.to(self.lse.dtype)
         highest = torch.maximum(old, more)
         highest = torch.where(torch.isneginf(highest), 0.0, highest)  # -inf - -inf is NaN
         before, now = (old - highest).exp_(), (more - highest).exp_()
         total = before + now
-        self.lse[mine] = highest + total.log()
+        self.lse[at] = highest + total.log()
         total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
-        self.out[mine].mul_((before / total)[..., None]).add_(out * (now / total)[..., None])
+        self.out[at].mul_((before / total)[..., None]).add_(out * (now / total)[..., None])
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Within this, autocast is off: what is summed in fp32 would be cast to half precision before it is multiplied."""
+    """Turn autocast off: it would cast fp32 sums to half precision before a matmul."""
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -193,13 +192,13 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 @dataclass(frozen=True, slots=True)
 class BackwardInputs:
-    """Queries whose attention to ALL blocks is computed: what the backward of each block needs of them.
+    """What the backward of each block needs of the queries, after their attention to ALL blocks.
 
     Attributes:
         q: [B, H, Q, D].
-        out: [B, H, Q, Dv], the whole output.
-        grad: its gradient.
-        lse: [B, H, Q], the whole row's log-sum-exp, 0 where a query sees nothing at all.
+        out: [B, H, Q, Dv], the output over all blocks.
+        grad: the output's gradient.
+        lse: [B, H, Q], the log-sum-exp of the whole row; 0 for a query that sees nothing.
     """
 
     q: Tensor
@@ -208,138 +207,134 @@ class BackwardInputs:
     lse: Tensor
 
     def at(self, *index: slice) -> BackwardInputs:
-        """Some rows, heads and queries of them."""
+        """Select rows, heads and queries."""
         return BackwardInputs(self.q[index], self.out[index], self.grad[index], self.lse[index])
 
 
 @runtime_checkable
 class Kernel(Protocol):
-    """What a registered kernel is, whatever it gives."""
+    """A registered kernel: a `BlockKernel` or an `AutogradKernel`."""
 
     name: str
 
-    def refuses(self, need: KernelRequest) -> str | None:
-        """Why it cannot compute this, with the way out; None if it can."""
+    def refuses(self, request: KernelRequest) -> str | None:
+        """Return why the kernel cannot compute this, with a fix; None if it can."""
 
-    def describe(self, need: KernelRequest) -> str:
-        """TileScores it would compute this, in a few words."""
+    def describe(self, request: KernelRequest) -> str:
+        """Return in a few words how the kernel would compute this."""
 
 
 class BlockKernel(Kernel, Protocol):
-    """A kernel that gives a log-sum-exp: of one device, and of every block of a ring.
+    """A kernel that returns a log-sum-exp, for one device and for every block of a ring.
 
-    To write one, inherit from this and give `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`.
+    To write one, inherit from this and define `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`.
     """
 
     def prepare(self, blocks: Blocks) -> Sequence[Any]:
-        """For every block of keys what `forward` and `backward` need to know of it, on the device; made once a batch.
+        """Return what `forward` and `backward` need for each KV block, on the device; called once per batch.
 
-        None where nothing attends to a block: the kernel is then not called.
+        None for a block that nothing attends to: the kernel is not called for it.
         """
 
     def forward(
         self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """Attention to one block. Sinks are left out: they join at the end.
+        """Compute attention to one block, without sinks (they join at the end).
 
         Args:
-            q_BHQD: my queries, of all of this rank's heads or (`head_chunks`) of some. Any strides with a contiguous
-                last dimension.
-            k_BKTD: the block's keys; K divides H, heads in equal groups.
-            v_BKTD: its values; their head_dim may differ.
-            block: of `prepare`.
-            scores: scale, softcap, biases of these heads.
+            q_BHQD: local queries of all local heads or, with `head_chunks`, of some. Any strides with a contiguous last
+                dimension.
+            k_BKTD: the block's keys; K divides H, in equal groups.
+            v_BKTD: the block's values; their head_dim may differ.
+            block: from `prepare`.
+            scores: of these heads.
 
         Returns:
-            [B, H, Q, Dv], the softmax over these keys times their values, and its log-sum-exp [B, H, Q] in fp32 at
-            least; zero and -inf where a query sees none of these keys.
+            The output [B, H, Q, Dv], and the log-sum-exp [B, H, Q] in fp32 at least, over these keys; zero and -inf
+            where a query sees none of them.
         """
 
     def backward(
-        self, done: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of dq [B, H, Q, D], and dk [B, K, T, D] and dv [B, K, T, Dv] of it.
+        """Return this block's part of dq [B, H, Q, D], and its dk [B, K, T, D] and dv [B, K, T, Dv].
 
         Args:
-            done: queries, and the output, its gradient and the log-sum-exp of the whole row.
-            k_BKTD: as in `forward`; `done` and these may hold a part of the heads.
+            inputs: queries, and the output, its gradient and the log-sum-exp of the whole row.
+            k_BKTD: as in `forward`; `inputs` and these may hold some of the heads.
             v_BKTD: as in `forward`.
-            block: of `prepare`.
+            block: from `prepare`.
             scores: of these heads.
         """
 
-    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
-        """q (of a backward: q, out and its gradient) as this kernel takes them, made once for all blocks.
+    def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """Cast and pad q (in the backward: q, out and its gradient) once, not per block.
 
-        What a kernel converts or fills up is done here, else it would be for every block. `accumulate` and
-        `accumulate_gradients` get what this gives; the head_dims are still those of k and v.
+        `accumulate` and `accumulate_gradients` receive the result; k and v keep their head_dims.
         """
         return list(xs)
 
     def accumulate(
         self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> None:
-        """Add `forward` to `into`; a kernel of many small calls may do so in place."""
+        """Merge `forward` into `into`; a kernel of many small calls may do so in place."""
         into.add(*self.forward(q_BHQD, k_BKTD, v_BKTD, block, scores))
 
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
-        done: BackwardInputs,
+        inputs: BackwardInputs,
         k_BKTD: Tensor,
         v_BKTD: Tensor,
         block: Any,
         scores: Scores,
     ) -> None:
-        """Add `backward` to `into` (dq, dk, dv, in fp32 at least); a kernel of many small calls may do so in place."""
-        for total, more in zip(into, self.backward(done, k_BKTD, v_BKTD, block, scores), strict=True):
+        """Add `backward` to `into`, which is (dq, dk, dv) in fp32 at least."""
+        for total, more in zip(into, self.backward(inputs, k_BKTD, v_BKTD, block, scores), strict=True):
             total += more
 
 
 class AddingKernel(BlockKernel):
-    """A kernel of many calls: it gives `accumulate` and `accumulate_gradients`, and the rest follows."""
+    """A kernel of many calls: a subclass defines `accumulate` and `accumulate_gradients`, and the rest follows."""
 
     def forward(
         self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """All calls, added up; see `BlockKernel`."""
+        """See `BlockKernel`."""
         into = SoftmaxAccumulator(q_BHQD, v_BKTD.shape[3])
         self.accumulate(into, q_BHQD, k_BKTD, v_BKTD, block, scores)
         return into.out, into.lse
 
     def backward(
-        self, done: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All calls' gradients, added up in fp32 at least; see `BlockKernel`."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=done.lse.dtype) for x in (done.q, k_BKTD, v_BKTD))
-        self.accumulate_gradients((dq, dk, dv), done, k_BKTD, v_BKTD, block, scores)
+        """See `BlockKernel`; gradients are summed in fp32 at least."""
+        dq, dk, dv = (torch.zeros_like(x, dtype=inputs.lse.dtype) for x in (inputs.q, k_BKTD, v_BKTD))
+        self.accumulate_gradients((dq, dk, dv), inputs, k_BKTD, v_BKTD, block, scores)
         return dq, dk, dv
 
 
 class AutogradKernel(Kernel, Protocol):
-    """A kernel that gives the output alone, with gradients by autograd: where all keys are at hand (no ring)."""
+    """A kernel that returns the output alone and gets its gradients from autograd; it needs all keys (no ring)."""
 
     def prepare_batch(self, blocks: Blocks) -> Any:
-        """What `run` needs to know of the batch, on the device; made once a batch."""
+        """Return what `run` needs, on the device; called once per batch."""
 
     def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any, scores: Scores) -> Tensor:
-        """Attention of all tokens, `[B, S, H, Dv]`; a query that sees nothing gives zero."""
+        """Return the attention of all tokens, `[B, S, H, Dv]`; zero for a query that sees nothing."""
 
-    def laid(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as `run` would copy them, if it would: whoever has them asks for this before `run`, and lets go of
-        what they came in.
-        """
+    def to_kernel_layout(
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Copy q, k and v now if `run` would copy them, so that the caller can free the received buffer."""
         return q_BSHD, k_BTKD, v_BTKD
 
 
 REGISTRY: dict[str, Kernel] = {}
-"""Kernels by name: what `kernel=` takes in `longspan.attention` and `longspan.parallelize`."""
-
-ALIASES = {"block": "tiled"}
-"""Older names."""
+"""Kernels by name, for `kernel=` of `longspan.attention` and `longspan.parallelize`."""
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Make a kernel known by its name, so that `kernel="its name"` takes it everywhere."""
+    """Register a kernel, so that `kernel="its name"` selects it everywhere."""
     REGISTRY[kernel.name] = kernel
     return kernel

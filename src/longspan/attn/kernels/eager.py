@@ -1,4 +1,4 @@
-"""Kernel "eager": the formula with its scores materialized; what `methods/reference.py` computes, on any mesh."""
+"""Kernel "eager": the formula with materialized scores, on any mesh; computed by `methods/reference.py`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ class EagerKernel(Kernel):
 
     name = "eager"
 
-    def refuses(self, need: KernelRequest) -> str | None:
-        """Nothing."""
+    def refuses(self, request: KernelRequest) -> str | None:
         return None
 
-    def describe(self, need: KernelRequest) -> str:
-        """What it does."""
+    def describe(self, request: KernelRequest) -> str:
         return "the formula with its scores materialized; its memory grows with the square of the tokens"
 
 

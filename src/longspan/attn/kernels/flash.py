@@ -1,10 +1,10 @@
 """Kernel "flash": torch's flash attention with its log-sum-exp, windows and all documents of a batch in one call.
 
-Dao 2023, arXiv:2307.08691. Any mask that is known by its regions, on one device, a Ulysses rank and in rings; what has
-to touch every score (a mask function, a softcap, a bias) is not for it. Which calls a mask is, `flash_calls` says.
+Dao 2023, arXiv:2307.08691. It computes any mask made of regions, on one device, a Ulysses rank and in rings, but
+nothing that changes every score (a mask_mod, a softcap, a bias). `flash_calls` turns a mask into calls.
 
-"flash" is whatever implementation torch runs in this process, FlashAttention-2 unless another was activated. "flash3"
-and "flash4" ask for one: they activate it when attention is prepared, which torch does for the whole process.
+"flash" is the implementation that is active in this process, FlashAttention-2 unless another was activated. "flash3"
+and "flash4" activate theirs when attention is prepared, for the whole process.
 
 Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
 """
@@ -27,17 +27,17 @@ from longspan.compat.torch_attention import flash_varlen as _flash
 from longspan.compat.torch_attention import flash_varlen_backward as _flash_backward
 
 _LARGEST = 256
-"""Largest head_dim that the kernel takes; smaller ones are filled with zeros to a multiple of 8, which is exact."""
+"""Largest head_dim of the kernel; smaller ones are padded with zeros to a multiple of 8, which is exact."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlashBlock:
-    """The calls of my queries against one block of keys.
+    """The calls of the local queries with one KV block.
 
     Attributes:
-        calls: each adds to the result.
-        state: of the random numbers of a dropout that is not used.
-        unused: what the backward's signature asks for beside it.
+        calls: their results are merged.
+        state: random number state of the unused dropout.
+        unused: another unused argument of the backward.
     """
 
     calls: tuple[FlashCall, ...]
@@ -56,26 +56,24 @@ class FlashKernel(AddingKernel):
     def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
         self.name, self.implementation = name, implementation
 
-    def refuses(self, need: KernelRequest) -> str | None:
-        """What must touch every score, other devices than GPUs, and tensors that the kernel does not take."""
-        unable = unlike_flash(need)
+    def refuses(self, request: KernelRequest) -> str | None:
+        unable = unlike_flash(request)
         if unable:
             return f"kernel={self.name!r} cannot do {' or '.join(unable)}; use kernel='auto', which takes one that can"
-        unfit = _unfit(need)
+        unfit = _unfit(request)
         if unfit is not None:
             return f"kernel={self.name!r} {unfit}; use kernel='auto'"
-        missing = None if self.implementation is None else missing_flash(self.implementation, need.device)
+        missing = None if self.implementation is None else missing_flash(self.implementation, request.device)
         if missing is not None:
             return f"kernel={self.name!r}: {missing}, or use kernel='flash'"
         return None
 
-    def describe(self, need: KernelRequest) -> str:
-        """What it does, and which implementation."""
+    def describe(self, request: KernelRequest) -> str:
         which = self.implementation or active_flash() or "FA2"
         return f"torch's flash attention ({which}), windows and documents in one call each"
 
     def prepare(self, blocks: Blocks) -> Sequence[FlashBlock | None]:
-        """The calls of each block; an implementation that was asked for is activated."""
+        """Return each block's calls; activate the requested implementation."""
         if self.implementation is not None:
             activate_flash(self.implementation)
         state = torch.zeros(2, dtype=torch.uint64, device=blocks.device)
@@ -85,7 +83,6 @@ class FlashKernel(AddingKernel):
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
     ) -> None:
-        """Call by call, in place."""
         scale, v_dim = scores.scale_of(q.shape[3]), v.shape[3]
         q, k, v = _filled(q, k, v)
         for call in block.calls:
@@ -104,15 +101,14 @@ class FlashKernel(AddingKernel):
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
-        done: BackwardInputs,
+        inputs: BackwardInputs,
         k: Tensor,
         v: Tensor,
         block: FlashBlock,
         scores: Scores,
     ) -> None:
-        """Call by call, in place."""
-        scale = scores.scale_of(done.q.shape[3])
-        q, k, v, grad, out = _filled(done.q, k, v, done.grad, done.out)
+        scale = scores.scale_of(inputs.q.shape[3])
+        q, k, v, grad, out = _filled(inputs.q, k, v, inputs.grad, inputs.out)
         for call in block.calls:
             of_q, of_k = call.queries, call.keys
             parts = _flash_backward(
@@ -121,7 +117,7 @@ class FlashKernel(AddingKernel):
                 of_k.take(k),
                 of_k.take(v),
                 of_q.take(out),
-                of_q.take(done.lse).transpose(-1, -2).contiguous(),
+                of_q.take(inputs.lse).transpose(-1, -2).contiguous(),
                 *_borders(call),
                 0.0,
                 call.causal,
@@ -134,11 +130,11 @@ class FlashKernel(AddingKernel):
                 total[slice(*rows or (None,)), :, slice(*places or (None,))] += more[..., : total.shape[3]]
 
 
-def unlike_flash(need: KernelRequest) -> list[str]:
-    """What of mask and scores has to touch every score, by name: no flash kernel of torch computes it."""
-    mask, scores = need.mask, need.scores
+def unlike_flash(request: KernelRequest) -> list[str]:
+    """Return the options that change every score, by name: no flash kernel of torch computes them."""
+    mask, scores = request.mask, request.scores
     named = {
-        "mask_mod": mask.mod is not None,
+        "mask_mod": mask.mask_mod is not None,
         "softcap": scores.softcap is not None,
         "alibi": scores.alibi is not None,
         "bias": scores.bias is not None,
@@ -146,22 +142,22 @@ def unlike_flash(need: KernelRequest) -> list[str]:
     return [name for name, there in named.items() if there]
 
 
-def _unfit(need: KernelRequest) -> str | None:
-    """Why torch's flash attention for GPUs does not take such tensors."""
-    if need.device.type != "cuda" or torch.version.hip is not None:
-        where = "AMD's" if need.device.type == "cuda" else f"device {need.device.type!r}"
+def _unfit(request: KernelRequest) -> str | None:
+    """Return why torch's flash attention for GPUs does not support such tensors; None if it does."""
+    if request.device.type != "cuda" or torch.version.hip is not None:
+        where = "AMD's" if request.device.type == "cuda" else f"device {request.device.type!r}"
         return f"is torch's flash attention for NVIDIA's GPUs, these tensors are on {where}"
-    if torch.cuda.get_device_capability(need.device) < (8, 0):
+    if torch.cuda.get_device_capability(request.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 (Ampere) or newer"
-    if need.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes fp16 and bf16, these tensors are {str(need.dtype).removeprefix('torch.')}"
-    if max(need.head_dims) > _LARGEST:
-        return f"takes a head_dim of at most {_LARGEST}, these tensors have {max(need.head_dims)}"
+    if request.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16, these tensors are {str(request.dtype).removeprefix('torch.')}"
+    if max(request.head_dims) > _LARGEST:
+        return f"takes a head_dim of at most {_LARGEST}, these tensors have {max(request.head_dims)}"
     return None
 
 
 def _filled(*xs: Tensor) -> list[Tensor]:
-    """Zeros behind each head, so that all have one head_dim, a multiple of 8: no score and no gradient changes."""
+    """Pad each head with zeros to one head_dim, a multiple of 8; no score and no gradient changes."""
     dim = -(-max(x.shape[3] for x in xs) // 8) * 8
     return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
 

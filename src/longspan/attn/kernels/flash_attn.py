@@ -19,11 +19,7 @@ from longspan.core.errors import LongspanError
 
 
 def import_flash_attn() -> Any:
-    """The package flash_attn.
-
-    Raises:
-        LongspanError: if it is not installed; how to install it.
-    """
+    """Import the package flash_attn; raise with an installation hint if it is missing."""
     try:
         return importlib.import_module("flash_attn")
     except ImportError as error:
@@ -37,9 +33,9 @@ class Packed:
     """One call for all segments.
 
     Attributes:
-        options: what the package's functions are told.
-        at: places of all segments' tokens in `[B * S]`, int64; None where there are no segments.
-        ends: where segments begin and end among them, int32 [segments + 1].
+        options: keyword arguments of the package's functions.
+        at: indices of all segments' tokens in `[B * S]`, int64; None without segments.
+        ends: the segments' borders among these tokens, int32 [segments + 1] (`cu_seqlens`).
         longest: tokens of the longest segment.
     """
 
@@ -54,25 +50,23 @@ class FlashAttnKernel(AutogradKernel):
 
     name = "flash_attn"
 
-    def refuses(self, need: KernelRequest) -> str | None:
-        """A ring, what the package cannot do, and where it is not installed (an error of its own)."""
-        if need.ring > 1:
+    def refuses(self, request: KernelRequest) -> str | None:
+        if request.ring > 1:
             return (
-                f"kernel='flash_attn' cannot be used in a ring of {need.ring}; use kernel='auto' (torch's flash "
+                f"kernel='flash_attn' cannot be used in a ring of {request.ring}; use kernel='auto' (torch's flash "
                 f"attention by tiles), or ring=1"
             )
-        unable = [name for name in beyond_sdpa(need) if name not in ("softcap", "a window to both sides")]
+        unable = [name for name in beyond_sdpa(request) if name not in ("softcap", "a window to both sides")]
         if unable:
             return f"kernel='flash_attn' cannot do {' or '.join(unable)}; use kernel='auto'"
         import_flash_attn()
         return None
 
-    def describe(self, need: KernelRequest) -> str:
-        """What it does."""
+    def describe(self, request: KernelRequest) -> str:
         return "the package flash_attn, all segments in one call"
 
     def prepare_batch(self, blocks: Blocks) -> Packed:
-        """KVPlacement and borders of the segments, on the device."""
+        """Return indices and borders of the segments, on the device."""
         mask, segments, S = blocks.mask, segments_with_chunks(blocks), blocks.lengths[0]
         left = -1 if mask.window is None else mask.window - 1
         options = {
@@ -90,7 +84,6 @@ class FlashAttnKernel(AutogradKernel):
         return Packed(options, at.to(blocks.device), ends.to(blocks.device), longest)
 
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: Packed, scores: Scores) -> Tensor:
-        """One call; see `AutogradKernel`."""
         flash, options = import_flash_attn(), {**prepared.options, "softmax_scale": scores.scale}
         at, ends = prepared.at, prepared.ends
         if at is None:

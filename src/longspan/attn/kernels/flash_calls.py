@@ -1,10 +1,10 @@
-"""Which calls of flash attention a mask is: few, made once a batch, with all their index tensors on the device.
+"""Turn a mask into few calls of flash attention, once per batch, with their index tensors on the device.
 
-Flash attention knows one mask: a band whose end lies at the last query and the last key. Query i of Q sees key j of T
-where `i + (T - Q) - left <= j <= i + (T - Q) + right`; -1 means no limit. A region of a mask that is trimmed to rows
-and columns which are not empty is just that (`Region.within`): from `k1 <= q1 - lo` and `q1 <= k1 + hi` follow
-`right = q1 - k1 - lo >= 0` and `left = hi - q1 + k1 >= 0`, and every query sees at least one key. Sequences of one
-window go into one call with borders ("varlen"), so that all documents of a batch are one call, forward and backward.
+Flash attention has one mask: a band that ends at the last query and the last key. Query i of Q sees key j of T if
+`i + (T - Q) - left <= j <= i + (T - Q) + right`; -1 means no limit. A region trimmed to nonempty rows and columns
+(`Region.within`) is such a band: from `k1 <= q1 - lo` and `q1 <= k1 + hi` follow `right = q1 - k1 - lo >= 0` and
+`left = hi - q1 + k1 >= 0`, and every query sees at least one key. Sequences with the same window share a call
+("varlen"), so all documents of a batch are one call, in forward and backward.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from longspan.core.layout import Span
 from longspan.core.regions import Region
 
 Window = tuple[int, int]
-"""TileScores far a query sees to the left and to the right of its diagonal; -1: without limit."""
+"""How many keys a query sees to the left and to the right of its diagonal; -1: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashSequence:
-    """One sequence of a call, in every one of some rows of the batch.
+    """One sequence of a call, in each of some batch rows.
 
     Attributes:
-        rows: of the batch.
-        region: by places in my queries' tensor and in the block's, not by positions.
-        window: as flash attention takes it.
+        rows: batch rows.
+        region: by indices in the local queries and in the KV block, not by positions.
+        window: flash attention's.
     """
 
     rows: Span
@@ -42,13 +42,13 @@ class FlashSequence:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokens:
-    """The tokens of `[B, heads, S, ...]` that a call takes.
+    """The tokens of `[B, heads, S, ...]` that a call computes: a rectangle, which is a view, or a list.
 
     Attributes:
-        rows: of the batch, and
-        places: in each of them: a rectangle, which is a view.
-        at: places in `[B * S]` instead, int64 [n], where they are no rectangle.
-        packed: whether they go in one row, `[n, heads, ...]`, and not in `[rows, places, heads, ...]`.
+        rows: batch rows of the rectangle.
+        places: indices within each row of the rectangle.
+        at: if they are no rectangle: indices in `[B * S]`, int64 [n].
+        packed: whether the call takes one row, `[n, heads, ...]`, instead of `[rows, places, heads, ...]`.
     """
 
     rows: Span
@@ -57,7 +57,7 @@ class Tokens:
     packed: bool
 
     def take(self, x_BHSD: Tensor) -> Tensor:
-        """They, as flash attention takes them."""
+        """Select the tokens, in flash attention's layout."""
         x_BSHD = x_BHSD.transpose(1, 2)
         if self.at is not None:
             return x_BSHD.flatten(0, 1).index_select(0, self.at)
@@ -65,7 +65,7 @@ class Tokens:
         return x_BSHD.flatten(0, 1) if self.packed else x_BSHD
 
     def put(self, y: Tensor, like_BHSD: Tensor, fill: float = 0.0) -> tuple[Tensor, Span | None, Span | None]:
-        """The inverse: `[rows, heads, places, ...]`, and the rows and places it is of (None: all, the rest filled)."""
+        """Undo `take`: return `[rows, heads, places, ...]` and its rows and places (None: all, others get `fill`)."""
         if self.at is None:
             y = y.unflatten(0, (self.rows[1] - self.rows[0], -1)) if self.packed else y
             return y.transpose(1, 2), self.rows, self.places
@@ -80,11 +80,10 @@ class FlashCall:
 
     Attributes:
         window: of all its sequences.
-        queries: that it takes.
-        keys: that it takes.
-        longest: tokens of the longest sequence of queries, and of keys.
-        ends: where sequences of queries, and of keys, begin and end, int32 [sequences + 1]; None for a call without
-            borders, of rows of the batch.
+        queries: its query tokens.
+        keys: its key tokens.
+        longest: length of the longest sequence of queries, and of keys.
+        ends: `cu_seqlens` of queries and of keys, int32 [sequences + 1]; None for a call on batch rows.
     """
 
     window: Window
@@ -101,11 +100,11 @@ class FlashCall:
 
 @not_compiled
 def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
-    """For every block of keys its calls. A compiler, which the ring keeps out of itself, is kept out of this too."""
+    """Return the calls of each KV block."""
     queries = sum(stop - start for start, stop in blocks.q_spans)
     out = []
     for block, parts in enumerate(blocks.parts):
-        spans = zip(blocks.k_spans, blocks.owners, strict=True)
+        spans = zip(blocks.k_spans, blocks.source_ranks, strict=True)
         keys = sum(stop - start for (start, stop), owner in spans if owner == block)
         groups = group_by_window(flash_sequences(parts))
         out.append(tuple(_call(window, group, (queries, keys), blocks.device) for window, group in groups))
@@ -117,21 +116,21 @@ def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
 
 
 def flash_sequences(parts: Sequence[BlockRegion]) -> list[FlashSequence]:
-    """What flash attention computes in one sequence each: parts that are one region joined, their windows said."""
+    """Merge regions that are adjacent in the tensors, and give each the window that flash attention needs."""
     found = [FlashSequence(rows, part) for rows, region in _joined(parts) for part in split_for_window(region)]
-    binding = frozenset(_left(piece.region) for piece in found if piece.region.hi_binds)
-    return [FlashSequence(piece.rows, piece.region, window_of(piece.region, binding)) for piece in found]
+    binding = frozenset(_left(sequence.region) for sequence in found if sequence.region.hi_binds)
+    return [FlashSequence(sequence.rows, sequence.region, window_of(sequence.region, binding)) for sequence in found]
 
 
 def window_of(region: Region, lefts: frozenset[int | None] = frozenset()) -> Window:
-    """The window of a region that `split_for_window` gave.
+    """Return the window of a region from `split_for_window`.
 
-    A border that hides nothing is none: the kernel without a mask is faster. But a document that is shorter than its
-    window goes with the longer ones, and one of a single token with the causal ones.
+    A border that hides nothing is dropped, because the kernel without a mask is faster. But a document shorter than its
+    window keeps the window of the longer ones, and one of a single token stays causal, so that they share a call.
 
     Args:
         region: trimmed.
-        lefts: lower limits that others have.
+        lefts: left limits of other regions.
     """
     left, right, limit = -1, -1, _left(region)
     if region.lo is not None and (region.lo_binds or region.q1 - region.k1 == region.lo):
@@ -146,16 +145,14 @@ def _left(region: Region) -> int | None:
 
 
 def _too_short(region: Region) -> bool:
-    """Whether there are so few keys that the kernel, told of a left limit alone, would limit the right side too: it
-    then looks no further to the right than there are keys.
-    """
+    """Whether there are so few keys that the kernel, given a left limit alone, would limit the right side too."""
     return region.q1 - region.q0 > region.k1 - region.k0 + 1
 
 
 def split_for_window(region: Region) -> Iterator[Region]:
-    """Cut a trimmed region where the kernel would misread its window, which only many queries of few keys need.
+    """Cut a trimmed region where the kernel would misread its window: many queries with few keys.
 
-    A limit to the right of at least as many tokens as there are keys is read as none.
+    The kernel reads a right limit of at least as many tokens as there are keys as no limit.
     """
     if region.lo is not None and region.lo_binds and region.q1 - region.k1 - region.lo >= region.k1 - region.k0:
         at = region.k1 + region.lo  # from here on all keys are seen, as far as this border goes
@@ -171,10 +168,9 @@ def split_for_window(region: Region) -> Iterator[Region]:
 
 
 def _joined(parts: Sequence[BlockRegion]) -> list[tuple[Span, Region]]:
-    """Parts by their places in the tensors; those that are one region there are one.
+    """Convert positions to indices in the tensors, and merge regions that are one region there.
 
-    What lies apart in the sequence may be side by side in the tensors: a rank's two runs under zigzag are causal as
-    one.
+    Tokens that are apart in the sequence may be adjacent in the tensors: two zigzag spans are one causal region.
     """
     found: list[tuple[Span, Region]] = []
     for part in parts:
@@ -192,19 +188,19 @@ def _joined(parts: Sequence[BlockRegion]) -> list[tuple[Span, Region]]:
 
 
 def merge_regions(a: Region, b: Region) -> Region | None:
-    """Two disjoint trimmed regions as one, if they are one: if what encloses both holds no further pair."""
+    """Merge two disjoint trimmed regions if their bounding region contains no further pair; otherwise None."""
     q0, q1, k0, k1 = min(a.q0, b.q0), max(a.q1, b.q1), min(a.k0, b.k0), max(a.k1, b.k1)
     box = Region(q0, q1, k0, k1, min(_nearest(a), _nearest(b)), max(_farthest(a), _farthest(b)))
     return box if box.pairs == a.pairs + b.pairs else None
 
 
 def _nearest(r: Region) -> int:
-    """The smallest i - j of a trimmed region."""
+    """Return the smallest i - j of a trimmed region."""
     return r.lo if r.lo is not None and r.lo_binds else r.q0 - (r.k1 - 1)
 
 
 def _farthest(r: Region) -> int:
-    """The largest."""
+    """Return the largest i - j of a trimmed region."""
     return r.hi if r.hi is not None and r.hi_binds else r.q1 - 1 - r.k0
 
 
@@ -214,24 +210,24 @@ def _farthest(r: Region) -> int:
 
 @dataclass(slots=True)
 class _Group:
-    """Pieces of one call: no query and no key occurs twice, so that what they give may be put back side by side."""
+    """Sequences of one call: no query and no key occurs twice, so that results can be scattered back."""
 
-    flash_sequences: list[FlashSequence] = field(default_factory=list)
+    sequences: list[FlashSequence] = field(default_factory=list)
     taken: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
 
-    def takes(self, piece: FlashSequence) -> bool:
-        """Add a piece, if nothing of it is there."""
-        r = piece.region
+    def takes(self, sequence: FlashSequence) -> bool:
+        """Add a sequence if none of its queries and keys is in the group; return whether it was added."""
+        r = sequence.region
         wanted = [
             ((of, row), span)
-            for row in range(*piece.rows)
+            for row in range(*sequence.rows)
             for of, span in (("queries", (r.q0, r.q1)), ("keys", (r.k0, r.k1)))
         ]
         if any(_meets(self.taken.get(key, []), span) for key, span in wanted):
             return False
         for key, span in wanted:
             insort(self.taken.setdefault(key, []), span)
-        self.flash_sequences.append(piece)
+        self.sequences.append(sequence)
         return True
 
 
@@ -241,23 +237,23 @@ def _meets(taken: list[Span], span: Span) -> bool:
 
 
 def group_by_window(found: Iterable[FlashSequence]) -> list[tuple[Window, list[FlashSequence]]]:
-    """Pieces of one window together, as many as fit into a call."""
+    """Group sequences of one window into as few calls as possible."""
     groups: dict[Window, list[_Group]] = {}
-    for piece in found:
-        of_window = groups.setdefault(piece.window, [])
-        if not any(group.takes(piece) for group in of_window):
+    for sequence in found:
+        of_window = groups.setdefault(sequence.window, [])
+        if not any(group.takes(sequence) for group in of_window):
             of_window.append(_Group())
-            of_window[-1].takes(piece)
-    return [(window, group.flash_sequences) for window, of_window in groups.items() for group in of_window]
+            of_window[-1].takes(sequence)
+    return [(window, group.sequences) for window, of_window in groups.items() for group in of_window]
 
 
 def _call(window: Window, found: list[FlashSequence], sizes: Span, device: torch.device) -> FlashCall:
-    """One call of these flash_sequences.
+    """Make one call.
 
     Args:
-        window: of all of them.
-        found: the flash_sequences.
-        sizes: tokens of my queries' tensor, and of the block's, in a row of the batch.
+        window: of all sequences.
+        found: the sequences.
+        sizes: tokens per batch row of the local queries, and of the KV block.
         device: of the index tensors.
     """
     if len(found) == 1:
@@ -265,7 +261,7 @@ def _call(window: Window, found: list[FlashSequence], sizes: Span, device: torch
         queries, keys = (Tokens(rows, places, None, packed=False) for places in ((r.q0, r.q1), (r.k0, r.k1)))
         return FlashCall(window, queries, keys, (r.q1 - r.q0, r.k1 - r.k0), None)
     sequences = sorted(
-        (row, r.q0, r.q1, r.k0, r.k1) for piece in found for r in (piece.region,) for row in range(*piece.rows)
+        (row, r.q0, r.q1, r.k0, r.k1) for sequence in found for r in (sequence.region,) for row in range(*sequence.rows)
     )
     row, q0, q1, k0, k1 = torch.tensor(sequences).unbind(1)
     queries, keys = _tokens(row, q0, q1, sizes[0], device), _tokens(row, k0, k1, sizes[1], device)
@@ -275,7 +271,7 @@ def _call(window: Window, found: list[FlashSequence], sizes: Span, device: torch
 
 
 def _tokens(row: Tensor, start: Tensor, stop: Tensor, size: int, device: torch.device) -> Tokens:
-    """Tokens [start, stop) of each row of the batch, one sequence after the other; `row` ascends."""
+    """Return tokens [start, stop) of the batch rows `row`, one sequence after the other; `row` ascends."""
     n = stop - start
     before = n.cumsum(0) - n
     rows, places = (int(row[0]), int(row[-1]) + 1), (int(start[0]), int(stop[-1]))

@@ -1,12 +1,12 @@
-"""Which blocks of keys each block of queries sees, from a mask's regions: FlexAttention's BlockMask without its pairs.
+"""FlexAttention's BlockMask from a mask's regions: the key blocks that each query block sees.
 
-`create_block_mask` evaluates the mask at every pair, S^2 of them, once a batch. A region (a rectangle with a diagonal
-band, `longspan.core.regions`) says the same in closed form: in one row of blocks it touches one run of blocks of keys,
-and covers one run of them whole. So the work is one row of arithmetic for each region and block of queries that meet,
-and what is made are lists of the blocks that are seen, as long as the longest of them.
+`create_block_mask` evaluates the mask at all S^2 pairs, once per batch. Regions (`longspan.core.regions`) give it in
+closed form: in one row of blocks a region touches one run of key blocks, and covers one run of them completely. So the
+work is one row of arithmetic for each pair of a region and a query block that intersect, and the memory is that of the
+lists of blocks.
 
-A block that several regions share (a border of a prefix, of a document, of a ring's runs) is full where their pairs add
-up to all of it: regions are disjoint.
+A block that several regions share (at a border of a prefix, a document or a ring's spans) is full if their pairs add up
+to all of its pairs: regions are disjoint.
 
 Shape suffixes: B rows of the batch, R rows of blocks, W longest list of blocks, N events (a region in a row of blocks).
 """
@@ -27,11 +27,11 @@ _FAR = 1 << 40  # a border that binds nothing; far from the ends of int64, so th
 
 
 class BlockList(NamedTuple):
-    """For each row of blocks the blocks that it meets, in ascending order, as BlockMask takes them.
+    """For each row of blocks the blocks that it sees, ascending, in BlockMask's form.
 
     Attributes:
-        counts: how many, int32 [B, 1, R].
-        indices: which, int32 [B, 1, R, W]; W is at least 2, and what stands behind the count means nothing.
+        counts: number of blocks, int32 [B, 1, R].
+        indices: their indices, int32 [B, 1, R, W]; W is at least 2; entries after the count are ignored.
     """
 
     counts: Tensor
@@ -40,12 +40,12 @@ class BlockList(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """The blocks of a mask: those in which some pairs attend, and those in which all do.
+    """The blocks of a mask in which some pairs attend, and those in which all do.
 
     Attributes:
-        partial: blocks of keys by blocks of queries.
-        full: likewise; None where no block is known to be full (a mask function may hide any pair).
-        partial_q: blocks of queries by blocks of keys, for the gradients of keys and values.
+        partial: key blocks of each query block.
+        full: likewise; None with a mask_mod, which may hide any pair.
+        partial_q: query blocks of each key block, for the gradients of keys and values.
         full_q: likewise.
     """
 
@@ -56,7 +56,7 @@ class BlockLists:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order in which BlockMask takes them: counts and indices of each."""
+        """Counts and indices of each list, in BlockMask's order."""
         lists = (self.partial, self.full, self.partial_q, self.full_q)
         return tuple(x for found in lists for x in (found or (None, None)))
 
@@ -64,14 +64,14 @@ class BlockLists:
 def block_lists(
     parts: Sequence[BlockRegion], rows: int, counts: Span, size: int, *, opaque: bool, device: torch.device
 ) -> BlockLists:
-    """The blocks of a mask, from its regions.
+    """Return the blocks of a mask.
 
     Args:
-        parts: disjoint regions, with the rows of the batch that have them and their places in the tensors.
-        rows: of the batch; 1 where all have the same mask.
+        parts: disjoint regions, with their batch rows and indices in the tensors.
+        rows: batch rows; 1 if all have the same mask.
         counts: blocks of queries and blocks of keys.
         size: queries, and keys, of a block.
-        opaque: a mask function hides more, nobody knows where: no block is full.
+        opaque: whether a mask_mod hides further pairs, so that no block is known to be full.
         device: of the lists.
     """
     regions_N7 = torch.tensor([_edges(part) for part in parts], dtype=torch.int64).reshape(-1, 7)
@@ -89,27 +89,27 @@ def block_lists(
 
 
 def _edges(part: BlockRegion) -> tuple[int, ...]:
-    """First row of the batch, queries, keys and band of a region, by places in the tensors."""
+    """Return a region's first batch row, queries, keys and band, by indices in the tensors."""
     r, shift = part.region, part.q_at - part.k_at
     lo, hi = (-_FAR if r.lo is None else r.lo + shift), (_FAR if r.hi is None else r.hi + shift)
     return part.rows[0], r.q0 + part.q_at, r.q1 + part.q_at, r.k0 + part.k_at, r.k1 + part.k_at, lo, hi
 
 
 def _transposed(regions_N7: Tensor) -> Tensor:
-    """Keys for queries: lo <= i - j <= hi is -hi <= j - i <= -lo."""
+    """Swap keys and queries: lo <= i - j <= hi is -hi <= j - i <= -lo."""
     b, q0, q1, k0, k1, lo, hi = regions_N7.unbind(1)
     return torch.stack([b, k0, k1, q0, q1, -hi, -lo], 1)
 
 
 class _Events(NamedTuple):
-    """Regions in rows of blocks, [N] each: the row (counted through all rows of the batch), and what lies in it.
+    """The parts of regions in rows of blocks, [N] each.
 
     Attributes:
-        row: number.
-        a: first query of the region in the row, and `b`: behind the last.
-        k0: the region's keys and band, as `k1`, `lo`, `hi`.
-        touched: the run of blocks of keys that it touches [first, stop).
-        covered: the run that it covers whole; first = stop where there is none.
+        row: row of blocks, counted through all batch rows.
+        a: first query of the region in the row; `b` is one past the last.
+        k0: the region's first key, with `k1`, `lo` and `hi` as in `Region`.
+        touched: the run of key blocks [first, stop) that it touches.
+        covered: the run that it covers completely; first = stop for none.
     """
 
     row: Tensor
@@ -123,7 +123,7 @@ class _Events(NamedTuple):
     covered: tuple[Tensor, Tensor]
 
     def at(self, which: Tensor) -> _Events:
-        """Some of them, in any order and number."""
+        """Select some of them, in any order."""
         (t0, t1), (f0, f1) = self.touched, self.covered
         row, a, b, k0, k1, lo, hi = (x[which] for x in (self.row, self.a, self.b, self.k0, self.k1, self.lo, self.hi))
         return _Events(row, a, b, k0, k1, lo, hi, (t0[which], t1[which]), (f0[which], f1[which]))
@@ -131,11 +131,11 @@ class _Events(NamedTuple):
 
 def _events(regions_N7: Tensor, rows: int, size: int) -> _Events:
     batch_row, q0, q1, k0, k1, lo, hi = regions_N7.unbind(1)
-    q0, q1 = torch.maximum(q0, k0 + lo), torch.minimum(q1, k1 + hi)  # the queries that see anything of it
+    q0, q1 = torch.maximum(q0, k0 + lo), torch.minimum(q1, k1 + hi)  # the queries that see any key of it
     which, block = _spread(q0 // size, -(-q1 // size))
     batch_row, q0, q1, k0, k1, lo, hi = (x[which] for x in (batch_row, q0, q1, k0, k1, lo, hi))
     a, b = torch.maximum(q0, block * size), torch.minimum(q1, (block + 1) * size)
-    # Query i sees keys i - hi to i - lo: all of them together, and what each of them sees.
+    # Query i sees keys i - hi to i - lo. Touched: keys that any query sees; covered: keys that every query sees.
     touched = torch.maximum(k0, a - hi) // size, -(-torch.minimum(k1, b - lo) // size)
     first, stop = -(-torch.maximum(k0, b - 1 - hi) // size), torch.minimum(k1, a - lo + 1) // size
     whole = (b - a == size) & (first < stop)
@@ -144,18 +144,18 @@ def _events(regions_N7: Tensor, rows: int, size: int) -> _Events:
 
 
 def _spread(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-    """All numbers of some runs [first, stop): of which run each is, and the number."""
+    """Return all numbers of the runs [first, stop), and the run of each."""
     sizes = (stop - first).clamp(min=0)
     which = torch.repeat_interleave(torch.arange(len(first)), sizes)
     return which, first[which] + torch.arange(len(which)) - (sizes.cumsum(0) - sizes)[which]
 
 
 _Runs = tuple[Tensor, Tensor, Tensor]
-"""Rows, and runs of blocks [first, stop) in them: sorted and disjoint."""
+"""Rows, and their sorted, disjoint runs of blocks [first, stop)."""
 
 
 def _runs(regions_N7: Tensor, sizes: Span, size: int, opaque: bool) -> tuple[_Runs, _Runs]:
-    """Partial and full blocks, of so many rows and columns of them."""
+    """Return the partial and the full blocks; `sizes` are the numbers of rows and columns of blocks."""
     rows, columns = sizes
     events = _events(regions_N7, rows, size)
     touched = events.row, *events.touched
@@ -165,7 +165,7 @@ def _runs(regions_N7: Tensor, sizes: Span, size: int, opaque: bool) -> tuple[_Ru
 
 
 def _shared(events: _Events, columns: int, size: int) -> _Runs:
-    """Blocks that no region covers alone, and several cover together: their pairs add up to the whole block."""
+    """Return blocks that several regions cover together: their pairs add up to all pairs of the block."""
     in_row = torch.bincount(events.row) if len(events.row) else events.row
     events = events.at((in_row[events.row] > 1).nonzero()[:, 0])
     left, at_left = _spread(events.touched[0], events.covered[0])
@@ -180,11 +180,11 @@ def _shared(events: _Events, columns: int, size: int) -> _Runs:
 
 
 def _pairs_from(lo: Tensor, a: Tensor, b: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """Pairs with i - j >= lo among queries [a, b) and keys [k0, k1): query i sees the first i - (k0 + lo - 1) keys."""
+    """Count pairs with i - j >= lo of queries [a, b) and keys [k0, k1): query i sees the first i - (k0 + lo - 1)."""
     keys = k1 - k0
 
     def below(x: Tensor) -> Tensor:
-        """Of queries up to x places behind the last that sees none: they see 1, 2, ..., and then all keys."""
+        """Count the pairs of the first x queries that see any key: they see 1, 2, ..., and then all keys."""
         rising = torch.minimum(x.clamp(min=0), keys)
         return rising * (rising + 1) // 2 + (x - keys).clamp(min=0) * keys
 
@@ -193,7 +193,7 @@ def _pairs_from(lo: Tensor, a: Tensor, b: Tensor, k0: Tensor, k1: Tensor) -> Ten
 
 
 def _swept(touched: _Runs, covered: Sequence[_Runs], columns: int) -> tuple[_Runs, _Runs]:
-    """Runs of blocks that are touched and not covered, and runs that are covered: a sweep over the borders of runs."""
+    """Return runs of blocks that are touched but not covered, and covered runs, by a sweep over all borders."""
     places, steps = [], []
     for kind, (row, first, stop) in [(0, touched), *((1, runs) for runs in covered)]:
         for border, sign in ((first, 1), (stop, -1)):
@@ -202,7 +202,7 @@ def _swept(touched: _Runs, covered: Sequence[_Runs], columns: int) -> tuple[_Run
             step[:, kind] = sign
             steps.append(step)
     place, order = torch.cat(places).sort()
-    open_ = torch.cat(steps)[order].cumsum(0)[:-1] > 0  # between a border and the next; behind a row's last nothing is
+    open_ = torch.cat(steps)[order].cumsum(0)[:-1] > 0  # between a border and the next one
     row, first = place[:-1] // (columns + 1), place[:-1] % (columns + 1)
     stop = first + place.diff()
     some = stop > first
@@ -211,17 +211,17 @@ def _swept(touched: _Runs, covered: Sequence[_Runs], columns: int) -> tuple[_Run
 
 
 def _listed(runs: _Runs, first_of_row: Tensor, sizes: Span, device: torch.device) -> BlockList:
-    """The numbers of all blocks of runs, row by row."""
+    """List the indices of all blocks of the runs, row by row."""
     (row, first, stop), (own, other) = runs, sizes
     total = len(first_of_row) * own
     counts = torch.zeros(total, dtype=torch.int64).index_add_(0, row, stop - first)
     place = (stop - first).cumsum(0) - (stop - first) - (counts.cumsum(0) - counts)[row]  # in the row's list
-    # A list rises by 1 from entry to entry, and at the start of a run by what lies between: the sum of its steps.
+    # A list increases by 1 within a run, and by the gap at the start of a run: compute it as the sum of its steps.
     ends = torch.cat([stop[:1] * 0, stop[:-1]])
     step = torch.where(place > 0, first - ends + 1, first)
     indices_RW = torch.ones(total, max(2, int(counts.max())), dtype=torch.int32, device=device)
     indices_RW[row.to(device), place.to(device)] = step.to(device, torch.int32)
-    indices_RW = indices_RW.cumsum_(1).clamp_(max=other - 1)  # behind a list: any block that there is
+    indices_RW = indices_RW.cumsum_(1).clamp_(max=other - 1)  # entries after the count must be valid blocks
     of_row = first_of_row.to(device)
     indices, counts = indices_RW.view(-1, own, indices_RW.shape[1]), counts.to(device, torch.int32).view(-1, own)
     if len(of_row) > 1:

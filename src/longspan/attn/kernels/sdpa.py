@@ -1,7 +1,7 @@
-"""Kernel "sdpa": whatever torch picks under `scaled_dot_product_attention`, called once for each run of tokens.
+"""Kernel "sdpa": torch's `scaled_dot_product_attention`, called once for each segment.
 
-Documents, padding and chunks are cut into calls of their own, so that the cost follows the mask; a short window runs as
-blocks of queries with two blocks of keys each. Gradients are autograd's.
+Documents and chunks are separate calls, so that the cost follows the mask; a short window runs as blocks of queries
+with two blocks of keys each. Autograd computes the gradients.
 
 Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim.
 """
@@ -23,48 +23,50 @@ from longspan.core.layout import Span
 from longspan.core.segments import Segments, chunk_segments
 
 SHORT_WINDOW = 256
-"""The longest window that "auto" gives to sdpa, whose mask of a window has twice the pairs that attend. Up to here that
-costs no more than the many small tiles of "tiled" (`benchmarks/mask_cost.py`)."""
+"""The longest window for which "auto" uses sdpa, which computes twice the attending pairs. Up to here that costs no
+more than the many small tiles of "tiled" (`benchmarks/mask_cost.py`)."""
 
-_FILLED = 1.25  # how much longer than its shortest segment a bucket may be, so that at most a fifth is filled in
+_FILLED = 1.25  # longest / shortest segment of a bucket: at most a fifth is padding
 _MANY = 4  # calls that one bucket must save
-_GATHERED_BYTES = 1 << 15  # q, k and v of a segment, of the mean one: above, gathering costs more than a call saves
+_GATHERED_BYTES = 1 << 15  # q, k and v of the mean segment; above, gathering costs more than a call saves
 
 
-def beyond_sdpa(need: KernelRequest) -> list[str]:
-    """What of mask and scores `sdpa` cannot do, by name."""
-    mask, scores = need.mask, need.scores
+def beyond_sdpa(request: KernelRequest) -> list[str]:
+    """Return the options of mask and scores that `sdpa` cannot compute, by name."""
+    mask, scores = request.mask, request.scores
     named = {
-        f"the mask {type(mask).__name__}": type(mask) is not Mask,  # a kind of one's own
+        f"the mask {type(mask).__name__}": type(mask) is not Mask,  # a custom mask
         "softcap": scores.softcap is not None,
         "sinks": scores.sinks is not None,
         "alibi": scores.alibi is not None,
         "bias": scores.bias is not None,
-        "mask_mod": mask.mod is not None,
+        "mask_mod": mask.mask_mod is not None,
         "prefix": mask.prefix is not None,
         "a window to both sides": mask.window is not None and not mask.causal,
-        "keys of another sequence or length": mask.kv_segments is not None or mask.q_start > 0 or not need.same_length,
+        "keys of another sequence or length": mask.kv_segments is not None
+        or mask.q_start > 0
+        or not request.same_length,
     }
     return [name for name, there in named.items() if there]
 
 
 def segments_with_chunks(blocks: Blocks) -> Segments | None:
-    """Chunks are runs of tokens that attend among themselves, as documents are: every document cut at their borders."""
+    """Return the segments, cut at the borders of `chunk_size`."""
     mask, length = blocks.mask, blocks.lengths[1]
-    if mask.chunk is None or mask.kv_segments is not None:
+    if mask.chunk_size is None or mask.kv_segments is not None:
         return mask.segments
     rows = mask.segments or (((0, length),),) * blocks.batch
     starts = tuple(tuple(start for start, _ in row) for row in rows)  # chunks count from the sequence's start
-    return chunk_segments(rows, mask.chunk, starts)
+    return chunk_segments(rows, mask.chunk_size, starts)
 
 
 @dataclass(frozen=True, slots=True)
 class RowSplits:
-    """TileScores a row of the batch is cut into calls.
+    """How a batch row is split into calls.
 
     Attributes:
-        sizes: tokens of all parts in order, padding between segments too.
-        real: for each of them whether it is a segment; what is not gives zeros.
+        sizes: tokens of all parts in order, segments and the padding between them.
+        real: whether each part is a segment; padding returns zeros.
     """
 
     sizes: tuple[int, ...]
@@ -72,7 +74,7 @@ class RowSplits:
 
     @classmethod
     def of(cls, row: tuple[Span, ...], length: int) -> RowSplits:
-        """The cut at the borders of a row's segments."""
+        """Split a row at the borders of its segments."""
         borders = sorted({0, length, *(i for segment in row for i in segment)})
         starts = {start for start, stop in row if start < stop}
         sizes = tuple(stop - start for start, stop in itertools.pairwise(borders))
@@ -81,14 +83,14 @@ class RowSplits:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bucket:
-    """Segments of about one length, which run in one call: n segments of L tokens.
+    """Segments of similar length, which run in one call: n segments of L tokens.
 
-    Shorter ones are filled up with their last token. Under a causal mask no real query sees what is filled in.
+    Shorter ones are padded with their last token. Under a causal mask no real query sees the padding.
 
     Attributes:
-        at: places in `[B * S]`, int64 [n, L].
-        real: which of the n * L are real, int64; None for all.
-        to: where these lie in `[B * S]`, int64.
+        at: indices in `[B * S]`, int64 [n, L].
+        real: which of the n * L tokens are real, int64; None for all.
+        to: indices of the real tokens in `[B * S]`, int64.
     """
 
     at: Tensor
@@ -103,8 +105,8 @@ class SdpaCalls:
     Attributes:
         causal: whether each is causal.
         window: tokens of a causal window; None for none.
-        cuts: for each row of the batch; one for all where they are cut alike; None for one call of everything.
-        buckets: instead of cuts, where there are many segments.
+        cuts: for each batch row; one entry if all rows are split alike; None for one call.
+        buckets: instead of cuts, if there are many segments.
     """
 
     causal: bool
@@ -118,19 +120,18 @@ class SdpaKernel(AutogradKernel):
 
     name = "sdpa"
 
-    def refuses(self, need: KernelRequest) -> str | None:
-        """Whatever else."""
-        more = beyond_sdpa(need)
+    def refuses(self, request: KernelRequest) -> str | None:
+        """Return the reason why SDPA cannot run this mask, or None."""
+        more = beyond_sdpa(request)
         if more:
             return f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto', which takes one that can"
         return None
 
-    def describe(self, need: KernelRequest) -> str:
-        """What it does."""
+    def describe(self, request: KernelRequest) -> str:
         return "torch's scaled_dot_product_attention takes this mask, run by run"
 
     def prepare_batch(self, blocks: Blocks) -> SdpaCalls:
-        """The calls of the batch."""
+        """Return the calls of the batch."""
         segments, mask = segments_with_chunks(blocks), blocks.mask
         if segments is None:
             return SdpaCalls(mask.causal, mask.window, None)
@@ -140,30 +141,30 @@ class SdpaKernel(AutogradKernel):
         rows = segments[:1] if len(set(segments)) == 1 else segments
         return SdpaCalls(mask.causal, mask.window, tuple(RowSplits.of(row, blocks.lengths[0]) for row in rows))
 
-    def laid(
+    def to_kernel_layout(
         self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: SdpaCalls
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """On a CPU, of a call of everything: heads first."""
+        """See `AutogradKernel`: heads first on a CPU, for one call of all tokens."""
         windowed = prepared.window is not None and prepared.window < q_BSHD.shape[1]
         if windowed or prepared.cuts is not None or prepared.buckets is not None:
-            return q_BSHD, k_BTKD, v_BTKD  # run by run
+            return q_BSHD, k_BTKD, v_BTKD  # each segment is copied by itself
         q, k, v = (x.transpose(1, 2) for x in _heads_first(q_BSHD, k_BTKD, v_BTKD))
         return q, k, v
 
     def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
-        """All calls; see `AutogradKernel`."""
+        """See `AutogradKernel`."""
         if prepared.buckets is not None:
             return _bucketed(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
         if prepared.cuts is None:
             return _one(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
-        if len(prepared.cuts) == 1:  # every row is cut alike: cut the batch as one
+        if len(prepared.cuts) == 1:  # all rows are split alike: split the batch as one
             return _row(q_BSHD, k_BSKD, v_BSKD, prepared.cuts[0], prepared, scores)
         rows = zip(q_BSHD.split(1), k_BSKD.split(1), v_BSKD.split(1), prepared.cuts, strict=True)
         return torch.cat([_row(q, k, v, cut, prepared, scores) for q, k, v, cut in rows])
 
 
 def in_buckets(segments: Segments, blocks: Blocks) -> tuple[Bucket, ...] | None:
-    """Many segments as a few calls; None where that saves too few of them to be worth gathering their tokens."""
+    """Group many segments into a few calls; None if that saves too few calls to be worth gathering their tokens."""
     S = blocks.lengths[0]
     spans = [(b * S + start, b * S + stop) for b, row in enumerate(segments) for start, stop in row if start < stop]
     runs = sorted((stop - start, start) for start, stop in spans)
@@ -191,7 +192,7 @@ def _bucket(group: list[tuple[int, int]], device: torch.device) -> Bucket:
 
 
 def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
-    """Each bucket gathered, computed in one call, and put back; zeros between the segments (padding)."""
+    """Gather each bucket, compute it in one call, and scatter the result; padding between segments is zero."""
     assert calls.buckets is not None
     B, S, H = q_BSHD.shape[:3]
     flat = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
@@ -207,8 +208,8 @@ def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, 
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, cut: RowSplits, calls: SdpaCalls, scores: Scores) -> Tensor:
-    """Each run of tokens on its own, zeros between them (padding)."""
-    # One split, not many slices: the gradient of a split is one concatenation, that of a slice a whole zero tensor.
+    """Compute each segment by itself; padding between them is zero."""
+    # One split, not many slices: the gradient of a split is one concatenation, that of each slice a full zero tensor.
     parts = zip(cut.real, q.split(cut.sizes, 1), k.split(cut.sizes, 1), v.split(cut.sizes, 1), strict=True)
     out = [
         _one(qi, ki, vi, calls, scores) if real else qi.new_zeros(*qi.shape[:3], vi.shape[3])
@@ -225,35 +226,35 @@ def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> T
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`[B, S, H, D]` as `[B, H, S, D]`: views, or on a CPU copies where these are worth it."""
+    """Return `[B, S, H, D]` as `[B, H, S, D]`: views, or copies on a CPU where they pay off."""
     q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
-        # The CPU kernel reads K and V again for every block of queries: rows of a head side by side are worth a copy.
+        # The CPU kernel reads K and V again for every block of queries: contiguous heads are worth a copy.
         k_BKSD, v_BKSD = k_BKSD.contiguous(), v_BKSD.contiguous()
         if q.requires_grad and _within_a_row(q):
-            # An exchange brought Q, K and V in one tensor. Q, saved for the backward, would keep it: K and V twice.
+            # `q` is a view of the packed QKV buffer. Copy it, so that saving `q` does not keep K and V alive.
             q_BHSD = q_BHSD.contiguous()
     return q_BHSD, k_BKSD, v_BKSD
 
 
 def _within_a_row(x_BSHD: Tensor) -> bool:
-    """Whether a token's heads lie side by side, and something else beside them (by strides: a compiler knows them)."""
+    """Whether the heads are a slice of wider rows, by strides, which a compiler knows."""
     B, _, H, D = x_BSHD.shape
     wider = x_BSHD.stride(1) > H * D and (B == 1 or x_BSHD.stride(0) > H * D)
     return wider and (H == 1 or x_BSHD.stride(2) == D)
 
 
 def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
-    if q_BHSD.shape[1] != k_BKSD.shape[1]:  # a branch and not a value: compiled, a comparison of sizes may be symbolic
+    if q_BHSD.shape[1] != k_BKSD.shape[1]:  # a branch, because the comparison may be symbolic when compiled
         options["enable_gqa"] = True
     out: Tensor = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, **options)
     return out
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scores: Scores) -> Tensor:
-    """A causal sliding window in blocks of `window` queries, each with its own and the previous block of keys.
+    """Compute a causal window in blocks of `window` queries, each with its own and the previous block of keys.
 
-    Costs O(S * window) time and memory. All blocks run as one batched call: B * blocks rows of `window` queries.
+    O(S * window) time and memory. All blocks run in one batched call: B * blocks rows of `window` queries.
     """
     B, S = q.shape[:2]
     w = max(window, min(S, 128))  # very small windows would make very many tiny blocks

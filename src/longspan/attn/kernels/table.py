@@ -1,4 +1,4 @@
-"""Which kernels "auto" tries, in which order: a table, `table.toml`, which a benchmark can write anew for a GPU."""
+"""The table of kernels that "auto" tries, in order: `table.toml`, which a benchmark can measure for a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What decides, in the table's terms: alike on all ranks, if their GPUs are.
+    """What a table's row is matched against: the same on all ranks with the same GPU.
 
     Attributes:
         device: its type.
@@ -40,29 +40,28 @@ class Facts:
     head_dim: int
 
     @classmethod
-    def of(cls, need: KernelRequest) -> Facts:
-        """Those of an attention."""
-        dtype = str(need.dtype).removeprefix("torch.")
-        return cls(need.device.type, capability_of(need.device), what_of(need), dtype, max(need.head_dims))
+    def of(cls, request: KernelRequest) -> Facts:
+        dtype = str(request.dtype).removeprefix("torch.")
+        return cls(request.device.type, capability_of(request.device), what_of(request), dtype, max(request.head_dims))
 
 
 def capability_of(device: torch.device) -> str:
-    """The compute capability of a GPU, such as "9.0"; "" of another device."""
+    """Return the compute capability of a GPU, such as "9.0"; "" for another device."""
     if device.type != "cuda":
         return ""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}.{minor}"
 
 
-def what_of(need: KernelRequest) -> str:
-    """The kind of an attention, one of `WHAT`: the first that fits."""
-    mask, scores = need.mask, need.scores
-    if mask.mod is not None or scores.softcap is not None or scores.has_bias:
+def what_of(request: KernelRequest) -> str:
+    """Return the kind of an attention: the first of `WHAT` that fits."""
+    mask, scores = request.mask, request.scores
+    if mask.mask_mod is not None or scores.softcap is not None or scores.has_bias:
         return "mod"
     if mask.window is not None:
         return "window" if mask.window > SHORT_WINDOW else "short_window"
-    several = mask.segments is not None or mask.kv_segments is not None or mask.chunk is not None
-    if several or mask.prefix is not None or mask.q_start > 0 or not need.same_length or type(mask) is not Mask:
+    several = mask.segments is not None or mask.kv_segments is not None or mask.chunk_size is not None
+    if several or mask.prefix is not None or mask.q_start > 0 or not request.same_length or type(mask) is not Mask:
         return "documents"
     return "causal" if mask.causal else "full"
 
@@ -78,8 +77,8 @@ class TableRow:
         capability: such as "9.0".
         what: one of `WHAT`.
         dtype: one of `DTYPES`.
-        head_dim: of at most so many.
-        said: all of it as one line, spelled when it is read: a compiler that traces a choice spells nothing.
+        head_dim: largest head_dim.
+        summary: the row as one line, formatted when it is read: a compiler that traces a choice cannot format.
     """
 
     source: str
@@ -89,10 +88,9 @@ class TableRow:
     what: str | None = None
     dtype: str | None = None
     head_dim: int | None = None
-    said: str = ""
+    summary: str = ""
 
     def matches(self, facts: Facts) -> bool:
-        """Whether it holds for these facts."""
         names = ("device", "capability", "what", "dtype")
         same = all(getattr(self, name) in (None, getattr(facts, name)) for name in names)
         return same and (self.head_dim is None or facts.head_dim <= self.head_dim)
@@ -100,32 +98,32 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """Rows in order: what `kernel=` takes in the place of "auto".
+    """Rows in order, for `kernel=` instead of "auto".
 
     Attributes:
-        name: the file, and a digest of its rows, by which ranks see whether theirs are alike.
-        rows: the first that matches holds.
+        name: the file and a digest of its rows, by which ranks compare their tables.
+        rows: the first that matches is used.
     """
 
     name: str
     rows: tuple[TableRow, ...]
 
     def row(self, facts: Facts) -> TableRow:
-        """The first row that matches; longspan's own last row matches everything."""
+        """Return the first row that matches; longspan's last row matches everything."""
         return next(row for row in self.rows if row.matches(facts))
 
     def rows_of(self, device: torch.device) -> str:
-        """Its rows for a device, spelled: where ranks have other GPUs than others, these may differ."""
+        """Format the rows for a device; they may differ between ranks with different GPUs."""
         capability = capability_of(device)
-        mine = (r for r in self.rows if r.device in (None, device.type) and r.capability in (None, capability))
-        return "; ".join(row.said for row in mine)
+        rows = (r for r in self.rows if r.device in (None, device.type) and r.capability in (None, capability))
+        return "; ".join(row.summary for row in rows)
 
 
 def read_table(path: str | Path, known: Collection[str]) -> KernelTable:
-    """The rows of a file, and longspan's own behind them.
+    """Read the rows of a file; longspan's rows follow them.
 
     Raises:
-        LongspanError: for a file that is no such table, with the row and what it may be.
+        LongspanError: for a file that is no such table; the message names the row and the allowed values.
     """
     rows = _read("the kernel table", Path(path), known)
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
@@ -146,7 +144,7 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
             f"{toml.name} {toml.path}, row {number}: {key}={format_value(values.get(key))} must be {must}"
         )
 
-    names = [f.name for f in fields(TableRow) if f.name not in ("source", "said")]
+    names = [f.name for f in fields(TableRow) if f.name not in ("source", "summary")]
     unknown = sorted(set(values) - set(names))
     if unknown:
         raise LongspanError(
@@ -170,8 +168,8 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
     given = {**values, "kernels": tuple(kernels)}
     source = f"row {number} of {'longspan' if known is None else toml.path.name}'s table"
     keys = ", ".join(f"{name} {values[name]}" for name in names if name != "kernels" and name in values)
-    return TableRow(source, **given, said=f"{source}: {keys or 'everything'} -> {', '.join(kernels)}")
+    return TableRow(source, **given, summary=f"{source}: {keys or 'everything'} -> {', '.join(kernels)}")
 
 
 DEFAULT = KernelTable("longspan's", _read("longspan's table", Path(__file__).with_name("table.toml"), None))
-"""longspan's own, `table.toml`. Read at the import: a compiler that traces a choice must find it there."""
+"""`table.toml`, read at import: a compiler that traces a choice must find it there."""

@@ -1,8 +1,8 @@
-"""Kernel "tiled": attention to one block of keys and values by tiles, whatever the mask and scores.
+"""Kernel "tiled": attention to one KV block by tiles, for every mask and score.
 
-A tile is one kernel call. Tiles without a mask, and triangles, run in torch's flash attention; tiles whose mask or
-bias must be materialized run there too on a CPU (it takes a mask), else as matrix products of at most
-`longspan.core.regions.TILE`. Empty tiles do not exist, so the cost follows the mask.
+A tile is one kernel call. Full tiles and triangles run in torch's flash attention. Tiles whose mask or bias must be
+materialized run there too on a CPU, whose kernel takes a mask; on a GPU as matrix products of at most
+`longspan.core.regions.TILE`. There are no empty tiles, so the cost follows the mask.
 
 Shape suffixes: B batch, H query heads, K KV heads, G queries to a KV head, Q queries, T keys, D head_dim.
 """
@@ -30,21 +30,21 @@ from longspan.core.regions import Call, Region, TileKind, joined, tiles
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TiledBlock:
-    """The tiles of my queries against one block of keys, and the mask that they belong to."""
+    """The tiles of the local queries with one KV block, and their mask."""
 
     calls: tuple[Call, ...]
     mask: Mask
 
 
 def must_materialize(mask: Mask, kind: ScoreKind) -> bool:
-    """Whether every score is touched by something that no flash kernel computes."""
-    return mask.mod is not None or kind.softcap is not None or kind.has_bias
+    """Whether an option changes every score, which no flash kernel computes."""
+    return mask.mask_mod is not None or kind.softcap is not None or kind.has_bias
 
 
 def takes_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
-    """Whether torch's flash attention takes tiles of these tensors, of any size; if not, their scores are materialized.
+    """Whether torch's flash attention supports these tensors; otherwise their scores are materialized.
 
-    For CPUs: everything. For GPUs: half precision, and heads of at most 256 that divide by 8.
+    CPUs: all tensors. GPUs: half precision, with a head_dim of at most 256 that divides by 8.
     """
     if device.type == "cpu":
         return True
@@ -53,29 +53,27 @@ def takes_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, 
 
 
 class TiledKernel(AddingKernel):
-    """Every mask and score, by tiles; a subclass may compute a tile in another way."""
+    """Every mask and score, by tiles; a subclass may override how a tile is computed."""
 
     name = "tiled"
 
-    def refuses(self, need: KernelRequest) -> str | None:
-        """Nothing, on any device."""
+    def refuses(self, request: KernelRequest) -> str | None:
         return None
 
-    def describe(self, need: KernelRequest) -> str:
-        """What computes the tiles."""
-        if need.scores.softcap is not None:
+    def describe(self, request: KernelRequest) -> str:
+        if request.scores.softcap is not None:
             return "tiles of 256 x 1024 as matrix products, because of the softcap"
-        if need.device.type == "cpu":
+        if request.device.type == "cpu":
             return "tiles through torch's flash attention for CPU, in fp32"
-        if not takes_flash(need.device, need.dtype, need.head_dims):
-            what = f"{str(need.dtype).removeprefix('torch.')} with head_dim {max(need.head_dims)}"
+        if not takes_flash(request.device, request.dtype, request.head_dims):
+            what = f"{str(request.dtype).removeprefix('torch.')} with head_dim {max(request.head_dims)}"
             return f"tiles of 256 x 1024 as matrix products: torch's flash attention for GPUs does not take {what}"
-        if need.mask.mod is not None or need.scores.has_bias:
+        if request.mask.mask_mod is not None or request.scores.has_bias:
             return "tiles of 256 x 1024 as matrix products, because mask or bias must be materialized"
         return "tiles through torch's flash attention, those with a mask as matrix products"
 
     def prepare(self, blocks: Blocks) -> Sequence[TiledBlock | None]:
-        """The tiles of each block."""
+        """Return the tiles of each block."""
         flash = takes_flash(blocks.device, blocks.dtype, blocks.head_dims)
         materialized = must_materialize(blocks.mask, blocks.kind) or not flash
         out: list[TiledBlock | None] = []
@@ -98,54 +96,52 @@ class TiledKernel(AddingKernel):
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: TiledBlock, scores: Scores
     ) -> None:
-        """Tile by tile, in place."""
         scale, v_dim = scores.scale_of(k.shape[3]), v.shape[3]
-        q, k, v = self.laid([q, k, v], v_dim, scores)
+        q, k, v = self.to_kernel_layout([q, k, v], v_dim, scores)
         for call in block.calls:
-            mine = q[call.at_queries]
-            how = _how(call, block.mask, scores, mine, scale)
+            tile_q = q[call.at_queries]
+            how = _how(call, block.mask, scores, tile_q, scale)
             if how is not None:
-                out, lse = self.tile_forward(mine, k[call.at_keys], v[call.at_keys], how)
+                out, lse = self.tile_forward(tile_q, k[call.at_keys], v[call.at_keys], how)
                 into.add(_cut(out, v_dim), lse, call.rows, call.queries)
 
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
-        done: BackwardInputs,
+        inputs: BackwardInputs,
         k: Tensor,
         v: Tensor,
         block: TiledBlock,
         scores: Scores,
     ) -> None:
-        """Tile by tile, in place."""
         scale = scores.scale_of(k.shape[3])
-        q, k, v, out, grad = self.laid([done.q, k, v, done.out, done.grad], v.shape[3], scores)
-        done = BackwardInputs(q, out, grad, done.lse)
+        q, k, v, out, grad = self.to_kernel_layout([inputs.q, k, v, inputs.out, inputs.grad], v.shape[3], scores)
+        inputs = BackwardInputs(q, out, grad, inputs.lse)
         for call in block.calls:
-            part = done.at(*call.at_queries)
+            part = inputs.at(*call.at_queries)
             how = _how(call, block.mask, scores, part.q, scale)
             if how is not None:
                 parts = self.tile_backward(part, k[call.at_keys], v[call.at_keys], how)
                 places = call.at_queries, call.at_keys, call.at_keys
                 for total, at, more in zip(into, places, parts, strict=True):
-                    # Not `total[at] += more`, which also writes the sum to where it already is.
+                    # Not `total[at] += more`, which copies the sum onto itself.
                     total[at].add_(_cut(more, total.shape[3]))
 
-    def laid(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
-        """Tensors as `tile_forward` and `tile_backward` take them; no copy of those that are so already."""
+    def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """Cast and pad tensors for `tile_forward` and `tile_backward`; no copy if nothing changes."""
         xs = for_device(*xs)
         dim = max(xs[0].shape[3], v_dim)
         return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_filled(x, dim) for x in xs]
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of one tile's keys alone: [B, H, Q, Dv] and [B, H, Q]."""
+        """Return the output [B, H, Q, Dv] and log-sum-exp [B, H, Q] over one tile's keys."""
         return _forward(q, k, v, how)
 
     def tile_backward(
-        self, done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+        self, inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
-        return _backward(done, k, v, how)
+        """Return dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
+        return _backward(inputs, k, v, how)
 
 
 TILED = TiledKernel()
@@ -154,12 +150,12 @@ register(TILED)
 
 @dataclass(frozen=True, slots=True)
 class TileScores:
-    """TileScores a tile makes its scores.
+    """How to compute a tile's scores.
 
     Attributes:
-        kind: of its mask.
-        bias: what is added, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for nothing.
-        scale: the factor of q.k.
+        kind: of the tile's mask.
+        bias: added to the scores, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for none.
+        scale: factor of q.k.
         softcap: as in `Scores`.
     """
 
@@ -170,7 +166,7 @@ class TileScores:
 
 
 def _how(call: Call, mask: Mask, scores: Scores, q: Tensor, scale: float) -> TileScores | None:
-    """TileScores `call` makes its scores; None where a mask function leaves nothing of the tile."""
+    """Return how to compute a call's scores; None if a mask_mod hides the whole tile."""
     of_kind = functools.partial(TileScores, scale=scale, softcap=scores.softcap)
     r = call.region
     if r is None:
@@ -180,11 +176,11 @@ def _how(call: Call, mask: Mask, scores: Scores, q: Tensor, scale: float) -> Til
     added = scores.bias_of(q.shape[1], i, j, dtype)
     added = None if added is None else added[None]
     allowed = _band(r, i, j)
-    if mask.mod is not None:
+    if mask.mask_mod is not None:
         heads = scores.first_head, scores.first_head + q.shape[1]
-        of_mod = mask.mod_of(call.rows, heads, i, j)
+        of_mod = mask.evaluate_mask_mod(call.rows, heads, i, j)
         allowed = of_mod if allowed is None else of_mod & allowed
-        if q.device.type == "cpu":  # on a GPU asking would wait for it
+        if q.device.type == "cpu":  # on a GPU this would synchronize
             if not bool(allowed.any()):
                 return None
             allowed = None if bool(allowed.all()) else allowed
@@ -208,7 +204,7 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One tile: out and log-sum-exp of its keys alone; gradients from the whole row's out and log-sum-exp.
+# One tile.
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
@@ -220,21 +216,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, 
         out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
         return out, lse
     out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
-    if how.bias is not None:  # the kernel says 0 for a row without any key
+    if how.bias is not None:  # the kernel returns 0 for a row without keys
         lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
     return out, lse
 
 
-def _backward(done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor, Tensor]:
-    flash = _flash_of(done.q, v.shape[3], how.softcap, how.bias)
+def _backward(inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor, Tensor]:
+    flash = _flash_of(inputs.q, v.shape[3], how.softcap, how.bias)
     if flash is None:
-        return _materialized_backward(done, k, v, how)
-    q, out, grad, lse, causal = done.q, done.out, done.grad, done.lse, how.kind == "causal"
+        return _materialized_backward(inputs, k, v, how)
+    q, out, grad, lse, causal = inputs.q, inputs.out, inputs.grad, inputs.lse, how.kind == "causal"
     if flash == "cpu":
         dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
     else:
         lse = lse.float().contiguous()
-        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that is not used
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # random number state of the unused dropout
         sizes = q.shape[2], k.shape[2]
         dq, dk, dv = _flash_cuda_backward(
             grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, zero, zero, scale=how.scale
@@ -243,7 +239,7 @@ def _backward(done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores) -> tu
 
 
 def for_device(*xs: Tensor) -> list[Tensor]:
-    """On a CPU in fp32: partial outputs in bf16 would round once per block, and bf16 is no faster there."""
+    """Cast to fp32 on a CPU: partial outputs in bf16 would round once per block, and bf16 is not faster there."""
     return _wide(*xs) if xs[0].device.type == "cpu" else list(xs)
 
 
@@ -252,7 +248,7 @@ def _wide(*xs: Tensor) -> list[Tensor]:
 
 
 def _flash_of(q: Tensor, v_dim: int, softcap: float | None, bias: Tensor | None = None) -> str | None:
-    """Whose flash attention takes a tile: "cpu" (any dtype, a bias too), "cuda", or nobody's (None)."""
+    """Return which flash attention computes a tile: "cpu" (any dtype, also with a bias), "cuda", or None."""
     if softcap is not None:
         return None
     if q.device.type == "cpu":
@@ -261,17 +257,17 @@ def _flash_of(q: Tensor, v_dim: int, softcap: float | None, bias: Tensor | None 
 
 
 def _filled(x: Tensor, dim: int) -> Tensor:
-    """Zeros behind shorter heads: flash attention wants one head_dim for q, k and v (MLA has two)."""
+    """Pad heads with zeros: flash attention needs one head_dim for q, k and v (MLA has two)."""
     return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _cut(x: Tensor, dim: int) -> Tensor:
-    """Without those zeros."""
+    """Undo `_filled`."""
     return x if x.shape[3] == dim else x[..., :dim]
 
 
 def _scores(q: Tensor, k: Tensor, how: TileScores) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, H, Q, T] in fp32 at least, and tanh of the capped ones (its square is what the backward needs)."""
+    """Return the scores [B, H, Q, T], in fp32 at least, and with a softcap their tanh, which the backward needs."""
     group = q.shape[1] // k.shape[1]
     x = _by_q_head(torch.matmul(_by_kv_head(q, k), k.transpose(2, 3)), group).mul_(how.scale)
     tanh: Tensor | None = None
@@ -286,13 +282,13 @@ def _scores(q: Tensor, k: Tensor, how: TileScores) -> tuple[Tensor, Tensor | Non
 
 
 def _by_kv_head(x_BHQD: Tensor, k_BKTD: Tensor) -> Tensor:
-    """`[B, K, G * Q, ...]`: the rows of all query heads of a KV head below each other."""
+    """Stack the rows of all query heads of a KV head: `[B, K, G * Q, ...]`."""
     rows: Tensor = x_BHQD.unflatten(1, (k_BKTD.shape[1], -1)).flatten(2, 3)
     return rows
 
 
 def _by_q_head(x: Tensor, group: int) -> Tensor:
-    """The inverse: `[B, H, Q, ...]`."""
+    """Undo `_by_kv_head`: `[B, H, Q, ...]`."""
     heads: Tensor = x.unflatten(2, (group, -1)).flatten(1, 2)
     return heads
 
@@ -306,12 +302,12 @@ def _materialized(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Ten
 
 
 def _materialized_backward(
-    done: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+    inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dS = P * (dO V^T - rowsum(dO * O)), through the cap, and from there to Q and K."""
-    grad, q, k, v, out = _wide(done.grad, done.q, k, v, done.out)
+    """Compute dS = P * (dO V^T - rowsum(dO * O)), then its gradient through the softcap, then dQ and dK."""
+    grad, q, k, v, out = _wide(inputs.grad, inputs.q, k, v, inputs.out)
     x, tanh = _scores(q, k, how)
-    p = _by_kv_head(x.sub_(done.lse[..., None]).exp_(), k)  # [B, K, G * Q, T]
+    p = _by_kv_head(x.sub_(inputs.lse[..., None]).exp_(), k)  # [B, K, G * Q, T]
     grad_rows, q_rows = _by_kv_head(grad, k), _by_kv_head(q, k)
     delta = _by_kv_head((grad * out).sum(-1, keepdim=True), k)
     dv = torch.matmul(p.transpose(2, 3), grad_rows)

@@ -1,1 +1,1 @@
-"""How my tokens' queries see all keys: on one device, by Ulysses, round a ring, or both."""
+"""How local queries attend to all keys: on one device, by Ulysses, around a ring, or both."""

@@ -1,7 +1,7 @@
-"""The protocol of a method: what turns my tokens' q, k, v into my tokens' output, over a sharding.
+"""The protocol of an attention method: from local q, k and v to the local output, over a sharding.
 
-A method is a value, prepared for a batch: one device (`LocalAttention`), KV blocks of a ring (`Ring`, of any size
-from 1), or an all-to-all around another method (`Ulysses`). They compose: USP is `Ulysses(inner=Ring(...))`.
+A method is a value, prepared for a batch: one device (`LocalAttention`), the KV blocks of a ring (`Ring`, of any size
+from 1), or an all-to-all around another method (`Ulysses`). Methods compose: USP is `Ulysses(inner=Ring(...))`.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from longspan.attn.score import Scores
 
 
 class AttentionMethod(Protocol):
-    """Exact attention of the queries that are here."""
+    """Exact attention of the local queries."""
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, /) -> Tensor:
-        """`[B, L, H, Dv]` for q `[B, L, H, D]`, k `[B, M, K, D]`, v `[B, M, K, Dv]`, and the scores of these heads."""
+        """Return `[B, L, H, Dv]` for q `[B, L, H, D]`, k `[B, M, K, D]`, v `[B, M, K, Dv]` and these heads' scores."""
 
 
 class SavedAttentions(Protocol):
-    """What a checkpointed layer keeps of its attention: recorded in the forward, found again when the layer is computed
-    again for its backward, wherever it lay meanwhile. One for each call of a layer.
+    """The saved attention outputs of one call of a checkpointed layer.
+
+    The forward saves them; the recomputed forward, before the layer's backward, loads them again in the same order.
 
     Attributes:
-        replaying: whether the layer is being computed again.
+        recomputing: whether the layer is being recomputed.
     """
 
-    replaying: bool
+    recomputing: bool
 
-    def keep(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """Record what one attention keeps; in the order in which a layer calls its attentions."""
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
+        """Save what one attention needs for its backward."""
 
-    def take(self) -> SavedTensors:
-        """What the next attention of the layer has kept, when the layer is computed again."""
+    def load_next(self) -> SavedTensors:
+        """Return what the layer's next attention has saved."""
 
 
 class SavedTensors(Protocol):
-    """What one attention has kept."""
+    """What one attention has saved, on the device or offloaded."""
 
     def tensors(self) -> list[Tensor]:
-        """The tensors, on their device again."""
+        """Return the tensors on their device."""
 
     def drop(self) -> None:
-        """They are not needed any more."""
+        """Free the tensors."""

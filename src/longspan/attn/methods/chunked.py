@@ -1,20 +1,20 @@
-"""Ulysses attention and USP by some heads at a time: what is held is less, and exchanges run beside attention.
+"""Ulysses and USP by chunks of heads: to hold less between the two all-to-alls, or to overlap them with attention.
 
-The heads go through exchange, attention and exchange back in chunks, one after the other, so that of the tensors
-between the two All-to-Alls only one chunk's are there (UPipe, arXiv:2602.21196). A rank's chunk is some of its own KV
-groups, or some query heads of one: each KV head travels once, as without chunks. Two things are chosen by themselves:
+Each chunk of heads goes through all-to-all, attention and all-to-all back, one chunk after the other, so that only one
+chunk's tensors exist between the two all-to-alls (UPipe, arXiv:2602.21196). A rank's chunk is one or more of its KV
+groups, or some query heads of one group: every KV head is sent once, as without chunks. Two choices are independent:
 
-    overlaps    the next chunk's exchange is under way while one computes, and so is the one before's way home: what is
-                not hidden is the first one's way there and the last one's way home, with two chunks' tensors at a time
-    lean        saved are q, k, v and the output of my tokens, and the log-sum-exp; not what the exchange brought. So
-                the backward exchanges again, in one All-to-All a chunk that brings q, k, v, output and its gradient,
-                but no ring's forward and no kernel's runs again
+    overlaps              send the next chunk and the previous chunk's output while one computes. Exposed are the first
+                          chunk's scatter and the last chunk's gather; two chunks' tensors exist at a time.
+    recompute_all_to_all  save local q, k, v, the output and the log-sum-exp, not what the all-to-all received. The
+                          backward sends q, k, v, output and its gradient in one all-to-all per chunk, but recomputes
+                          no ring and no kernel.
 
-Per rank the forward sends b*S*D*(2Hq + 2Hk)/P * (P-1)/P bytes, as `Ulysses`, and so does the backward; a lean one
-(4Hq + 4Hk): 3Hq + 2Hk there, Hq + 2Hk home.
+Per rank a forward sends b*S*D*(2Hq + 2Hk)/P * (P-1)/P bytes, as `Ulysses`, and so does the backward; with
+`recompute_all_to_all` the backward sends (4Hq + 4Hk): 3Hq + 2Hk to scatter, Hq + 2Hk to gather.
 
-Shape suffixes: B batch, S tokens of the block (of the sequence where there is no ring), L my tokens, H query heads, K
-KV heads, D head_dim; lower-case h, k: those of this rank in a chunk.
+Shape suffixes: B batch, S tokens of the block (the sequence if there is no ring), T keys of the block, L local tokens,
+H query heads, K KV heads, h and k those of this rank in a chunk, D head_dim, W packed row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.methods.base import SavedAttentions
-from longspan.attn.methods.ring import Ring, alone
+from longspan.attn.methods.ring import Ring, owns_storage
 from longspan.attn.score import Scores
 from longspan.comm.all_to_all import start_gather_into, start_scatter
 from longspan.compat.torch_api import named_range, not_compiled
@@ -36,73 +36,78 @@ from longspan.core.heads import HeadShard
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from longspan.comm.all_to_all import Exchange
+    from longspan.comm.all_to_all import AllToAll
     from longspan.core.cache_dtype import CacheDtype
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
+class HeadChunk:
     """Some heads of every rank.
 
     Attributes:
-        shards: for each rank of the Ulysses group its heads of this chunk; some may have none.
-        mine: this rank's.
-        ring: attention of all tokens of the block on my heads of this chunk; of one rank where there is no ring.
-        first: whether its KV heads come with it; else they are those of the chunk before.
-        last: whether no other chunk needs them, so that their gradients go home with it.
+        shards: the chunk's heads of each rank of the Ulysses group; some ranks may have none.
+        local: this rank's.
+        ring: attention of all tokens of the block on the local heads; a ring of one if there is no ring.
+        first_of_kv: whether this chunk receives its KV heads; otherwise they are those of the previous chunk.
+        last_of_kv: whether no later chunk needs these KV heads, so that their gradients are sent back.
     """
 
     shards: tuple[HeadShard, ...]
-    mine: HeadShard
+    local: HeadShard
     ring: Ring
-    first: bool = True
-    last: bool = True
+    first_of_kv: bool = True
+    last_of_kv: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedUlysses:
-    """The exchange around a ring, chunk by chunk, prepared for a batch: a method.
+    """All-to-alls around a ring, chunk by chunk: an `AttentionMethod`.
 
     Attributes:
-        group: the ranks that share the block, each with L tokens; None for one, whose chunks need no exchange.
-        chunks: of all heads; every rank has as many, and takes part in each one's collectives.
-        replicated: whether some KV head goes to several ranks, so that its gradient is a sum.
-        lengths: as in `Ulysses`.
-        recompute_all_to_all: whether what the exchange brought is not saved.
-        overlaps: whether exchanges run beside attention.
-        code: wire dtype of the all-to-all. With `recompute_all_to_all` the backward then uses the rounded output.
+        group: the ranks that share the block, each with L tokens; None for one rank, whose chunks need no all-to-all.
+        chunks: of all heads; every rank has the same number, and joins each one's collectives.
+        replicated: whether a KV head is sent to several ranks, so that its gradient is a sum.
+        trim_to: as in `Ulysses`.
+        recompute_all_to_all: whether the backward recomputes the all-to-all instead of saving what it received.
+        overlaps: whether all-to-alls overlap with attention.
+        wire_dtype: dtype of what the all-to-alls send. `recompute_all_to_all` then uses the rounded output.
     """
 
     group: dist.ProcessGroup | None
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[HeadChunk, ...]
     replicated: bool
-    lengths: tuple[int, int] | None = None
+    trim_to: tuple[int, int] | None = None
     recompute_all_to_all: bool = True
     overlaps: bool = False
-    code: CacheDtype = "exact"
+    wire_dtype: CacheDtype = "exact"
 
     def __call__(
-        self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, keeper: SavedAttentions | None = None
+        self,
+        q_BLHD: Tensor,
+        k_BLKD: Tensor,
+        v_BLKD: Tensor,
+        scores: Scores,
+        saved_attentions: SavedAttentions | None = None,
     ) -> Tensor:
-        """Attention of my tokens' queries, exactly: `[B, L, H, Dv]`.
+        """Return the attention of the local queries, exactly: `[B, L, H, Dv]`.
 
         Args:
-            q_BLHD: my tokens' queries.
-            k_BLKD: their keys, or those of another sequence's tokens.
-            v_BLKD: values.
+            q_BLHD: local queries.
+            k_BLKD: local keys, or those of another sequence.
+            v_BLKD: local values.
             scores: of all heads.
-            keeper: of a lean one: keeps output and log-sum-exp in the place of autograd, and has them again when the
-                layer is computed again: then nothing is computed or sent.
+            saved_attentions: with `recompute_all_to_all`: saves output and log-sum-exp instead of autograd. When the
+                layer is recomputed, they are loaded, and nothing is computed or sent.
         """
         grad = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q_BLHD, k_BLKD, v_BLKD, scores.sinks)
         )
-        keeps = grad or (keeper is not None and keeper.replaying)
-        return _apply(q_BLHD, k_BLKD, v_BLKD, scores.sinks, self, scores, keeper if keeps else None)
+        saves = grad or (saved_attentions is not None and saved_attentions.recomputing)
+        return _apply(q_BLHD, k_BLKD, v_BLKD, scores.sinks, self, scores, saved_attentions if saves else None)
 
-    def one_message(self, queries: int, keys: int) -> bool:
-        """Whether queries and keys are the same tokens, so many of mine, so that they travel together."""
-        return queries == keys and (self.lengths is None or self.lengths[0] == self.lengths[1])
+    def packs_qkv(self, queries: int, keys: int) -> bool:
+        """Whether q, k and v are sent in one message: they belong to the same tokens."""
+        return queries == keys and (self.trim_to is None or self.trim_to[0] == self.trim_to[1])
 
 
 @not_compiled
@@ -113,15 +118,15 @@ def _apply(
     sinks: Tensor | None,
     method: ChunkedUlysses,
     scores: Scores,
-    keeper: SavedAttentions | None,
+    saved_attentions: SavedAttentions | None,
 ) -> Tensor:
-    # A compiler may not look inside: it would give zero gradients for buffers that a collective fills.
-    out: Tensor = _ChunkedAttention.apply(q, k, v, sinks, method, scores, keeper)  # type: ignore[no-untyped-call]
+    # Not traced: a compiler returns zero gradients for buffers that a collective fills.
+    out: Tensor = _ChunkedAttention.apply(q, k, v, sinks, method, scores, saved_attentions)  # type: ignore[no-untyped-call]
     return out
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """All chunks. What is saved goes by `save_for_backward`, where gradient checkpointing sees it, or to the keeper."""
+    """All chunks. Saved tensors go to `save_for_backward`, where checkpointing sees them, or to `saved_attentions`."""
 
     @staticmethod
     def forward(
@@ -132,30 +137,30 @@ class _ChunkedAttention(torch.autograd.Function):
         sinks: Tensor | None,
         method: ChunkedUlysses,
         scores: Scores,
-        keeper: SavedAttentions | None,
+        saved_attentions: SavedAttentions | None,
     ) -> Tensor:
-        ctx.method, ctx.scores, ctx.kept = method, scores, None
+        ctx.method, ctx.scores, ctx.saved_attention = method, scores, None
         if not method.recompute_all_to_all:
-            saved: list[Tensor] | None = [] if any(ctx.needs_input_grad) else None
-            out, lses = _forward(q, k, v, method, scores, saved)
-            ctx.like = [(x.shape, x.dtype) for x in (q, k, v)]
-            ctx.save_for_backward(sinks, *lses, *(saved or []))
+            received: list[Tensor] | None = [] if any(ctx.needs_input_grad) else None
+            out, lses = _forward(q, k, v, method, scores, received)
+            ctx.specs = [(x.shape, x.dtype) for x in (q, k, v)]
+            ctx.save_for_backward(sinks, *lses, *(received or []))
             return out
-        if keeper is None:
+        if saved_attentions is None:
             out, lses = _forward(q, k, v, method, scores)
-            if any(ctx.needs_input_grad) and not alone(q, k, v):
-                # What a model cut out of one projection would keep all of it; what it has changed since, only itself.
-                q, k, v = (x if alone(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+            if any(ctx.needs_input_grad) and not owns_storage(q, k, v):
+                # Copy views of one projection, so that saving them does not keep the whole projection alive.
+                q, k, v = (x if owns_storage(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             ctx.save_for_backward(q, k, v, sinks, out, *lses)
             return out
         ctx.save_for_backward(q, k, v, sinks)
-        if keeper.replaying:
-            ctx.kept = keeper.take()
-            (out, *_) = ctx.kept.tensors()
+        if saved_attentions.recomputing:
+            ctx.saved_attention = saved_attentions.load_next()
+            (out, *_) = ctx.saved_attention.tensors()
         else:
             out, lses = _forward(q, k, v, method, scores)
-            ctx.kept = keeper.keep([out, *lses])
-        # Not the tensor that is kept: it would know this node, which knows what is kept.
+            ctx.saved_attention = saved_attentions.save([out, *lses])
+        # Detach to avoid a reference cycle: the saved output would refer to this node, which refers to it.
         return out.detach()
 
     @staticmethod
@@ -169,245 +174,253 @@ class _ChunkedAttention(torch.autograd.Function):
         method: ChunkedUlysses = ctx.method
         if not method.recompute_all_to_all:
             sinks, *rest = ctx.saved_tensors
-            lses, saved = rest[: len(method.chunks)], rest[len(method.chunks) :]
-            came = _as_saved(saved, method)
-            return *_backward([grad], None, came, lses, sinks, ctx.like, method, ctx.scores), None, None, None
-        q, k, v, sinks, *kept = ctx.saved_tensors
-        out, *lses = kept if ctx.kept is None else ctx.kept.tensors()
-        like = [(x.shape, x.dtype) for x in (q, k, v)]
-        grads = _backward([q, out, grad], [k, v], None, lses, sinks, like, method, ctx.scores)
-        if ctx.kept is not None:
-            ctx.kept.drop()
+            lses, received = rest[: len(method.chunks)], rest[len(method.chunks) :]
+            by_chunk = _split_by_chunk(received, method)
+            return *_backward([grad], None, by_chunk, lses, sinks, ctx.specs, method, ctx.scores), None, None, None
+        q, k, v, sinks, *saved = ctx.saved_tensors
+        out, *lses = saved if ctx.saved_attention is None else ctx.saved_attention.tensors()
+        specs = [(x.shape, x.dtype) for x in (q, k, v)]
+        grads = _backward([q, out, grad], [k, v], None, lses, sinks, specs, method, ctx.scores)
+        if ctx.saved_attention is not None:
+            ctx.saved_attention.drop()
         return *grads, None, None, None
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, saved: list[Tensor] | None = None
+    q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, save_into: list[Tensor] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output of my tokens `[B, L, H, Dv]`, and of every chunk the log-sum-exp [B, h, S].
+    """Return the local output `[B, L, H, Dv]` and each chunk's log-sum-exp [B, h, S].
 
-    `saved` gets what the exchange brought: of each chunk q and output, and k and v where they came with it.
+    `save_into` collects what the all-to-all received: of each chunk q and the output, and k and v if they came with it.
     """
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lses, kv = list[Tensor](), list[Tensor]()
 
-    def start(chunk: Chunk) -> _Coming:
-        return _Coming([q], [k, v] if chunk.first else [], chunk, method)
+    def start(chunk: HeadChunk) -> _ScatteredHeads:
+        return _ScatteredHeads([q], [k, v] if chunk.first_of_kv else [], chunk, method)
 
-    def compute(at: int, chunk: Chunk, coming: _Coming) -> list[Exchange]:
-        (q_here,), brought = coming.take()
-        if chunk.first:
-            kv[:] = brought
-        k_here, v_here = kv
-        of_chunk, part = q_here.new_empty(*q_here.shape[:3], v.shape[3]), scores
-        lse = q_here.new_empty(q_here.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        if chunk.mine.q_heads:
-            part = scores.of_heads(chunk.mine.q_start, chunk.mine.q_stop)
-            of_chunk, lse = chunk.ring.forward(q_here, k_here, v_here, part.sinks, part)
-        if saved is not None:
-            saved.extend([q_here, of_chunk, *brought])
-        del q_here, k_here, v_here, brought
-        if chunk.last:
+    def compute(number: int, chunk: HeadChunk, scattered: _ScatteredHeads) -> list[AllToAll]:
+        (q_BhSD,), received_kv = scattered.take()
+        if chunk.first_of_kv:
+            kv[:] = received_kv
+        k_BkTD, v_BkTD = kv
+        chunk_out, chunk_scores = q_BhSD.new_empty(*q_BhSD.shape[:3], v.shape[3]), scores
+        lse = q_BhSD.new_empty(q_BhSD.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        if chunk.local.q_heads:
+            chunk_scores = scores.of_heads(chunk.local.q_start, chunk.local.q_stop)
+            chunk_out, lse = chunk.ring.forward(q_BhSD, k_BkTD, v_BkTD, chunk_scores.sinks, chunk_scores)
+        if save_into is not None:
+            save_into.extend([q_BhSD, chunk_out, *received_kv])
+        del q_BhSD, k_BkTD, v_BkTD, received_kv
+        if chunk.last_of_kv:
             kv.clear()
         lses.append(lse)
-        return _home([out], [of_chunk], ["q"], chunk, method)
+        return _gather_back([out], [chunk_out], ["q"], chunk, method)
 
-    _one_by_one(method, start, compute)
+    _run_chunks(method, start, compute)
     return out, lses
 
 
-def _as_saved(saved: list[Tensor], method: ChunkedUlysses) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
-    """q, output, and k and v where they came, of each chunk; as `_forward` has saved them."""
-    found, rest = [], list(saved)
+_Received = tuple[Tensor, Tensor, list[Tensor]]
+"""A chunk's q and output, and its k and v if it received them, of all tokens of the block."""
+
+
+def _split_by_chunk(tensors: list[Tensor], method: ChunkedUlysses) -> list[_Received]:
+    """Undo the order in which `_forward` saved the tensors."""
+    by_chunk, rest = [], list(tensors)
     for chunk in method.chunks:
-        count = 4 if chunk.first else 2
+        count = 4 if chunk.first_of_kv else 2
         (q, out, *kv), rest = rest[:count], rest[count:]
-        found.append((q, out, kv))
-    return found
+        by_chunk.append((q, out, kv))
+    return by_chunk
 
 
 def _backward(
-    of_q: list[Tensor],
-    of_kv: list[Tensor] | None,
-    came: list[tuple[Tensor, Tensor, list[Tensor]]] | None,
+    with_q_heads: list[Tensor],
+    with_kv_heads: list[Tensor] | None,
+    received: list[_Received] | None,
     lses: Sequence[Tensor],
     sinks: Tensor | None,
-    like: Sequence[tuple[torch.Size, torch.dtype]],
+    specs: Sequence[tuple[torch.Size, torch.dtype]],
     method: ChunkedUlysses,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of my tokens' q, k and v, and my heads' part of the sinks'.
+    """Return the gradients of local q, k and v, and this rank's part of the gradient of the sinks.
 
     Args:
-        of_q: of my tokens, what travels with the query heads: the output's gradient; lean, q, output and gradient.
-        of_kv: lean: k and v of my tokens.
-        came: otherwise: what the exchange has brought.
-        lses: of every chunk.
+        with_q_heads: local tensors to scatter: the output's gradient; with `recompute_all_to_all` q, output, gradient.
+        with_kv_heads: with `recompute_all_to_all`: local k and v to scatter.
+        received: without: what the forward's all-to-alls received.
+        lses: of each chunk.
         sinks: of all heads.
-        like: shapes and dtypes of q, k and v.
+        specs: shapes and dtypes of q, k and v.
         method: the method.
         scores: of all heads.
     """
-    (q_shape, q_dtype), *kv_like = like
-    dq = of_q[0].new_empty(q_shape, dtype=q_dtype)
-    # Of a head that went to several ranks they come home in different chunks: added up here, and rounded once.
+    (q_shape, q_dtype), *kv_specs = specs
+    dq = with_q_heads[0].new_empty(q_shape, dtype=q_dtype)
+    # Gradients of replicated KV heads return in separate chunks: accumulate them in fp32 and round once.
     wide = torch.promote_types(q_dtype, torch.float32)
     dk, dv = (
         dq.new_zeros(shape, dtype=wide) if method.replicated else dq.new_empty(shape, dtype=dtype)
-        for shape, dtype in kv_like
+        for shape, dtype in kv_specs
     )
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     kv, sums = list[Tensor](), list[Tensor]()
 
-    def start(chunk: Chunk) -> _Coming:
-        # Without lengths of their own, k and v are asked for so that the queries' message is cut as theirs.
-        return _Coming(of_q, of_kv or [] if chunk.first else [], chunk, method)
+    def start(chunk: HeadChunk) -> _ScatteredHeads:
+        return _ScatteredHeads(with_q_heads, with_kv_heads or [] if chunk.first_of_kv else [], chunk, method)
 
-    def compute(at: int, chunk: Chunk, coming: _Coming) -> list[Exchange]:
-        queries, brought = coming.take()
-        if came is not None:
-            q_here, out_here, brought = came[at]
-            came[at] = (q_here[:0], out_here[:0], [])
-            (grad_here,) = queries
+    def compute(number: int, chunk: HeadChunk, scattered: _ScatteredHeads) -> list[AllToAll]:
+        from_q_heads, received_kv = scattered.take()
+        if received is not None:
+            q_BhSD, out_BhSD, received_kv = received[number]
+            received[number] = (q_BhSD[:0], out_BhSD[:0], [])
+            (grad_BhSD,) = from_q_heads
         else:
-            q_here, out_here, grad_here = queries
-        if chunk.first:
-            kv[:] = brought
-        k_here, v_here = kv
-        dq_here, grads = q_here, [k_here, v_here]  # of no head
-        if chunk.mine.q_heads:
-            heads = chunk.mine.q_start, chunk.mine.q_stop
-            of_sinks = None if sinks is None else sinks[slice(*heads)]
-            dq_here, dk_here, dv_here, of_sinks = chunk.ring.backward(
-                q_here, k_here, v_here, of_sinks, (out_here, lses[at], grad_here), scores.of_heads(*heads)
+            q_BhSD, out_BhSD, grad_BhSD = from_q_heads
+        if chunk.first_of_kv:
+            kv[:] = received_kv
+        k_BkTD, v_BkTD = kv
+        dq_BhSD, dkv = q_BhSD, [k_BkTD, v_BkTD]  # empty tensors if this rank has no head in the chunk
+        if chunk.local.q_heads:
+            heads = chunk.local.q_start, chunk.local.q_stop
+            chunk_sinks = None if sinks is None else sinks[slice(*heads)]
+            dq_BhSD, dk_BkTD, dv_BkTD, chunk_dsinks = chunk.ring.backward(
+                q_BhSD, k_BkTD, v_BkTD, chunk_sinks, (out_BhSD, lses[number], grad_BhSD), scores.of_heads(*heads)
             )
-            grads = [dk_here, dv_here]
-            del dk_here, dv_here
-            if dsinks is not None and of_sinks is not None:
-                dsinks[slice(*heads)] = of_sinks
-            if not (chunk.first and chunk.last):  # several chunks' queries see these keys: added up in fp32, here
-                sums[:] = [x.to(wide) for x in grads] if not sums else [a + x for a, x in zip(sums, grads, strict=True)]
-        if sums and chunk.last:
-            grads = [x.to(dtype) for x, (_, dtype) in zip(sums, kv_like, strict=True)]
+            dkv = [dk_BkTD, dv_BkTD]
+            del dk_BkTD, dv_BkTD
+            if dsinks is not None and chunk_dsinks is not None:
+                dsinks[slice(*heads)] = chunk_dsinks
+            if not (chunk.first_of_kv and chunk.last_of_kv):  # several chunks use these KV heads: accumulate in fp32
+                sums[:] = [x.to(wide) for x in dkv] if not sums else [a + x for a, x in zip(sums, dkv, strict=True)]
+        if sums and chunk.last_of_kv:
+            dkv = [x.to(dtype) for x, (_, dtype) in zip(sums, kv_specs, strict=True)]
             sums.clear()
-        del queries, brought, q_here, out_here, grad_here, k_here, v_here
-        if chunk.last:
-            kv.clear()
-        else:
-            return _home([dq], [dq_here], ["q"], chunk, method)
-        if method.one_message(q_shape[1], kv_like[0][0][1]):
-            return _home([dq, dk, dv], [dq_here, *grads], ["q", "kv", "kv"], chunk, method)
+        del from_q_heads, received_kv, q_BhSD, out_BhSD, grad_BhSD, k_BkTD, v_BkTD
+        if not chunk.last_of_kv:
+            return _gather_back([dq], [dq_BhSD], ["q"], chunk, method)
+        kv.clear()
+        if method.packs_qkv(q_shape[1], kv_specs[0][0][1]):
+            return _gather_back([dq, dk, dv], [dq_BhSD, *dkv], ["q", "kv", "kv"], chunk, method)
         return [
-            *_home([dq], [dq_here], ["q"], chunk, method),
-            *_home([dk, dv], grads, ["kv", "kv"], chunk, method),
+            *_gather_back([dq], [dq_BhSD], ["q"], chunk, method),
+            *_gather_back([dk, dv], dkv, ["kv", "kv"], chunk, method),
         ]
 
-    _one_by_one(method, start, compute)
-    return dq, dk.to(kv_like[0][1]), dv.to(kv_like[1][1]), dsinks
+    _run_chunks(method, start, compute)
+    return dq, dk.to(kv_specs[0][1]), dv.to(kv_specs[1][1]), dsinks
 
 
-def _one_by_one(
+def _run_chunks(
     method: ChunkedUlysses,
-    start: Callable[[Chunk], _Coming],
-    compute: Callable[[int, Chunk, _Coming], list[Exchange]],
+    start: Callable[[HeadChunk], _ScatteredHeads],
+    compute: Callable[[int, HeadChunk, _ScatteredHeads], list[AllToAll]],
 ) -> None:
-    """All chunks in order, on every rank the same. Where exchanges overlap, the next chunk's is started before one is
-    computed, and its results are put in their places when the next one has been computed.
+    """Run all chunks in order, the same on every rank.
+
+    With `overlaps` the next chunk's scatter starts before a chunk is computed, and a chunk's gather is waited for when
+    the next chunk has been computed.
     """
-    chunks, coming = method.chunks, start(method.chunks[0])
-    home: list[Exchange] = []
-    for at, chunk in enumerate(chunks):
-        more = at + 1 < len(chunks)
-        coming.wait()
-        here, coming = coming, start(chunks[at + 1]) if more and method.overlaps else coming
-        going = compute(at, chunk, here)
-        del here
-        for exchange in home:
-            exchange.wait()
-        home = going
+    chunks, scattered = method.chunks, start(method.chunks[0])
+    gathering: list[AllToAll] = []
+    for number, chunk in enumerate(chunks):
+        more = number + 1 < len(chunks)
+        scattered.wait()
+        current, scattered = scattered, start(chunks[number + 1]) if more and method.overlaps else scattered
+        started = compute(number, chunk, current)
+        del current
+        for all_to_all in gathering:
+            all_to_all.wait()
+        gathering = started
         if more and not method.overlaps:
-            for exchange in home:
-                exchange.wait()
-            home = []
-            coming = start(chunks[at + 1])
-    for exchange in home:
-        exchange.wait()
+            for all_to_all in gathering:
+                all_to_all.wait()
+            gathering = []
+            scattered = start(chunks[number + 1])
+    for all_to_all in gathering:
+        all_to_all.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A chunk's heads, from all tokens and back.
+# A chunk's two all-to-alls.
 
 
-class _Coming:
-    """A chunk's heads of all tokens, on their way: one All-to-All, or two where keys have other tokens.
+class _ScatteredHeads:
+    """A chunk's local heads of all tokens, in flight: one all-to-all, or two if keys have other tokens.
 
     Args:
-        of_q: tensors with query heads, `[B, L, H, D]`.
-        of_kv: with KV heads; none where they have come before.
-        chunk: whose heads.
+        with_q_heads: local tensors with query heads, `[B, L, H, D]`.
+        with_kv_heads: local tensors with KV heads; none if an earlier chunk has received them.
+        chunk: the heads to scatter.
         method: the method.
     """
 
-    def __init__(self, of_q: list[Tensor], of_kv: list[Tensor], chunk: Chunk, method: ChunkedUlysses) -> None:
-        self._here: tuple[list[Tensor], list[Tensor]] | None = None
-        self._under_way: list[tuple[Exchange, list[int], list[int], int | None]] = []
-        self._count = len(of_q)
-        mine = chunk.mine
+    def __init__(
+        self, with_q_heads: list[Tensor], with_kv_heads: list[Tensor], chunk: HeadChunk, method: ChunkedUlysses
+    ) -> None:
+        self._received: tuple[list[Tensor], list[Tensor]] | None = None
+        self._in_flight: list[tuple[AllToAll, list[int], list[int], int | None]] = []
+        self._q_count = len(with_q_heads)
+        local = chunk.local
         if method.group is None:
-            cuts = slice(mine.q_start, mine.q_stop), slice(mine.kv_start, mine.kv_stop)
-            self._here = (
-                [x[:, :, cuts[0]].transpose(1, 2) for x in of_q],
-                [x[:, :, cuts[1]].transpose(1, 2) for x in of_kv],
+            q_heads, kv_heads = slice(local.q_start, local.q_stop), slice(local.kv_start, local.kv_stop)
+            self._received = (
+                [x_BLHD[:, :, q_heads].transpose(1, 2) for x_BLHD in with_q_heads],
+                [x_BLKD[:, :, kv_heads].transpose(1, 2) for x_BLKD in with_kv_heads],
             )
             return
-        q_length, kv_length = method.lengths or (None, None)
-        of_both = [*of_q, *of_kv]
-        if not of_kv or method.one_message(of_q[0].shape[1], of_kv[0].shape[1]):
-            messages = [(of_both, ["q"] * len(of_q) + ["kv"] * len(of_kv), q_length)]
+        q_length, kv_length = method.trim_to or (None, None)
+        q_kinds, kv_kinds = ["q"] * len(with_q_heads), ["kv"] * len(with_kv_heads)
+        if not with_kv_heads or method.packs_qkv(with_q_heads[0].shape[1], with_kv_heads[0].shape[1]):
+            messages = [([*with_q_heads, *with_kv_heads], q_kinds + kv_kinds, q_length)]
         else:
-            messages = [(of_q, ["q"] * len(of_q), q_length), (of_kv, ["kv"] * len(of_kv), kv_length)]
+            messages = [(with_q_heads, q_kinds, q_length), (with_kv_heads, kv_kinds, kv_length)]
         for xs, kinds, length in messages:
-            heads = [mine.q_heads if kind == "q" else mine.kv_heads for kind in kinds]
-            exchange = start_scatter(xs, kinds, chunk.shards, method.group, beside=method.overlaps, code=method.code)
-            self._under_way.append((exchange, heads, [x.shape[3] for x in xs], length))
+            heads = [local.q_heads if kind == "q" else local.kv_heads for kind in kinds]
+            all_to_all = start_scatter(
+                xs, kinds, chunk.shards, method.group, overlapped=method.overlaps, wire_dtype=method.wire_dtype
+            )
+            self._in_flight.append((all_to_all, heads, [x.shape[3] for x in xs], length))
 
     def wait(self) -> None:
-        """Until it is here."""
-        if self._here is None:
-            every = [x for message in self._under_way for x in _arrived(*message)]
-            self._under_way.clear()
-            self._here = every[: self._count], every[self._count :]
+        if self._received is None:
+            tensors = [x for message in self._in_flight for x in _unpack(*message)]
+            self._in_flight.clear()
+            self._received = tensors[: self._q_count], tensors[self._q_count :]
 
     def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Of `of_q` and of `of_kv` this chunk's heads, of all tokens: `[B, h, S, D]`, views of what arrived, padding
-        cut off. They are the caller's from now on, and nobody else's.
+        """Return and forget the tensors with query heads and those with KV heads: `[B, h, S, D]`, without padding.
+
+        They are views of the receive buffers, and the caller holds the only references.
         """
         self.wait()
-        assert self._here is not None
-        here, self._here = self._here, ([], [])
-        return here
+        assert self._received is not None
+        received, self._received = self._received, ([], [])
+        return received
 
 
-def _arrived(exchange: Exchange, heads: list[int], dims: list[int], length: int | None) -> list[Tensor]:
-    packed_SBW = exchange.wait()[:length]
-    parts = packed_SBW.split([count * d for count, d in zip(heads, dims, strict=True)], -1)
+def _unpack(all_to_all: AllToAll, heads: list[int], dims: list[int], length: int | None) -> list[Tensor]:
+    packed_SBW = all_to_all.wait()[:length]
+    parts_SBW = packed_SBW.split([count * d for count, d in zip(heads, dims, strict=True)], -1)
     return [
-        part.unflatten(2, (count, d)).permute(1, 2, 0, 3) for part, count, d in zip(parts, heads, dims, strict=True)
+        part_SBW.unflatten(2, (count, d)).permute(1, 2, 0, 3)
+        for part_SBW, count, d in zip(parts_SBW, heads, dims, strict=True)
     ]
 
 
-def _home(
-    outs: list[Tensor], xs_BhSD: Sequence[Tensor], kinds: list[str], chunk: Chunk, method: ChunkedUlysses
-) -> list[Exchange]:
-    """A chunk's heads of all tokens on their way to their places of my tokens' `[B, L, H, D]`: one All-to-All."""
+def _gather_back(
+    outs: list[Tensor], xs_BhSD: Sequence[Tensor], kinds: list[str], chunk: HeadChunk, method: ChunkedUlysses
+) -> list[AllToAll]:
+    """Start sending a chunk's heads of all tokens back into `outs`, `[B, L, H, D]` of the local tokens."""
     if method.group is None:
+        local = chunk.local
         for out, x, kind in zip(outs, xs_BhSD, kinds, strict=True):
-            mine = chunk.mine
-            heads = (mine.q_start, mine.q_stop) if kind == "q" else (mine.kv_start, mine.kv_stop)
+            heads = (local.q_start, local.q_stop) if kind == "q" else (local.kv_start, local.kv_stop)
             out[:, :, slice(*heads)] = x.transpose(1, 2)
         return []
-    tokens = outs[0].shape[1] * method.group.size()
-    packed_SBW = _packed(xs_BhSD, tokens)
+    packed_SBW = _pack(xs_BhSD, outs[0].shape[1] * method.group.size())
     return [
         start_gather_into(
             outs,
@@ -415,21 +428,21 @@ def _home(
             kinds,
             chunk.shards,
             method.group,
-            beside=method.overlaps,
-            add=method.replicated,
-            code=method.code,
+            overlapped=method.overlaps,
+            accumulate=method.replicated,
+            wire_dtype=method.wire_dtype,
         )
     ]
 
 
-def _packed(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:
-    """`[tokens, B, W]`: rows of all tensors' heads; zeros for the padding that was cut off."""
+def _pack(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:
+    """Return `[tokens, B, W]`: the heads of all tensors, with zeros for the padding that was cut off."""
     batch, _, length, _ = xs_BhSD[0].shape
     if len(xs_BhSD) == 1 and length == tokens:
         return xs_BhSD[0].permute(2, 0, 1, 3).flatten(2)
     widths = [x.shape[1] * x.shape[3] for x in xs_BhSD]
-    packed = xs_BhSD[0].new_empty(tokens, batch, sum(widths))
-    for part, x in zip(packed[:length].split(widths, -1), xs_BhSD, strict=True):
-        part.unflatten(2, (x.shape[1], x.shape[3])).copy_(x.permute(2, 0, 1, 3))
-    packed[length:] = 0
-    return packed
+    packed_SBW = xs_BhSD[0].new_empty(tokens, batch, sum(widths))
+    for part_SBW, x_BhSD in zip(packed_SBW[:length].split(widths, -1), xs_BhSD, strict=True):
+        part_SBW.unflatten(2, (x_BhSD.shape[1], x_BhSD.shape[3])).copy_(x_BhSD.permute(2, 0, 1, 3))
+    packed_SBW[length:] = 0
+    return packed_SBW

@@ -1,9 +1,10 @@
-"""The ring by its definition, in plain operations: for reading, for tests, and as kernel="eager" on any mesh.
+"""Ring Attention by its definition, in plain operations: for reading, for tests, and as kernel="eager".
 
-Every block goes all the way round, nothing overlaps and memory is O(S x T); learnt biases get their gradients, by
-autograd.
+Every block visits every rank, nothing overlaps and memory is O(S x T). Autograd computes the
+gradients, also of learnt biases.
 
-Shape suffixes: B batch, S tokens of my block, T tokens of a block of keys, H query heads, K KV heads, D head_dim.
+Shape suffixes: B batch, S tokens of the local block, T tokens of a KV block, H query heads, K KV heads, D head_dim of q
+and k, V of v.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from longspan.comm.p2p import ring_shift
 
 @dataclass(frozen=True, eq=False)
 class ReferenceRing:
-    """`Ring` with every block's whole scores materialized, and an online softmax over them: a method.
+    """`Ring` with materialized scores and an online softmax over the blocks: an `AttentionMethod`.
 
     Attributes:
         group: the ranks; None for a ring of one.
-        rank: my place.
+        rank: in the ring.
         blocks: mask and positions.
-        kv_head_index: for every query head its KV head, int64 [H], where they are not in equal groups.
+        kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven.
     """
 
     group: dist.ProcessGroup | None
@@ -37,49 +38,49 @@ class ReferenceRing:
     kv_head_index: Tensor | None = None
 
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
-        """Attention of my block's queries over the whole sequence: `[B, S, H, Dv]`."""
+        """Attend from the local block's queries to the whole sequence: `[B, S, H, Dv]`."""
         if q_BSHD.shape[2] == 0:
-            return scores.nothing(q_BSHD, v_BTKD)
-        q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
-        with without_autocast(q.device):
-            return self._attend(q, k, v, scores).transpose(1, 2)
+            return scores.output_without_heads(q_BSHD, v_BTKD)
+        q_BHSD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
+        with without_autocast(q_BSHD.device):
+            return self._attend(q_BHSD, k_BKTD, v_BKTD, scores).transpose(1, 2)
 
-    def _attend(self, q_BHSD: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+    def _attend(self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scores: Scores) -> Tensor:
         dtype = torch.promote_types(q_BHSD.dtype, torch.float32)
         batch, heads = q_BHSD.shape[:2]
         mask, ends = self.blocks.mask, self.blocks.ends
-        # The highest score so far only keeps exp() in range; it cancels, so nothing is differentiated through it.
-        highest = q_BHSD.new_full(q_BHSD.shape[:3], -1e30, dtype=dtype)
+        # The highest score so far keeps exp() in range. It cancels, so it needs no gradient.
+        highest_BHS = q_BHSD.new_full(q_BHSD.shape[:3], -1e30, dtype=dtype)
         if scores.sinks is not None:
-            highest = torch.maximum(highest, scores.sinks.detach().to(dtype)[:, None])
-        total = q_BHSD.new_zeros(q_BHSD.shape[:3], dtype=dtype)
-        out = q_BHSD.new_zeros(*q_BHSD.shape[:3], v.shape[3], dtype=dtype)
+            highest_BHS = torch.maximum(highest_BHS, scores.sinks.detach().to(dtype)[:, None])
+        total_BHS = q_BHSD.new_zeros(q_BHSD.shape[:3], dtype=dtype)
+        out_BHSV = q_BHSD.new_zeros(*q_BHSD.shape[:3], v_BKTD.shape[3], dtype=dtype)
         for step in range(self.blocks.count):
             i, j = self.blocks.positions((self.rank - step) % self.blocks.count)
-            x_BHST = q_BHSD.to(dtype) @ self._of_heads(k, heads, dtype).transpose(2, 3)
-            x_BHST = x_BHST * scores.scale_of(q_BHSD.shape[3])
+            s_BHST = q_BHSD.to(dtype) @ self._of_heads(k_BKTD, heads, dtype).transpose(2, 3)
+            s_BHST = s_BHST * scores.scale_of(q_BHSD.shape[3])
             if scores.softcap is not None:
-                x_BHST = scores.softcap * torch.tanh(x_BHST / scores.softcap)
+                s_BHST = scores.softcap * torch.tanh(s_BHST / scores.softcap)
             bias_HST = scores.bias_of(heads, i, j, dtype)
             if bias_HST is not None:
-                x_BHST = x_BHST + bias_HST
+                s_BHST = s_BHST + bias_HST
             real = (i < ends[0])[:, None] & (j < ends[1])
-            allowed = mask.dense(batch, heads, i, j, first_head=scores.first_head) & real
-            x_BHST = x_BHST.masked_fill(~allowed, -math.inf)
-            new_highest = torch.maximum(highest, x_BHST.detach().amax(-1))
-            p_BHST = (x_BHST - new_highest[..., None]).exp()
-            before = (highest - new_highest).exp()
-            total = total * before + p_BHST.sum(-1)
-            out = out * before[..., None] + p_BHST @ self._of_heads(v, heads, dtype)
-            highest = new_highest
+            allowed_BHST = mask.dense(batch, heads, i, j, first_head=scores.first_head) & real
+            s_BHST = s_BHST.masked_fill(~allowed_BHST, -math.inf)
+            new_highest_BHS = torch.maximum(highest_BHS, s_BHST.detach().amax(-1))
+            p_BHST = (s_BHST - new_highest_BHS[..., None]).exp()
+            rescale_BHS = (highest_BHS - new_highest_BHS).exp()
+            total_BHS = total_BHS * rescale_BHS + p_BHST.sum(-1)
+            out_BHSV = out_BHSV * rescale_BHS[..., None] + p_BHST @ self._of_heads(v_BKTD, heads, dtype)
+            highest_BHS = new_highest_BHS
             if step + 1 < self.blocks.count:
-                k, v = ring_shift(k, self.group), ring_shift(v, self.group)
+                k_BKTD, v_BKTD = ring_shift(k_BKTD, self.group), ring_shift(v_BKTD, self.group)
         if scores.sinks is not None:
-            total = total + (scores.sinks.to(dtype)[:, None] - highest).exp()
-        return (out / torch.where(total > 0, total, 1)[..., None]).to(q_BHSD.dtype)
+            total_BHS = total_BHS + (scores.sinks.to(dtype)[:, None] - highest_BHS).exp()
+        return (out_BHSV / torch.where(total_BHS > 0, total_BHS, 1)[..., None]).to(q_BHSD.dtype)
 
     def _of_heads(self, x_BKTD: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-        """A KV head for every query head: [B, H, T, D]."""
+        """Repeat KV heads, one for every query head: [B, H, T, D]."""
         if self.kv_head_index is not None:
             return x_BKTD.index_select(1, self.kv_head_index).to(dtype)
         return x_BKTD.repeat_interleave(heads // x_BKTD.shape[1], 1).to(dtype)

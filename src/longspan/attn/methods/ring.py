@@ -1,13 +1,13 @@
-"""Ring Attention: my queries stay, keys and values of all ranks come by, block by block.
+"""Ring Attention: local queries stay, and the keys and values of all ranks are received block by block.
 
-Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889; with zigzag blocks as in Llama 3
-(arXiv:2407.21783). Contiguous and zigzag rings, the all-gather variant, and attention on a single device (one block,
-nothing sent) are this ONE loop; what differs is a layout, a kernel, and where blocks come from.
+Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889; zigzag blocks as in Llama 3
+(arXiv:2407.21783). Contiguous and zigzag rings, the all-gather variant, and attention on one device (one block, nothing
+sent) are this one loop; they differ in layout, kernel, and how blocks are sent.
 
-Per rank and layer the forward sends b * S/R * Hk * (D + Dv) bytes for every step of a block, R - 1 steps where every
-rank needs every block; the backward sends that again, and dK and dV in fp32 as often. GQA moves KV heads only.
+Per rank and layer the forward sends b * S/R * Hk * (D + Dv) bytes for every step of a block, R - 1 steps if every rank
+needs every block. The backward sends that again, and dK and dV in fp32 as often. With GQA only KV heads are sent.
 
-Shape suffixes: B batch, S tokens of my block, T tokens of a block of keys, H query heads, K KV heads, D head_dim.
+Shape suffixes: B batch, S tokens of the local block, T tokens of a KV block, H query heads, K KV heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.layout import Span
 from longspan.core.routes import Routes
 
-# What a message is. Both sides sort by it.
-_KV_RIGHT, _KV_LEFT, _GRAD_RIGHT, _GRAD_LEFT, _HOME_RIGHT, _HOME_LEFT = range(6)
+# Message tags; both sides sort by them.
+_KV_RIGHT, _KV_LEFT, _GRAD_RIGHT, _GRAD_LEFT, _GRAD_TO_SOURCE_RIGHT, _GRAD_TO_SOURCE_LEFT = range(6)
 
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """One ring of R ranks, prepared for a batch: a method.
+    """One ring of R ranks: an `AttentionMethod`.
 
     Attributes:
         group: the ranks; None for a ring of one.
-        rank: my place.
+        rank: in the ring.
         size: R.
-        routes: how far each block travels.
+        routes: how far each block is sent.
         impl: "p2p" or "allgather".
-        kernel: computes my queries' attention to one block.
-        blocks: for each block what the kernel prepared; None where nothing attends to it.
-        kv_head_index: for every query head its KV head, int64 [H], where they are not in equal groups. They are
-            repeated on arrival: what travels is each KV head once.
+        kernel: attention of the local queries to one block.
+        blocks: what the kernel prepared for each block; None if nothing attends to the block.
+        kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven. Received heads are repeated
+            by it; each KV head is sent once.
     """
 
     group: dist.ProcessGroup | None
@@ -58,39 +58,39 @@ class Ring:
     kv_head_index: Tensor | None = None
 
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
-        """Attention of my block's queries over the whole sequence, exactly, with gradients.
+        """Attend from the local block's queries to the whole sequence, exactly, with gradients.
 
         Args:
-            q_BSHD: my block's queries.
-            k_BTKD: my block's keys.
-            v_BTKD: its values.
-            scores: scale, softcap, sinks, biases of these heads.
+            q_BSHD: queries of the local block.
+            k_BTKD: keys of the local block.
+            v_BTKD: values of the local block.
+            scores: of these heads.
 
         Returns:
-            `[B, S, H, Dv]`; queries that see nothing (padding) give zero.
+            `[B, S, H, Dv]`; zero for queries that see nothing (padding).
         """
         if q_BSHD.shape[2] == 0:  # no rank of this ring has heads
-            return scores.nothing(q_BSHD, v_BTKD)
-        q, k, v = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
-        out: Tensor = _apply(q, k, v, scores.sinks, self, scores)
-        return out.transpose(1, 2)
+            return scores.output_without_heads(q_BSHD, v_BTKD)
+        q_BHSD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
+        out_BHSD: Tensor = _apply(q_BHSD, k_BKTD, v_BKTD, scores.sinks, self, scores)
+        return out_BHSD.transpose(1, 2)
 
     def forward(
         self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, sinks: Tensor | None, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """What `__call__` computes, outside of autograd and with the log-sum-exp, for one who saves what he likes.
+        """Compute the forward outside of autograd, for callers that save tensors themselves.
 
         Args:
-            q_BHSD: my block's queries, of one head at least.
-            k_BKTD: my block's keys.
-            v_BKTD: its values.
+            q_BHSD: queries of the local block, of at least one head.
+            k_BKTD: keys of the local block.
+            v_BKTD: values of the local block.
             sinks: of these heads, [H].
             scores: of these heads.
 
         Returns:
-            The output `[B, H, S, Dv]` and the log-sum-exp of whole rows [B, H, S], 0 where a query sees nothing.
+            The output `[B, H, S, Dv]`, and the log-sum-exp of whole rows [B, H, S], 0 for queries that see nothing.
         """
-        return _forward(q_BHSD, _my_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False), sinks, self, scores)
+        return _forward(q_BHSD, _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False), sinks, self, scores)
 
     def backward(
         self,
@@ -98,140 +98,157 @@ class Ring:
         k_BKTD: Tensor,
         v_BKTD: Tensor,
         sinks: Tensor | None,
-        done: tuple[Tensor, Tensor, Tensor],
+        out_lse_grad: tuple[Tensor, Tensor, Tensor],
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of q, k, v and sinks, without `forward` again.
+        """Compute the gradients of q, k, v and sinks, without recomputing the forward.
 
         Args:
             q_BHSD: as in `forward`.
             k_BKTD: as in `forward`.
             v_BKTD: as in `forward`.
             sinks: as in `forward`.
-            done: output and log-sum-exp, of `forward`, and the output's gradient `[B, H, S, Dv]`.
+            out_lse_grad: output and log-sum-exp of `forward`, and the output's gradient `[B, H, S, Dv]`.
             scores: of these heads.
         """
-        mine = _my_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False)
-        return _backward(q_BHSD, mine, sinks, done, self, scores)
+        block = _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False)
+        return _backward(q_BHSD, block, sinks, out_lse_grad, self, scores)
 
 
 @not_compiled
 def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
-    # A compiler may not look inside: it would give zero gradients for buffers that a collective fills.
+    # Not traced: a compiler returns zero gradients for buffers that a collective fills.
     out: Tensor = _RingAttention.apply(q, k, v, sinks, ring, scores)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RingAttention(torch.autograd.Function):
-    """The loop. Its backward goes round once more, with the gradients of every block behind it.
+    """The ring loop. The backward sends the blocks around again, each followed by its gradient.
 
-    Autocast is off inside: sums in fp32 would be cast to half precision.
+    Autocast is off inside: it would cast fp32 sums to half precision.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
-        mine = _my_block(q, k, v, ring)
-        if any(ctx.needs_input_grad) and mine.packed is not None and not alone(q):
-            # What arrived with q, K and V, would be kept by q alone: they are saved packed.
+        local = _local_block(q, k, v, ring)
+        if any(ctx.needs_input_grad) and local.packed is not None and not owns_storage(q):
+            # `q` is a view of the packed QKV buffer. Copy it, so that saving `q` does not keep K and V alive.
             q = _tokens_first(q)
-        out, lse = _forward(q, mine, sinks, ring, scores)
-        # K and V once: as the message that they are, or where they lie.
-        ctx.save_for_backward(q, out, lse, sinks, *mine.saved)
+        out, lse = _forward(q, local, sinks, ring, scores)
+        ctx.save_for_backward(q, out, lse, sinks, *local.saved)
         ctx.shapes, ctx.ring, ctx.scores = (k.shape, v.shape), ring, scores
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, out, lse, sinks, *kept = ctx.saved_tensors
-        mine = _KVBlock(*kept) if len(kept) == 2 else _KVBlock.of(kept[0], *ctx.shapes)
+        q, out, lse, sinks, *kv = ctx.saved_tensors
+        local = _KVBlock(*kv) if len(kv) == 2 else _KVBlock.of(kv[0], *ctx.shapes)
         with named_range("longspan.attention"):
-            return *_backward(q, mine, sinks, (out, lse, grad), ctx.ring, ctx.scores), None, None
+            return *_backward(q, local, sinks, (out, lse, grad), ctx.ring, ctx.scores), None, None
 
 
-def _forward(q: Tensor, mine: _KVBlock, sinks: Tensor | None, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Once round: the output, and the log-sum-exp of whole rows."""
-    seen = SoftmaxAccumulator(q, mine.v.shape[3])
-    with without_autocast(q.device):
-        (laid,) = ring.kernel.laid([q], mine.v.shape[3], scores)
-        for _, here in _steps(mine, ring):
-            for visitor in here:
-                _attend(seen, laid, visitor, ring, scores)
-        del laid
-        if sinks is not None:  # one more key per head, whose value is zero
-            seen.add(seen.out.new_zeros(()), sinks[:, None].expand(q.shape[:3]))
-    return seen.out.to(q.dtype), seen.lse.masked_fill(torch.isneginf(seen.lse), 0)
+def _forward(
+    q_BHSD: Tensor, local: _KVBlock, sinks: Tensor | None, ring: Ring, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, S, Dv], and the log-sum-exp of whole rows [B, H, S]."""
+    total = SoftmaxAccumulator(q_BHSD, local.v.shape[3])
+    with without_autocast(q_BHSD.device):
+        (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
+        for _, received in _kv_blocks(local, ring):
+            for kv in received:
+                _attend(total, kernel_q, kv, ring, scores)
+        del kernel_q
+        if sinks is not None:  # a sink is one more key per head, whose value is zero
+            total.add(total.out.new_zeros(()), sinks[:, None].expand(q_BHSD.shape[:3]))
+    return total.out.to(q_BHSD.dtype), total.lse.masked_fill(torch.isneginf(total.lse), 0)
 
 
 def _backward(
-    q: Tensor,
-    mine: _KVBlock,
+    q_BHSD: Tensor,
+    local: _KVBlock,
     sinks: Tensor | None,
-    done: tuple[Tensor, Tensor, Tensor],
+    out_lse_grad: tuple[Tensor, Tensor, Tensor],
     ring: Ring,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Round once more, the gradients of every block behind it; `done` is output, log-sum-exp, the output's gradient."""
-    out, lse, grad = done
-    # A GPU's kernel wants out and its gradient with tokens first, and would copy them for every tile.
-    out, grad = _tokens_first(out), _tokens_first(grad)
-    dq, home = torch.zeros_like(q, dtype=lse.dtype), mine.zeros(lse.dtype)
-    reducer = _ReduceScatterReducer(home, ring) if ring.impl == "allgather" else _P2PReducer(home, ring)
-    heads, middle = q.shape[1], reducer.first_heads(q.shape[1])
-    with without_autocast(q.device):
-        q_laid, out_laid, grad_laid = ring.kernel.laid([q, out, grad], mine.v.shape[3], scores)
-        finished = BackwardInputs(q_laid, out_laid, grad_laid, lse)
-        for step, here in _steps(mine, ring):
-            for visitor in here:
-                own = visitor.owner == ring.rank
-                part = home if own else home.zeros(lse.dtype)
-                _attend_backward(finished, dq, visitor, part, (0, middle if own else heads), ring, scores)
-                reducer.add(visitor, step, part)
+    """Send the blocks around again, each followed by its gradient; return the gradients of q, k, v and sinks."""
+    out, lse_BHS, grad = out_lse_grad
+    # A GPU kernel takes the output and its gradient with tokens first, and would copy them for every tile.
+    out_BHSD, grad_BHSD = _tokens_first(out), _tokens_first(grad)
+    dq_BHSD, local_grad = torch.zeros_like(q_BHSD, dtype=lse_BHS.dtype), local.zeros(lse_BHS.dtype)
+    reducer = _ReduceScatterReducer(local_grad, ring) if ring.impl == "allgather" else _P2PReducer(local_grad, ring)
+    heads = q_BHSD.shape[1]
+    # The last heads of the local block are computed at the end, while the last gradient is in flight.
+    first_heads = reducer.first_heads(heads)
+    with without_autocast(q_BHSD.device):
+        kernel_q, kernel_out, kernel_grad = ring.kernel.to_kernel_layout(
+            [q_BHSD, out_BHSD, grad_BHSD], local.v.shape[3], scores
+        )
+        inputs = BackwardInputs(kernel_q, kernel_out, kernel_grad, lse_BHS)
+        del kernel_q, kernel_out, kernel_grad
+        for step, received in _kv_blocks(local, ring):
+            for kv in received:
+                is_local = kv.source == ring.rank
+                kv_grad = local_grad if is_local else local_grad.zeros(lse_BHS.dtype)
+                until = first_heads if is_local else heads
+                _attend_backward(inputs, dq_BHSD, kv, kv_grad, (0, until), ring, scores)
+                reducer.add(kv, step, kv_grad)
             reducer.send(step)
-        _attend_backward(finished, dq, _Visitor(ring.rank, 0, mine), home, (middle, heads), ring, scores)
-        del q_laid, out_laid, grad_laid, finished
-        reducer.arrive()
+        local_kv = _ReceivedBlock(ring.rank, 0, local)
+        _attend_backward(inputs, dq_BHSD, local_kv, local_grad, (first_heads, heads), ring, scores)
+        del inputs
+        reducer.finish()
     dsinks = None
     if sinks is not None:
-        share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # of the softmax, what the sink takes
-        dsinks = -(share * (grad.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-    return dq.to(q.dtype), home.k.to(q.dtype), home.v.to(q.dtype), dsinks
+        sink_weight_BHS = (sinks.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
+        delta_BHS = (grad_BHSD.to(lse_BHS.dtype) * out_BHSD).sum(-1)
+        dsinks = -(sink_weight_BHS * delta_BHS).sum((0, 2)).to(sinks.dtype)
+    return dq_BHSD.to(q_BHSD.dtype), local_grad.k.to(q_BHSD.dtype), local_grad.v.to(q_BHSD.dtype), dsinks
 
 
-def _attend(seen: SoftmaxAccumulator, q: Tensor, visitor: _Visitor, ring: Ring, scores: Scores) -> None:
-    """Add my queries' attention to a block that is here."""
-    block = ring.blocks[visitor.owner]
+def _attend(total: SoftmaxAccumulator, q_BHSD: Tensor, received: _ReceivedBlock, ring: Ring, scores: Scores) -> None:
+    """Add the local queries' attention to one KV block."""
+    block = ring.blocks[received.source]
     if block is not None:
-        heads = q.shape[1]
-        k, v = (_kv_of(x, ring, (0, heads), heads) for x in (visitor.kv.k, visitor.kv.v))
-        ring.kernel.accumulate(seen, q, k, v, block, scores)
+        heads = q_BHSD.shape[1]
+        k_BKTD, v_BKTD = (_kv_of(x, ring, (0, heads), heads) for x in (received.kv.k, received.kv.v))
+        ring.kernel.accumulate(total, q_BHSD, k_BKTD, v_BKTD, block, scores)
 
 
 def _attend_backward(
-    done: BackwardInputs, dq: Tensor, visitor: _Visitor, into: _KVBlock, heads: Span, ring: Ring, scores: Scores
+    inputs: BackwardInputs,
+    dq_BHSD: Tensor,
+    received: _ReceivedBlock,
+    kv_grad: _KVBlock,
+    heads: Span,
+    ring: Ring,
+    scores: Scores,
 ) -> None:
-    """Add the gradients of query heads [start, stop) to `dq`, and those of the block to `into`."""
-    block = ring.blocks[visitor.owner]
+    """Add the gradients of query heads [start, stop) and one KV block to `dq_BHSD` and `kv_grad`."""
+    block = ring.blocks[received.source]
     if block is None or heads[0] == heads[1]:
         return
-    total = dq.shape[1]
-    k, v = (_kv_of(x, ring, heads, total) for x in (visitor.kv.k, visitor.kv.v))
+    total = dq_BHSD.shape[1]
+    k_BKTD, v_BKTD = (_kv_of(x, ring, heads, total) for x in (received.kv.k, received.kv.v))
     if ring.kv_head_index is None:
-        dk, dv = (_kv_of(x, ring, heads, total) for x in (into.k, into.v))
-    else:  # heads that were repeated: added up below
-        dk, dv = into.k.new_zeros(k.shape), into.v.new_zeros(v.shape)
+        dk_BKTD, dv_BKTD = (_kv_of(x, ring, heads, total) for x in (kv_grad.k, kv_grad.v))
+    else:  # the heads were repeated: add their gradients below
+        dk_BKTD, dv_BKTD = kv_grad.k.new_zeros(k_BKTD.shape), kv_grad.v.new_zeros(v_BKTD.shape)
     at = slice(None), slice(*heads)
-    part = scores.of_heads(*heads)
-    ring.kernel.accumulate_gradients((dq[at], dk, dv), done.at(*at), k, v, block, part)
+    grads = dq_BHSD[at], dk_BKTD, dv_BKTD
+    ring.kernel.accumulate_gradients(grads, inputs.at(*at), k_BKTD, v_BKTD, block, scores.of_heads(*heads))
     if ring.kv_head_index is not None:
         index = ring.kv_head_index[slice(*heads)]
-        into.k.index_add_(1, index, dk)
-        into.v.index_add_(1, index, dv)
+        kv_grad.k.index_add_(1, index, dk_BKTD)
+        kv_grad.v.index_add_(1, index, dv_BKTD)
 
 
 def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
-    """The KV heads of query heads [start, stop) of `total`: a view, which a group that is cut shares with its other
-    part. Where groups are uneven a copy, with a KV head for every query head.
+    """Return the KV heads of query heads [start, stop) out of `total`.
+
+    Even groups: a view; two parts of one group share their KV head. Uneven groups: a copy with one KV head per query
+    head.
     """
     start, stop = heads
     if ring.kv_head_index is not None:
@@ -241,7 +258,7 @@ def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Keys and values on their way.
+# Sending keys and values.
 
 
 @dataclass(frozen=True)
@@ -251,8 +268,8 @@ class _KVBlock:
     Attributes:
         k: [B, K, T, D].
         v: [B, K, T, Dv].
-        packed: the one buffer that both are views of, so that they are one message. None for those of a ring of one
-            that nothing is gained from packing: they are where the caller has them.
+        packed: the buffer that both are views of, so that they are one message; None if they are the caller's tensors
+            (a ring of one).
     """
 
     k: Tensor
@@ -271,6 +288,7 @@ class _KVBlock:
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
+        """The tensors to save for the backward; K and V are saved once."""
         return (self.k, self.v) if self.packed is None else (self.packed,)
 
     def like(self, packed: Tensor) -> _KVBlock:
@@ -283,65 +301,63 @@ class _KVBlock:
         return self.like(self.k.new_zeros(self.k.numel() + self.v.numel(), dtype=dtype))
 
 
-def _my_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = True) -> _KVBlock:
-    """My keys and values, packed if they travel. A CPU's kernel reads them once per block of queries: it gains from a
-    copy in which the tokens of a head lie together. Else they are copied only if saving them would keep more alive.
+def _local_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = True) -> _KVBlock:
+    """Pack local keys and values if they are sent.
+
+    A ring of one packs them on a CPU, whose kernel reads them once per block of queries and gains from contiguous
+    heads, and if saving them would keep a larger buffer alive.
     """
-    if ring.size == 1 and not _reads_again(k.device) and (not saved or alone(q, k, v)):
+    if ring.size == 1 and k.device.type != "cpu" and (not saved or owns_storage(q, k, v)):
         return _KVBlock(k, v)
     return _KVBlock.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
 
 
-def _reads_again(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def alone(*xs: Tensor) -> bool:
-    """Whether keeping these tensors keeps alive little else (a sequence's padding, an eighth at most)."""
+def owns_storage(*xs: Tensor) -> bool:
+    """Whether saving these tensors keeps at most an eighth more memory alive than their own (a sequence's padding)."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in xs}
     return 8 * sum(storages.values()) <= 9 * sum(x.nbytes for x in xs)
 
 
 def _tokens_first(x_BHSD: Tensor) -> Tensor:
-    """The same, its memory in the order [B, S, H, D]: a copy only if it is not."""
+    """Return the same tensor with memory order [B, S, H, D]; a copy only if needed."""
     return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class _Visitor:
-    """A KV block that is here: rank `owner`'s, come to the right (+1) or to the left (-1); 0 if it did not travel."""
+class _ReceivedBlock:
+    """A KV block of rank `source`, sent to the right (+1) or left (-1); 0 if local or all-gathered."""
 
-    owner: int
+    source: int
     direction: int
     kv: _KVBlock
 
 
-def _steps(mine: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_Visitor]]]:
-    """The KV blocks that are here, step by step; at step 0 my own. While one step is computed the next is in flight."""
-    here, routes = [_Visitor(ring.rank, 0, mine)], ring.routes
+def _kv_blocks(local: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_ReceivedBlock]]]:
+    """Yield each step's KV blocks; step 0 is the local one. The next step's are in flight while one is computed."""
+    current, routes = [_ReceivedBlock(ring.rank, 0, local)], ring.routes
     if ring.impl == "allgather" and ring.group is not None:
-        everything = mine.message.new_empty(ring.size, mine.message.numel())
-        gather_into(everything.view(-1), mine.message, group=ring.group)
+        gathered = local.message.new_empty(ring.size, local.message.numel())
+        gather_into(gathered.view(-1), local.message, group=ring.group)
         others = [(ring.rank - step) % ring.size for step in range(1, ring.size)]
-        yield 0, here + [_Visitor(rank, 0, mine.like(everything[rank])) for rank in others]
+        yield 0, current + [_ReceivedBlock(rank, 0, local.like(gathered[rank])) for rank in others]
         return
-    leaving = {+1: mine, -1: mine}
+    to_send = {+1: local, -1: local}
     for step in range(1, routes.rounds + 1):
         assert ring.group is not None
-        sends, receives, coming = [], [], []
+        sends, receives, incoming = [], [], []
         for direction, tag in ((+1, _KV_RIGHT), (-1, _KV_LEFT)):
             if _sends(routes, ring.rank, direction, step):
-                sends.append(P2PMessage(leaving[direction].message, (ring.rank + direction) % ring.size, tag))
+                sends.append(P2PMessage(to_send[direction].message, (ring.rank + direction) % ring.size, tag))
             if _sends(routes, (ring.rank - direction) % ring.size, direction, step):
-                visitor = _Visitor((ring.rank - direction * step) % ring.size, direction, mine.empty())
-                receives.append(P2PMessage(visitor.kv.message, (ring.rank - direction) % ring.size, tag))
-                coming.append(visitor)
+                block = _ReceivedBlock((ring.rank - direction * step) % ring.size, direction, local.empty())
+                receives.append(P2PMessage(block.kv.message, (ring.rank - direction) % ring.size, tag))
+                incoming.append(block)
         works = post(sends, receives, ring.group)
-        yield step - 1, here
+        yield step - 1, current
         wait_for(works)
-        here = coming
-        leaving = {visitor.direction: visitor.kv for visitor in coming}
-    yield routes.rounds, here
+        current = incoming
+        to_send = {block.direction: block.kv for block in incoming}
+    yield routes.rounds, current
 
 
 def _sends(routes: Routes, rank: int, direction: int, step: int) -> bool:
@@ -349,71 +365,75 @@ def _sends(routes: Routes, rank: int, direction: int, step: int) -> bool:
 
 
 class _P2PReducer:
-    """Gradients of KV blocks on their way home, in fp32 at least: each rank that a block visits adds its part.
+    """Sums the gradients of KV blocks, in fp32 at least: each rank that a block reaches adds its part.
 
-    They follow one step behind the block, and go straight home from the last rank that the block visits. My own part
-    of my own block waits at home.
+    A gradient follows one step behind its block. The last rank that the block reaches sends it directly to the source
+    rank, which holds its own part in `local_grad`.
     """
 
-    def __init__(self, home: _KVBlock, ring: Ring) -> None:
-        self.home, self.ring, self.routes = home, ring, ring.routes
+    def __init__(self, local_grad: _KVBlock, ring: Ring) -> None:
+        self.local_grad, self.ring, self.routes = local_grad, ring, ring.routes
         self.works: list[dist.Work] = []
         self.sends: list[P2PMessage] = []
-        self.sending: list[P2PMessage] = []  # held until they have left
-        self.arrived: dict[int, Tensor] = {}
+        self.sending: list[P2PMessage] = []  # keeps the buffers alive until they are sent
+        self.partial_sums: dict[int, Tensor] = {}  # received, by direction
         self.returned: list[Tensor] = []
 
     def first_heads(self, heads: int) -> int:
-        """How many query heads of my own block to compute at once.
+        """Return how many query heads of the local block to compute in step 0.
 
-        The others wait until everything is sent: they hide the last gradient's way home, as these hide the first
-        block's way here. A group of query heads stays together, unless it is the only one.
+        They hide the first block's transfer; the others hide the last gradient's. Query heads of one KV group stay
+        together, unless it is the only group.
         """
         if self.ring.size == 1:
             return heads
-        kv_heads = heads if self.ring.kv_head_index is not None else self.home.k.shape[1]
+        kv_heads = heads if self.ring.kv_head_index is not None else self.local_grad.k.shape[1]
         return heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
 
     def _reach(self, rank: int, direction: int) -> int:
         return (self.routes.right if direction > 0 else self.routes.left)[rank]
 
-    def add(self, visitor: _Visitor, step: int, part: _KVBlock) -> None:
-        """My part of the gradient of a block that is here at this step."""
-        direction = visitor.direction
+    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVBlock) -> None:
+        """Add this rank's part of the gradient of a block that was received in this step."""
+        direction = received.direction
         if direction == 0:
             return
         if step > 1:
             self._wait()
-            part.message.add_(self.arrived.pop(direction))
-        onward = self._reach(visitor.owner, direction) > step
-        tags = (_GRAD_RIGHT, _HOME_RIGHT) if direction > 0 else (_GRAD_LEFT, _HOME_LEFT)
-        peer = (self.ring.rank + direction) % self.ring.size if onward else visitor.owner
-        self.sends.append(P2PMessage(part.message, peer, tags[not onward]))
+            kv_grad.message.add_(self.partial_sums.pop(direction))
+        goes_on = self._reach(received.source, direction) > step
+        right, left = (_GRAD_RIGHT, _GRAD_TO_SOURCE_RIGHT), (_GRAD_LEFT, _GRAD_TO_SOURCE_LEFT)
+        tag = (right if direction > 0 else left)[not goes_on]
+        peer = (self.ring.rank + direction) % self.ring.size if goes_on else received.source
+        self.sends.append(P2PMessage(kv_grad.message, peer, tag))
 
     def send(self, step: int) -> None:
-        """This step is computed: pass on what was added, and receive what others pass on."""
+        """Send the sums of this step, and start to receive those of the neighbours."""
         self._wait()
         receives = []
-        for direction, on, home in ((+1, _GRAD_RIGHT, _HOME_RIGHT), (-1, _GRAD_LEFT, _HOME_LEFT)):
-            before = (self.ring.rank - direction) % self.ring.size
-            theirs = (before - direction * step) % self.ring.size  # the block that my neighbour has just computed
-            if step and self._reach(theirs, direction) > step:
-                self.arrived[direction] = torch.empty_like(self.home.message)
-                receives.append(P2PMessage(self.arrived[direction], before, on))
+        for direction, tag, tag_to_source in (
+            (+1, _GRAD_RIGHT, _GRAD_TO_SOURCE_RIGHT),
+            (-1, _GRAD_LEFT, _GRAD_TO_SOURCE_LEFT),
+        ):
+            neighbour = (self.ring.rank - direction) % self.ring.size
+            source = (neighbour - direction * step) % self.ring.size  # of the block that it has just computed
+            if step and self._reach(source, direction) > step:
+                self.partial_sums[direction] = torch.empty_like(self.local_grad.message)
+                receives.append(P2PMessage(self.partial_sums[direction], neighbour, tag))
             if step and self._reach(self.ring.rank, direction) == step:
-                self.returned.append(torch.empty_like(self.home.message))
+                self.returned.append(torch.empty_like(self.local_grad.message))
                 last = (self.ring.rank + direction * step) % self.ring.size
-                receives.append(P2PMessage(self.returned[-1], last, home))
+                receives.append(P2PMessage(self.returned[-1], last, tag_to_source))
         if self.sends or receives:
             assert self.ring.group is not None
             self.works = post(self.sends, receives, self.ring.group)
         self.sending, self.sends = self.sends, []
 
-    def arrive(self) -> None:
-        """Wait until all of my own block's gradient is home."""
+    def finish(self) -> None:
+        """Wait for the local block's gradients from other ranks, and add them."""
         self._wait()
         for part in self.returned:
-            self.home.message.add_(part)
+            self.local_grad.message.add_(part)
 
     def _wait(self) -> None:
         wait_for(self.works)
@@ -421,25 +441,23 @@ class _P2PReducer:
 
 
 class _ReduceScatterReducer:
-    """Gradients of all KV blocks at once: one reduce-scatter, the adjoint of the all-gather."""
+    """Sums the gradients of all KV blocks by one reduce-scatter, the adjoint of the all-gather."""
 
-    def __init__(self, home: _KVBlock, ring: Ring) -> None:
-        self.home, self.ring = home, ring
+    def __init__(self, local_grad: _KVBlock, ring: Ring) -> None:
+        self.local_grad, self.ring = local_grad, ring
         self.parts: dict[int, Tensor] = {}
 
     def first_heads(self, heads: int) -> int:
-        """All of them: the reduce-scatter wants my own block's gradient too."""
+        """Return all heads: the reduce-scatter needs the local block's gradient too."""
         return heads
 
-    def add(self, visitor: _Visitor, step: int, part: _KVBlock) -> None:
-        """My part of the gradient of a block."""
-        self.parts[visitor.owner] = part.message
+    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVBlock) -> None:
+        self.parts[received.source] = kv_grad.message
 
     def send(self, step: int) -> None:
-        """Everything is computed."""
         if self.ring.group is not None:
-            everything = torch.stack([self.parts[rank] for rank in range(self.ring.size)])
-            scatter_into(self.home.message, everything.view(-1), group=self.ring.group)
+            parts = torch.stack([self.parts[rank] for rank in range(self.ring.size)])
+            scatter_into(self.local_grad.message, parts.view(-1), group=self.ring.group)
 
-    def arrive(self) -> None:
-        """It is here."""
+    def finish(self) -> None:
+        """Nothing is in flight."""

@@ -1,12 +1,11 @@
-"""Ulysses attention: exchange, exact attention of all tokens on my heads, exchange back; and USP, whose tokens ring.
+"""Ulysses attention: all-to-all, attention of all tokens on the local heads, all-to-all back; with a ring inside: USP.
 
-Jacobs et al. 2023, "DeepSpeed-Ulysses", arXiv:2309.14509. Per layer and direction it is two All-to-Alls: Q, K and V
-travel packed in one, the output in another; each rank sends b*S*D*(2Hq + 2Hk)/P * (P-1)/P bytes for one forward.
-With a ring (USP, Fang & Zhao 2024, arXiv:2405.07719) the same happens to the tokens of one block of the ring, and the
-inner method sees the other blocks come by.
+Jacobs et al. 2023, "DeepSpeed-Ulysses", arXiv:2309.14509. A forward is two all-to-alls: one sends q, k and v packed,
+the other the output; each rank sends b*S*D*(2Hq + 2Hk)/P * (P-1)/P bytes. In USP (Fang & Zhao 2024, arXiv:2405.07719)
+the tokens are those of one ring block, and the inner method receives the other blocks.
 
-Shape suffixes: B batch, S tokens of the block (of the sequence where there is no ring), L my tokens, H query heads, K
-KV heads, D head_dim; lower-case h, k: this rank's.
+Shape suffixes: B batch, L local tokens, S tokens of the block (the sequence if there is no ring), T keys of the block,
+H query heads, K KV heads, h and k those of this rank, D head_dim of q and k, V head_dim of v, W packed row.
 """
 
 from __future__ import annotations
@@ -31,55 +30,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Ulysses:
-    """The exchange around another method, prepared for a batch: a method.
+    """All-to-alls around another method: an `AttentionMethod`.
 
     Attributes:
         group: the ranks that share the block, each with L tokens.
-        shards: which heads each of them computes.
-        inner: attention of all tokens of the block on my heads.
-        lengths: real queries and real keys, where what `inner` gets is cut to them; what it gives is padded again.
-            None with a ring, whose blocks keep their padding.
-        code: how what is exchanged travels, of `longspan.core.cache_dtype.CACHE_DTYPES`.
+        shards: the heads of each rank.
+        inner: attention of all tokens of the block on the local heads.
+        trim_to: real queries and real keys, without padding, that `inner` computes; None in a ring, whose blocks keep
+            their padding.
+        wire_dtype: dtype of what the all-to-alls send.
     """
 
     group: dist.ProcessGroup
     shards: tuple[HeadShard, ...]
     inner: AttentionMethod
-    lengths: tuple[int, int] | None = None
-    code: CacheDtype = "exact"
+    trim_to: tuple[int, int] | None = None
+    wire_dtype: CacheDtype = "exact"
 
-    def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores) -> Tensor:
-        """Attention of my tokens' queries, exactly: `[B, L, H, Dv]`. Keys may be tokens of another sequence."""
-        group, shards, lengths, code = self.group, self.shards, self.lengths, self.code
-        D, Dv = q_BLHD.shape[3], v_BLKD.shape[3]
-        mine = shards[group.rank()]
-        widths = [mine.q_heads * D, mine.kv_heads * D, mine.kv_heads * Dv]
-        if q_BLHD.shape[1] == k_BLKD.shape[1] and (lengths is None or lengths[0] == lengths[1]):
-            packed_SBW = _cut(
-                scatter_heads([q_BLHD, k_BLKD, v_BLKD], ["q", "kv", "kv"], shards, group, code), lengths, 0
-            )
-            # One split (its gradient is one concatenation) into three views of what arrived: no copy.
-            q, k, v = packed_SBW.split(widths, -1)
-        else:  # keys have other tokens, so they travel on their own
-            q = _cut(scatter_heads([q_BLHD], ["q"], shards, group, code), lengths, 0)
-            k, v = _cut(scatter_heads([k_BLKD, v_BLKD], ["kv", "kv"], shards, group, code), lengths, 1).split(
-                widths[1:], -1
-            )
-        q_BShD = q.unflatten(2, (mine.q_heads, D)).transpose(0, 1)
-        k_BSkD = k.unflatten(2, (mine.kv_heads, D)).transpose(0, 1)
-        v_BSkD = v.unflatten(2, (mine.kv_heads, Dv)).transpose(0, 1)
+    def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, scores: Scores) -> Tensor:
+        """Return the attention of the local queries, `[B, L, H, V]`. Keys may belong to another sequence."""
+        shards, trim_to = self.shards, self.trim_to
+        D, V = q_BLHD.shape[3], v_BLKV.shape[3]
+        local = shards[self.group.rank()]
+        widths = [local.q_heads * D, local.kv_heads * D, local.kv_heads * V]
+
+        # Scatter heads, gather tokens.
+        if q_BLHD.shape[1] == k_BLKD.shape[1] and (trim_to is None or trim_to[0] == trim_to[1]):
+            packed_SBW = self._scatter([q_BLHD, k_BLKD, v_BLKV], ["q", "kv", "kv"], trim_to and trim_to[0])
+            # One split (its gradient is one concatenation) into three views: no copy.
+            q_SBW, k_TBW, v_TBW = packed_SBW.split(widths, -1)
+        else:  # keys have other tokens: send them separately
+            packed_SBW = q_SBW = self._scatter([q_BLHD], ["q"], trim_to and trim_to[0])
+            k_TBW, v_TBW = self._scatter([k_BLKD, v_BLKV], ["kv", "kv"], trim_to and trim_to[1]).split(widths[1:], -1)
+        q_BShD = q_SBW.unflatten(2, (local.q_heads, D)).transpose(0, 1)
+        k_BTkD = k_TBW.unflatten(2, (local.kv_heads, D)).transpose(0, 1)
+        v_BTkV = v_TBW.unflatten(2, (local.kv_heads, V)).transpose(0, 1)
+
+        # Attend on the local heads.
         if isinstance(self.inner, LocalAttention):
-            q_BShD, k_BSkD, v_BSkD = self.inner.laid(q_BShD, k_BSkD, v_BSkD)
-        packed_SBW = q = k = v = q_BLHD[:0]  # where they have been copied, what arrived is not kept beside the copies
-        out_BShD = self.inner(q_BShD, k_BSkD, v_BSkD, scores.of_heads(mine.q_start, mine.q_stop))
-        del q_BShD, k_BSkD, v_BSkD  # autograd has them, or a checkpoint does not want them: not here on the way home
-        padding = q_BLHD.shape[1] * group.size() - out_BShD.shape[1]
+            q_BShD, k_BTkD, v_BTkV = self.inner.to_kernel_layout(q_BShD, k_BTkD, v_BTkV)
+        packed_SBW = q_SBW = k_TBW = v_TBW = q_BLHD[:0]  # free the received buffer if the kernel layout copied it
+        out_BShV = self.inner(q_BShD, k_BTkD, v_BTkV, scores.of_heads(local.q_start, local.q_stop))
+        del q_BShD, k_BTkD, v_BTkV  # autograd saves them, or a checkpoint frees them before the second all-to-all
+
+        # Gather heads, scatter tokens.
+        padding = q_BLHD.shape[1] * self.group.size() - out_BShV.shape[1]
         if padding:
-            out_BShD = F.pad(out_BShD, (0, 0, 0, 0, 0, padding))
-        return gather_heads(out_BShD, shards, group, code)
+            out_BShV = F.pad(out_BShV, (0, 0, 0, 0, 0, padding))
+        return gather_heads(out_BShV, shards, self.group, self.wire_dtype)
 
-
-def _cut(packed_SBW: Tensor, lengths: tuple[int, int] | None, which: int) -> Tensor:
-    if lengths is None or packed_SBW.shape[0] == lengths[which]:
-        return packed_SBW
-    return packed_SBW[: lengths[which]]
+    def _scatter(self, xs_BLHD: list[Tensor], kinds: list[str], length: int | None) -> Tensor:
+        """Return `[S, B, W]`: the local heads of all tokens, without padding if `length` is given."""
+        packed_SBW = scatter_heads(xs_BLHD, kinds, self.shards, self.group, self.wire_dtype)
+        return packed_SBW if length is None or packed_SBW.shape[0] == length else packed_SBW[:length]

@@ -29,7 +29,7 @@ class MaskRequest:
 
     causal: bool
     window: int | None = None
-    chunk: int | None = None
+    chunk_size: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         raise _NoTensor(f"a layer uses .{name} of its attention mask, so it derives another mask from it; {HELP}")
@@ -39,7 +39,7 @@ class MaskRequest:
 
     def allows(self, i: Tensor, j: Tensor) -> Tensor:
         """Return whether tokens i may attend to tokens j, of the same shape."""
-        return Mask(self.causal, self.window, self.chunk).pairwise(i, j)
+        return Mask(self.causal, self.window, self.chunk_size).pairwise(i, j)
 
 
 @not_compiled  # it reads closures, and returns no tensor
@@ -68,7 +68,7 @@ def longspan_mask(
     if local_size is not None:
         requests = [
             MaskRequest(causal=True, window=local_size),
-            MaskRequest(causal=True, chunk=local_size),
+            MaskRequest(causal=True, chunk_size=local_size),
             MaskRequest(causal=False, window=local_size + 1),  # |i - j| <= size, as transformers' encoders have it
             MaskRequest(causal=False, window=local_size),
         ]

@@ -155,10 +155,10 @@ def _with_cache(
     info.step.stored.add(number)
     mask = replace(_mask(request, info), q_start=info.step.past)
     back = info.cache.rollback
-    first = kept_from(info.length if back is None else min(back, info.length), request.window, request.chunk)
-    if request.chunk is not None and mask.segments is not None:  # chunks that count from where a row's padding ends
+    first = kept_from(info.length if back is None else min(back, info.length), request.window, request.chunk_size)
+    if request.chunk_size is not None and mask.segments is not None:  # chunks count from where a row's padding ends
         first = 0 if back is not None else min((row[-1][0] for row in mask.segments if row), default=info.length)
-    store = info.cache.store(number, request.window or request.chunk)
+    store = info.cache.store(number, request.window or request.chunk_size)
     try:
         if layer.latents is None or not info.cache.holds_latents(store, layer.latents, qkv):
             out, layer.choice = attend(info.step, store, *qkv, mask, scores, layer.kernel, first)
@@ -205,12 +205,12 @@ def _plan(
 
 
 def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
-    segments, chunk = info.segments, request.chunk
-    if segments is not None and chunk is not None:
+    segments, chunk_size = info.segments, request.chunk_size
+    if segments is not None and chunk_size is not None:
         # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row (as
         # transformers before 5.23 does where position ids restart).
-        segments, chunk = chunk_segments(segments, chunk, info.starts), None
-    return Mask(request.causal, request.window, chunk, segments=segments, mod=info.visible)
+        segments, chunk_size = chunk_segments(segments, chunk_size, info.starts), None
+    return Mask(request.causal, request.window, chunk_size, segments=segments, mask_mod=info.visible)
 
 
 def _scores(

@@ -1,4 +1,4 @@
-"""KVPlacement in a row of bytes, a file's or a buffer's: given out lowest first, and given back in any order."""
+"""Places in a row of bytes, a file's or a buffer's: given out lowest first, and given back in any order."""
 
 from __future__ import annotations
 

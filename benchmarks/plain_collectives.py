@@ -1,8 +1,8 @@
-"""AllGather, ReduceScatter and AllReduce as rings, written out step by step over sends and receives.
+"""AllGather, ReduceScatter and AllReduce as rings, step by step over sends and receives: to read and to measure.
 
-For reading, for tests and for benchmarks. The jobs call the backend's own collectives (`torch.distributed`), which do
-the same with less overhead; what is here shows where the bytes go. The ring is that of Patarasuk and Yuan 2009,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations" (J. Parallel Distrib. Comput. 69, section 3).
+The library calls the backend's own collectives, which do the same with less overhead. The rings are those of Patarasuk
+and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (J. Parallel Distrib. Comput. 69,
+section 3).
 
 P ranks hold parts of n bytes each. Bytes that a rank sends, and the time at a bandwidth of w bytes/s each way:
 
@@ -11,10 +11,10 @@ P ranks hold parts of n bytes each. Bytes that a rank sends, and the time at a b
     ring_reduce_scatter   every rank  n (P-1)                         n (P-1) / w
     ring_all_reduce       every rank  2 n (P-1)                       2 n (P-1) / w
 
-The ring is the faster by P + 1, since each link carries each part once and all links work all the time; no algorithm
-does better, because every rank has to receive n (P-1) bytes. Nothing here is differentiable.
+The ring is faster by P + 1, because every link carries each part once and all links work all the time. No algorithm is
+faster: every rank must receive n (P-1) bytes. Nothing here is differentiable.
 
-Shapes: x is [n, ...] or [P*n, ...]; the first dimension is that of the parts, in the order of the group's ranks.
+Shapes: x is [n, ...] or [P*n, ...]; the first dimension holds the parts, in the order of the group's ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def ring_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's `x`, in rank order, on every rank. P - 1 steps, in each of which a part goes on to the next rank.
+    """Return every rank's `x`, in rank order. In each of P - 1 steps a part is passed to the next rank.
 
     Args:
-        x: my part, `[n, ...]`, of the same shape and dtype on every rank.
+        x: the local part, `[n, ...]`, of the same shape and dtype on every rank.
         group: the ranks. None, or a group of one, returns `x` itself.
 
     Returns:
@@ -52,19 +52,19 @@ def ring_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     parts = x.new_empty(ranks, *x.shape)
     parts[rank].copy_(x)
     for step in range(ranks - 1):
-        # What arrived in the step before, and my own part in the first, is what the next rank lacks.
+        # Pass on the part that arrived in the previous step; in the first step the local part.
         _pass_on(parts[(rank - step) % ranks], parts[(rank - step - 1) % ranks], group)
     return parts.flatten(0, 1)
 
 
 @torch.no_grad()
 def naive_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The same result by way of one rank: the group's first collects all parts, then sends the whole to every other.
+    """Return the same through one rank: the first collects all parts, then sends them to every other rank.
 
-    It is there to be compared with the ring: the first rank's link carries everything while the others wait.
+    To compare with the ring: the first rank's link carries everything while the others wait.
 
     Args:
-        x: my part, `[n, ...]`, of the same shape and dtype on every rank.
+        x: the local part, `[n, ...]`, of the same shape and dtype on every rank.
         group: the ranks. None, or a group of one, returns `x` itself.
 
     Returns:
@@ -90,19 +90,18 @@ def naive_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @torch.no_grad()
 def ring_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """My part of the sum of all ranks' `x`. P - 1 steps, in each of which a partial sum goes on to the next rank.
+    """Return the local part of the sum of all ranks' `x`, in P - 1 steps that each pass a partial sum to the next rank.
 
-    A partial sum travels in the dtype it is added in. For bf16 and fp16 that is fp32: rounded once at the end instead
-    of at every step, for twice the bytes on the wire, 4 n (P-1) where n counts elements. Other dtypes travel as they
-    are.
+    Partial sums of bf16 and fp16 are sent in fp32: rounded once at the end instead of at every step, for twice the
+    bytes, 4 n (P-1) if n counts elements. Other dtypes are sent as they are.
 
     Args:
         x: `[P * n, ...]`, of the same shape and dtype on every rank.
         group: the ranks. None, or a group of one, returns `x` itself.
 
     Returns:
-        `[n, ...]`, contiguous, in the dtype of `x`. A part is added up in ring order, from the rank after its owner
-        round to the owner, so floating point may differ from the backend's sum in the last digits.
+        `[n, ...]`, contiguous, in the dtype of `x`. A part is summed in ring order, from the rank after its
+        destination to the destination, so it may differ from the backend's sum in the last digits.
 
     Raises:
         LongspanError: if `x` has no dimension, or its first does not divide by the ranks.
@@ -122,15 +121,15 @@ def ring_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     for step in range(ranks - 1):
         receive = torch.empty_like(send)
         _pass_on(send, receive, group)
-        # The parts go backwards round the ring, and the last to arrive is mine: rank - (P - 2) - 2 = rank mod P.
+        # The last part to arrive is the local one: rank - (P - 2) - 2 = rank mod P.
         send = receive.add_(parts[(rank - step - 2) % ranks])
     return send.to(x.dtype)
 
 
 def ring_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of all ranks' `x` on every rank, equal to the bit on all: a ring ReduceScatter, then a ring AllGather.
+    """Return the sum of all ranks' `x`, equal bit for bit on all: a ring ReduceScatter, then a ring AllGather.
 
-    bf16 and fp16 travel as fp32 in the first half (see `ring_reduce_scatter`) and as they are in the second.
+    bf16 and fp16 are sent as fp32 in the first half (see `ring_reduce_scatter`) and as they are in the second.
 
     Args:
         x: `[P * n, ...]`, of the same shape and dtype on every rank.
@@ -148,9 +147,9 @@ def _check_dims(x: Tensor, name: str) -> None:
 
 
 def _pass_on(send: Tensor, receive: Tensor, group: dist.ProcessGroup) -> None:
-    """`send` to the next rank and `receive` from the one before, both at once: each link is used in both directions."""
+    """Send to the next rank and receive from the previous one concurrently: each link is used in both directions."""
     after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-    # The receive first: between two ranks gloo sends one way after the other if both have posted their send first.
+    # Post the receive first: if two gloo ranks both post their send first, the transfers run one after the other.
     _run(
         [
             dist.P2POp(dist.irecv, receive, group=group, group_peer=before),
