@@ -154,7 +154,8 @@ def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
     integers = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
     if not integers or not (-n <= a < n and -n <= b < n) or a % n == b % n:
         raise LongspanError(
-            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and {format_value(b)}"
+            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and "
+            f"{format_value(b)}"
         )
     return a % n, b % n
 
