@@ -57,7 +57,7 @@ SAID = {
     ),
     "rows": ("`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [1, "),
     "dtype": ("`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int32 [2, "),
-    "mask": ("`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "of other values"),
+    "mask": ("`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "same shapes, other values"),
     "documents": ("`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
     "items": ("`num_items_in_batch` is 7 on rank 3, missing on rank 2",) * 2,
     "bad": ("(same shapes, other values)", "(same shapes, other values)"),

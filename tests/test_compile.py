@@ -121,7 +121,7 @@ def test_compiled_layers_make_no_logits_and_keep_their_memory_options(pool2: Ran
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:
-    with pytest.raises(LongspanError, match="parallelize first"):
+    with pytest.raises(LongspanError, match="is not parallelized"):
         longspan.compile_layers(build("Llama"))
     model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))
     with pytest.raises(LongspanError, match="fullgraph"):

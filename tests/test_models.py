@@ -452,7 +452,7 @@ def test_a_mask_is_no_tensor() -> None:
     mask = longspan_mask()
     with pytest.raises(longspan.LongspanError, match="a layer uses .dtype of its attention mask, so it makes"):
         _ = mask.dtype
-    with pytest.raises(longspan.LongspanError, match="a layer cuts its attention mask"):
+    with pytest.raises(longspan.LongspanError, match="a layer slices its attention mask"):
         _ = mask[:, :3]
     assert not hasattr(mask, "shape") and copy.deepcopy(mask) == mask == pickle.loads(pickle.dumps(mask))
 

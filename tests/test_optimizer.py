@@ -186,7 +186,7 @@ def _misused(fsdp: bool, how: str) -> None:
 @pytest.mark.parametrize(
     ("fsdp", "how", "said"),
     [
-        (True, "plain", "call longspan.parallelize first"),
+        (True, "plain", "is not parallelized"),
         (False, "", r"use longspan.parallelize\(..., fsdp=True\), or call optimizer.step\(\) after"),
         (True, "part", r"SGD does not hold 1 of .* make it from model.parameters\(\) after longspan.parallelize"),
         (True, "twice", r"already; remove\(\) that first"),

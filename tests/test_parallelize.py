@@ -461,7 +461,7 @@ def test_what_is_no_hugging_face_model() -> None:
     with pytest.raises(LongspanError, match="has the loss ForQuestionAnswering; longspan.parallelize takes causal and"):
         longspan.parallelize(transformers.BertForQuestionAnswering(config), sp)
     headless = longspan.parallelize(transformers.BertModel(config, add_pooling_layer=False), sp)
-    with pytest.raises(LongspanError, match="BertModel takes no labels, it has no head that predicts tokens"):
+    with pytest.raises(LongspanError, match="BertModel takes no labels: it has no head that predicts tokens"):
         headless(**batch())
     hidden = transformers.BertModel(config, add_pooling_layer=False)
     hidden.load_state_dict(headless.state_dict())
