@@ -339,7 +339,9 @@ def test_a_ring_hides_behind_a_long_attention_and_an_all_gather_never_does() -> 
             plan = cost(LLAMA, job, Mesh(ring=8), A100)
             moved[impl] = [c for c in plan.comm if c.axis == "ring"]
             exposed[impl] = plan.exposed_seconds - sum(c.seconds for c in plan.comm if c.axis != "ring")
-        assert {c.beside for c in moved["p2p"]} == {"attention"} and {c.beside for c in moved["allgather"]} == {""}
+        assert {c.overlaps_with for c in moved["p2p"]} == {"attention"} and {
+            c.overlaps_with for c in moved["allgather"]
+        } == {""}
         assert [c.op for c in moved["allgather"]] == ["all_gather", "reduce_scatter"]
         assert len({sum(c.bytes_total for c in sent) for sent in moved.values()}) == 1
         seconds = {impl: sum(c.seconds for c in sent) for impl, sent in moved.items()}
@@ -401,9 +403,9 @@ def test_weights_run_beside_nothing_on_cpus() -> None:
     """FSDP waits for them at once, however well the link runs beside computing."""
     job, mesh = Job(context=4096, batch=2), Mesh(data=2)
     plan = cost(LLAMA, job, mesh, shares(1.0, on_cpu=True, overlaps=True))
-    assert plan.exposed_seconds == pytest.approx(plan.comm_seconds) and {c.beside for c in plan.comm} == {""}
+    assert plan.exposed_seconds == pytest.approx(plan.comm_seconds) and {c.overlaps_with for c in plan.comm} == {""}
     on_gpus = cost(LLAMA, job, mesh, shares(1.0))
-    assert on_gpus.exposed_seconds < plan.exposed_seconds and "computing" in {c.beside for c in on_gpus.comm}
+    assert on_gpus.exposed_seconds < plan.exposed_seconds and "computing" in {c.overlaps_with for c in on_gpus.comm}
 
 
 def slow(*ops: str) -> Hardware:

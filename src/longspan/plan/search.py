@@ -218,8 +218,8 @@ def _offload_notes(stored: Offloaded) -> Iterator[str]:
         yield f"disk: {stored.disk_bytes / GB:,.0f} GB per GPU, {stored.disk_node_bytes / GB:,.0f} GB per node and step"
     if stored.bottleneck is not None:
         what, needed, has = stored.bottleneck
-        hidden = "hidden" if needed <= has else f"{stored.seconds:.1f} s of a step wait for it"
-        yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to be hidden beside computing: {hidden}"
+        hidden = "it overlaps" if needed <= has else f"{stored.seconds:.1f} s of a step wait for it"
+        yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to overlap with computing: {hidden}"
 
 
 def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:

@@ -37,7 +37,7 @@ class Collective:
         count: calls in a step.
         seconds: of all calls together.
         link: "intra" or "inter": whether the group stays inside a node.
-        beside: the computation that it overlaps with ("attention", "computing"); "" for none.
+        overlaps_with: the computation that it overlaps with ("attention", "computing"); "" for none.
         method: whether the sequence or tensor method sends it, rather than weights, gradients and loss.
     """
 
@@ -48,7 +48,7 @@ class Collective:
     count: int
     seconds: float
     link: str
-    beside: str
+    overlaps_with: str
     method: bool
 
     @property
@@ -77,7 +77,7 @@ def _timed(sent: Sent, count: int, mesh: Mesh, hardware: Hardware) -> Collective
         count=count,
         seconds=count * hardware.seconds(sent.op, sent.axis, sent.bytes, stride, size),
         link=hardware.link_of(stride, size),
-        beside=_overlapped_with(sent) if hardware.hideable(sent.op, sent.axis) else "",
+        overlaps_with=_overlapped_with(sent) if hardware.hideable(sent.op, sent.axis) else "",
         method=sent.method,
     )
 

@@ -30,14 +30,14 @@ def _kernel_backward(layer: Attention, mesh: Mesh, c: CostContext) -> int:
 def backward_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
     """Return the largest of three peaks: sending gradients to heads; the kernel or the ring; sending gradients back.
 
-    With head chunks each peak is one chunk's, and the gradients received so far lie besides.
+    With head chunks each peak is one chunk's, and the gradients received so far are added.
     """
     heads, mine = layer.max_heads(mesh), layer.local_heads(mesh)
     chunks, u = exchange.chunk_count(layer, job, mesh), mesh.ulysses
-    exchanged, lean = u > 1, job.memory.recompute_all_to_all and u > 1
+    exchanged, recomputed = u > 1, job.memory.recompute_all_to_all and u > 1
     in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
     gradients = in_heads * (heads.q + heads.kv)
-    received = in_heads * (heads.q + heads.kv + heads.out) if lean else 0  # by the recomputed all-to-all
+    received = in_heads * (heads.q + heads.kv + heads.out) if recomputed else 0  # by the recomputed all-to-all
     result = in_tokens * (mine.q + mine.kv)
     d_out = in_tokens * mine.out
     stays = d_out + (result if chunks > 1 else 0)
@@ -45,14 +45,14 @@ def backward_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> 
     if mesh.ring > 1:  # its sums include the output's gradient in head layout
         ring = ring_buffers(layer, job, mesh, c, backward=True)
         computing = ring.workspace + -(-(kernel + received) // chunks)
-        return Buffers(ring.comm, computing + (stays if lean or chunks > 1 else 0))
+        return Buffers(ring.comm, computing + (stays if recomputed or chunks > 1 else 0))
     computing = received + gradients + in_heads * heads.out * exchanged + kernel
-    sending = received + in_heads * heads.out + d_out + (result + d_out if lean else 0)
+    sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
     # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
     held = job.memory.checkpointing == "save_attention" and not offloads(job, c)
-    freed = 0 if lean or held else in_heads * (heads.q + heads.kv + heads.out)
+    freed = 0 if recomputed or held else in_heads * (heads.q + heads.kv + heads.out)
     returning = 2 * gradients + (result if chunks == 1 else 0) - freed
-    if chunks == 1 and not lean:  # the incoming gradient is freed when it has been sent
+    if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
         return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
     peaks = [computing, *((sending, returning) if exchanged else ())]
     return Buffers(0, stays + -(-max(peaks) // chunks))

@@ -180,7 +180,7 @@ def _ring(layer: Attention, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
     )
     return [
         Sent("p2p", "ring", "K, V to the next", block, sends * passes),
-        Sent("p2p", "ring", "dK, dV on and home", gradient, received * backwards),
+        Sent("p2p", "ring", "dK, dV on and back", gradient, received * backwards),
     ]
 
 
@@ -233,7 +233,7 @@ def chunk(layer: Attention, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int
         sent = [
             Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * b * (all_packed - packed_width(mine))),
             Sent("all_gather", "ring", "Q to all keys", block * d * b),
-            Sent("all_to_all", "ring", "O and log-sum-exp home", block * (dv + 1) * 4),
+            Sent("all_to_all", "ring", "O and log-sum-exp back", block * (dv + 1) * 4),
             Sent("all_to_all", "ulysses", "O to tokens", rows * b * (mesh.ulysses - 1) * mine.q_heads * dv),
         ]
         candidates.append([each for each in sent if mesh.size(each.axis) > 1])

@@ -168,12 +168,9 @@ def _communication(plan: Plan) -> Columns:
         Column("calls", [*(f"{c.count:,}" for c in comm), ""], spare=4, right=True),
         Column("in all", [*(size(c.bytes_total) for c in comm), size(sum(c.bytes_total for c in comm))], right=True),
         Column("time", [*(seconds(c.seconds) for c in comm), seconds(plan.comm_seconds)], right=True),
-        Column("beside", [*(c.beside for c in comm), ""], spare=2),
+        Column("overlaps with", [*(c.overlaps_with for c in comm), ""], spare=2),
     ]
-    caption = (
-        f"beside: the computation it overlaps with. Exposed: {seconds(plan.exposed_seconds)} of a step of "
-        f"{seconds(plan.step_seconds)}"
-    )
+    caption = f"exposed: {seconds(plan.exposed_seconds)} of a step of {seconds(plan.step_seconds)}"
     title = f"sent per GPU and step, {_named(plan)}"
     return Columns(title, columns, sections=[len(comm)], captions=[caption])
 
@@ -235,7 +232,7 @@ def _methods(methods: Sequence[Method]) -> Columns:
         column("step", lambda _, p: seconds(p.step_seconds)),
     ]
     said = [
-        "weights and gradients are sent besides: the table of meshes has them",
+        "without weights and gradients, which the table of meshes has",
         f"at {SHORT} tokens, and across nodes (every GPU in a node of its own): time of a layer",
     ]
     reasons = [f"{method.name}: {method.reason}" for method in methods if method.plan is None]
