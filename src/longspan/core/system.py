@@ -1,4 +1,4 @@
-"""What the system says of a machine's memory and of its disks' errors."""
+"""Free memory of this machine, and errors of its disks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that the disk, the quota or the largest file is reached."""
+    """Return whether an error means a full disk, an exhausted quota or the maximum file size."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 def format_os_error(error: OSError) -> str:
-    """An error of the system in one line."""
+    """Format an error of the operating system in one line."""
     where = f": {error.filename}" if error.filename else ""
     return f"[Errno {error.errno}] {error.strerror}{where}" if error.strerror else f"{type(error).__name__}: {error}"
 
 
 def free_memory() -> int | None:
-    """Bytes that processes here may still take; None where the system does not tell."""
+    """Return the bytes that processes here can still allocate, or None if unknown."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
         group = Path("/sys/fs/cgroup")
         found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return min(found, default=None)
