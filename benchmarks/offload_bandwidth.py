@@ -18,8 +18,8 @@ import time
 import common
 import torch
 
-from longspan.memory.offload.disk import IN_FLIGHT, PIECE, DiskStore
-from longspan.memory.offload.disk_file import SpillFile, aligned, memory_of
+from longspan.memory.offload.disk import CHUNK_BYTES, IN_FLIGHT, DiskStore
+from longspan.memory.offload.disk_file import OffloadFile, aligned_buffer, buffer_of
 
 MIB = 1 << 20
 Seconds = dict[str, list[float]]
@@ -57,7 +57,7 @@ def main() -> None:
     ]
     text = common.table(["", "write GB/s", "read GB/s"], rows) + (
         f"\n\n- {args.count} tensors of {args.tensor} MiB, medians of {args.repeats} rounds in alternation; at most "
-        f"{IN_FLIGHT // MIB} MiB on their way, pieces of {PIECE // MIB} MiB"
+        f"{IN_FLIGHT // MIB} MiB on their way, pieces of {CHUNK_BYTES // MIB} MiB"
     )
     for way in ("write", "read"):
         if "store, O_DIRECT" in found:
@@ -78,7 +78,7 @@ def store(folder: str, x: torch.Tensor, count: int, direct: bool) -> tuple[float
         began = time.perf_counter()
         stored = [disk.put(x) for _ in range(count)]
         with disk._changed:
-            disk._changed.wait_for(lambda: not disk._flying)
+            disk._changed.wait_for(lambda: not disk._bytes_in_flight)
         if not direct:
             os.fdatasync(disk._file._fd)
         written = time.perf_counter()
@@ -93,21 +93,21 @@ def store(folder: str, x: torch.Tensor, count: int, direct: bool) -> tuple[float
 
 def plain(folder: str, x: torch.Tensor, count: int, direct: bool) -> tuple[float, float] | None:
     """The same by one thread, in order, without a store."""
-    file = SpillFile(folder, direct)
+    file = OffloadFile(folder, direct)
     try:
         if file.direct != direct:
             return None
         file.reserve(x.nbytes * count)
-        buffer = aligned(PIECE)
-        buffer.copy_(x[:PIECE])
-        piece = memory_of(buffer)
+        buffer = aligned_buffer(CHUNK_BYTES)
+        buffer.copy_(x[:CHUNK_BYTES])
+        piece = buffer_of(buffer)
         began = time.perf_counter()
-        for at in range(0, x.nbytes * count, PIECE):
+        for at in range(0, x.nbytes * count, CHUNK_BYTES):
             os.pwrite(file._fd, piece, at)
         if not direct:
             os.fdatasync(file._fd)
         written = time.perf_counter()
-        for at in range(0, x.nbytes * count, PIECE):
+        for at in range(0, x.nbytes * count, CHUNK_BYTES):
             os.preadv(file._fd, [piece], at)
         return written - began, time.perf_counter() - written
     finally:

@@ -89,7 +89,7 @@ def main() -> None:
 
 def written(options: dict[str, Any]) -> dict[str, Any]:
     """Options as a report holds them."""
-    return {name: value.described() if isinstance(value, Memory) else value for name, value in options.items()}
+    return {name: value.describe() if isinstance(value, Memory) else value for name, value in options.items()}
 
 
 # --- predicted ------------------------------------------------------------------------------------

@@ -140,8 +140,8 @@ FAULTS = (
     Fault("crop_keeps_rejected_tokens", "core/kv_placement.py", "(a, min(b, length)) for a, b in runs",
           "(a, b) for a, b in runs", "tests/test_generate.py -k drafted"),
     # memory
-    Fault("write_during_offload_unnoticed", "memory/offload/store.py", "version_of(self.flat) != self._version",
-          "version_of(self.flat) < 0", "tests/test_offload.py"),
+    Fault("write_during_offload_unnoticed", "memory/offload/store.py", "version_of(self.data) != self._version",
+          "version_of(self.data) < 0", "tests/test_offload.py"),
     Fault("change_in_place_unnoticed", "memory/activations.py", "if version_of(self.x) != self.version:",
           "if version_of(self.x) < 0:", "tests/test_activations.py"),
     # checkpoint

@@ -44,7 +44,7 @@ def test_two_of_four_tensors_are_kept_and_gradients_are_bitwise_the_same(
 
     def noted(saved: Tensor) -> Any:
         packed = pack(saved)
-        if isinstance(packed, activations.Kept):
+        if isinstance(packed, activations.SavedTensor):
             kept[packed.x.untyped_storage().data_ptr()] = packed.x.untyped_storage().nbytes()
         return packed
 

@@ -17,9 +17,9 @@ from torch import Tensor
 import longspan
 from longspan.attn.score import Scores
 from longspan.cache import folder as files
-from longspan.cache.attend import _merged
+from longspan.cache.attend import _merge
 from longspan.cache.codec import codec_of
-from longspan.cache.store import Store
+from longspan.cache.layer_cache import LayerCache
 from longspan.plan import Job, Mesh
 from longspan.plan.layers import exchange
 from longspan.plan.models import shape_from_config
@@ -69,7 +69,7 @@ def _as_planned() -> None:
                     model(input_ids=ids[:, :1], past_key_values=cache)
             assert _of_layers(sent) == _planned(shape, job, mesh, 1, sp), (name, ring)
             planned = [layer.mixer.cache_by_rank(job, mesh, tokens, chunk) for layer in shape.layers]
-            assert [cache.stores[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
+            assert [cache.layer_caches[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
             assert cache.nbytes == sum(held[sp.rank] for held in planned)
             at_prompt = [layer.mixer.cache_by_rank(job, mesh) for layer in shape.layers]
             assert [max(held) for held in at_prompt] == [layer.mixer.cache_bytes(job, mesh) for layer in shape.layers]
@@ -114,7 +114,7 @@ def test_parts_over_ranks_add_up_to_one_softmax_with_sinks() -> None:
         more = torch.full((2, 3, 4, 1), -torch.inf).double()
         more = more if sinks is None else sinks[:, None, None].expand_as(more)
         p = torch.cat([x, more], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
-        torch.testing.assert_close(_merged(torch.stack(parts), scores), p @ v, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(_merge(torch.stack(parts), scores), p @ v, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("code", "limit"), [("int8", 0.5 / 127), ("fp8", 2.0**-4)])
@@ -140,7 +140,7 @@ def test_a_store_grows_by_an_eighth_and_gives_back_what_a_window_leaves() -> Non
         at = torch.arange(first, first + n, dtype=torch.float32)[None, None, :, None]
         return at.expand(1, 2, n, 4), -at.expand(1, 2, n, 3)
 
-    store, sizes = Store(), set()
+    store, sizes = LayerCache(), set()
     for i in range(1000):
         store.append(*tokens(i, 1))
         sizes.add(store.allocated // (2 * 7 * 4))
@@ -148,15 +148,15 @@ def test_a_store_grows_by_an_eighth_and_gives_back_what_a_window_leaves() -> Non
     assert len(sizes) < 30
     keys, values = store.read(torch.float32)
     assert torch.equal(keys, tokens(0, 1000)[0]) and torch.equal(values, tokens(0, 1000)[1])
-    store.keep_from(990, 10)
+    store.drop_before(990, 10)
     assert store.nbytes == 10 * 2 * 7 * 4 and store.allocated == 64 * 2 * 7 * 4
     for i in range(1000, 1200):
         store.append(*tokens(i, 1))
-        store.keep_from(i - 9, 10)
+        store.drop_before(i - 9, 10)
         assert torch.equal(store.read(torch.float32)[0], tokens(i - 9, 10)[0])
     assert store.allocated == 64 * 2 * 7 * 4
     with pytest.raises(
-        longspan.LongspanError, match=r"the cache holds float32 \[1, 2, 4\], the new tokens have float64"
+        longspan.LongspanError, match=r"the cache contains float32 \[1, 2, 4\], the new tokens have float64"
     ):
         store.append(*(x.double() for x in tokens(0, 1)))
 
@@ -233,7 +233,7 @@ def test_a_saved_cache_goes_on_on_another_mesh(get_pool: Any, tmp_path: Path, na
         check_generated(out, runs[0][0])  # of a code too, whose bytes are read as they were written
 
 
-def test_a_cache_that_is_not_whole_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+def test_an_incomplete_cache_is_refused(pool2: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     (full,) = set(pool2.run(_not_saved, folder, True))
     assert full.startswith("rank 1 failed: ") and "part-1.safetensors cannot be written" in full and "No space" in full
@@ -254,6 +254,6 @@ def test_a_cache_that_is_not_whole_is_refused(pool2: RankPool, tmp_path: Path) -
         said = set(pool2.run(_not_loaded, folder, "Llama"))
         assert len(said) == 1 and text in said.pop()
     (folder / "index.json").unlink()
-    assert "there is no index.json, which is written last" in pool2.run(_not_loaded, folder, "Llama")[0]
-    with pytest.raises(RankError, match="is there and is no cache"):
+    assert "it has no index.json, which is written last" in pool2.run(_not_loaded, folder, "Llama")[0]
+    with pytest.raises(RankError, match="exists and is not a cache"):
         pool2.run(_saved, folder, None, "Llama", "exact")

@@ -26,7 +26,7 @@ def _ways(name: str, expected: Any) -> None:
             cache = longspan.ShardedCache(model, **options)
             check_generated(generated(model, {**prompt(3, padded=True), "past_key_values": cache}), expected)
             latent = heads > 1 and options.get("latent", True)
-            assert [store.shared for store in cache.stores.values()] == [RANK if latent else 0] * 2
+            assert [store.shared for store in cache.layer_caches.values()] == [RANK if latent else 0] * 2
             held = 2 * 3 * cache.kv_placement.count(sp.ring_rank) * 4
             assert cache.nbytes == held * (WIDTH if latent else heads * HEAD)
 
@@ -37,7 +37,7 @@ def _coded(name: str, expected: Any) -> None:
     logits = generated(model, {**prompt(), "past_key_values": cache}, max_new_tokens=1)[1]
     error = float((logits - expected[1][:, :1]).norm() / expected[1][:, :1].norm())
     assert 1e-5 < error < 0.02
-    assert cache.stores[0].nbytes == cache.kv_placement.count(cache.sp.ring_rank) * (WIDTH + 4)
+    assert cache.layer_caches[0].nbytes == cache.kv_placement.count(cache.sp.ring_rank) * (WIDTH + 4)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV2"])
@@ -60,7 +60,7 @@ def _loaded(folder: Path, shared: int, first: Any, second: Tensor, expected: Any
     for ring in (1, 2):
         model, _ = parallelized("DeepseekV3", ring, False)
         cache = longspan.ShardedCache.load(folder, model)
-        assert cache.get_seq_length() == PROMPT + NEW - 1 and cache.stores[0].shared == shared
+        assert cache.get_seq_length() == PROMPT + NEW - 1 and cache.layer_caches[0].shared == shared
         check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected)
         cache.crop(PROMPT - 1)
         check_generated(generated(model, {**prompt(), "past_key_values": cache}), first)
@@ -99,5 +99,5 @@ def test_adapters_are_in_what_expands_and_another_expansion_is_refused(pool2: Ra
     expected = generated(_adapted(), prompt())
     assert not torch.equal(expected[1], plain("DeepseekV3")[1])
     for said in pool2.run(_with_adapters, expected):
-        assert "layers.1.self_attn: DeepseekV3Attention does not make its keys and values of the input" in said
+        assert "layers.1.self_attn: DeepseekV3Attention does not compute its keys and values from the input" in said
         assert "use longspan.ShardedCache(model, latent=False)" in said

@@ -12,8 +12,8 @@ from torch import Tensor
 import longspan
 from longspan.cache import offload
 from longspan.cache.codec import codec_of
-from longspan.cache.offload import OffloadedStore, PlainCopier, Rooms
-from longspan.cache.store import Store
+from longspan.cache.layer_cache import LayerCache
+from longspan.cache.offload import OffloadedLayerCache, PlainCopier, Staging
 from tests.generating import PROMPT, generated, made, parallelized, prompt
 from tests.pool import RankPool
 from tests.side_stream import LateCopy, LateSide
@@ -34,9 +34,9 @@ def _layer(g: torch.Generator, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 2, tokens, 4, generator=g), torch.randn(rows, 2, tokens, 3, generator=g)
 
 
-def _same(store: Store, plain: Store) -> None:
+def _same(store: LayerCache, plain: LayerCache) -> None:
     assert (store.count, store.start, store.nbytes) == (plain.count, plain.start, plain.nbytes)
-    for found, expected in zip(store.held, plain.held, strict=True):
+    for found, expected in zip(store.parts, plain.parts, strict=True):
         assert torch.equal(found, expected)
 
 
@@ -47,9 +47,9 @@ def test_every_copy_is_waited_for_and_none_too_early(code: str) -> None:
     While a layer attends, the next one's keys and values are under way, and nothing has waited for them.
     """
     g, side, codec = torch.Generator().manual_seed(0), _Poisoned(), codec_of(code)
-    rooms = Rooms(side, CPU)
-    stores = [OffloadedStore(rooms, codec=codec) for _ in range(3)]
-    plain = [Store(codec=codec) for _ in range(3)]
+    staging = Staging(side, CPU)
+    stores = [OffloadedLayerCache(staging, codec=codec) for _ in range(3)]
+    plain = [LayerCache(codec=codec) for _ in range(3)]
     past, most = 0, 0
     for step, tokens in enumerate([40, 11, *[1] * 20, 70, 1, 0, 1]):
         for i, (store, same) in enumerate(zip(stores, plain, strict=True)):
@@ -67,7 +67,7 @@ def test_every_copy_is_waited_for_and_none_too_early(code: str) -> None:
                 assert side.waiting  # the new tokens have left before what comes, so only for them was waited
             if i == 1:
                 for one in (store, same):
-                    one.keep_from(max(0, past + tokens - 8), min(8, past + tokens))
+                    one.drop_before(max(0, past + tokens - 8), min(8, past + tokens))
             each = [one.nbytes for one in plain]
             most = max(most, each[i])
         past += tokens
@@ -82,8 +82,8 @@ def test_every_copy_is_waited_for_and_none_too_early(code: str) -> None:
                 one.crop(one.count)
     for store, same in zip(stores, plain, strict=True):
         _same(store, same)
-    rooms.clear()
-    assert most < rooms.most <= 2 * most
+    staging.clear()
+    assert most < staging.peak_bytes <= 2 * most
 
 
 def test_the_host_reads_what_has_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_the_host_reads_what_has_been_written(monkeypatch: pytest.MonkeyPatch) -
     waited: list[LateCopy] = []
     monkeypatch.setattr(LateCopy, "wait", lambda self: waited.append(self))
     g, side = torch.Generator().manual_seed(0), _Poisoned()
-    store = OffloadedStore(Rooms(side, CPU))
-    for reads in (lambda: store.held, lambda: store.select_rows(torch.tensor([1, 0])), lambda: store._move(200)):
+    store = OffloadedLayerCache(Staging(side, CPU))
+    for reads in (lambda: store.parts, lambda: store.select_rows(torch.tensor([1, 0])), lambda: store._reallocate(200)):
         store.append(*_layer(g, 2, 5))
         store.release()
         last = [copy for copy in side.begun if copy.away][-1]
@@ -127,7 +127,7 @@ def _as_without(folder: Path) -> None:
 def _offloaded(model: Any, code: str = "exact") -> longspan.ShardedCache:
     """Whose copies are made as late as may be."""
     cache = longspan.ShardedCache(model, dtype=code, offload="host")
-    cache.rooms = Rooms(_Poisoned(), CPU)
+    cache.staging = Staging(_Poisoned(), CPU)
     return cache
 
 
@@ -166,6 +166,6 @@ def test_one_device_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert 0 < cache.device_nbytes <= cache.nbytes
     monkeypatch.setattr(offload, "free_memory", lambda: 1000)
-    store = OffloadedStore(Rooms(PlainCopier(), CPU))
-    with pytest.raises(longspan.LongspanError, match=r"2,048 bytes more .* 1,000 bytes are free .* dtype='int8'"):
+    store = OffloadedLayerCache(Staging(PlainCopier(), CPU))
+    with pytest.raises(longspan.LongspanError, match=r"2,048 bytes more, and 1,000 bytes are free .* dtype='int8'"):
         store.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))

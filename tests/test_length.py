@@ -16,7 +16,7 @@ import longspan
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
-from longspan.losses.cross_entropy import IGNORE, Terms, loss_sum
+from longspan.losses.cross_entropy import IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits, Head
 from longspan.losses.logprobs import logprobs_of
 from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
@@ -66,18 +66,18 @@ def _case(head: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
     return module, hidden, labels
 
 
-def _whole(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
+def _whole(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
     x, y = logits.flatten(0, 1), labels.flatten()
     loss = F.cross_entropy(x, y, reduction="sum", label_smoothing=terms.label_smoothing)
     return loss + terms.z_loss * (x.logsumexp(-1).square() * (y != IGNORE)).sum()
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-@pytest.mark.parametrize("terms", [Terms(), Terms(0.1, 1e-2)], ids=["plain", "terms"])
+@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-2)], ids=["plain", "terms"])
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("head", HEADS)
 def test_the_loss_and_all_its_gradients(
-    monkeypatch: pytest.MonkeyPatch, head: str, steps: str, terms: Terms, deferred: bool
+    monkeypatch: pytest.MonkeyPatch, head: str, steps: str, terms: LossTerms, deferred: bool
 ) -> None:
     monkeypatch.setattr(
         "longspan.losses.cross_entropy.head_tile", lambda *_: 7
@@ -121,7 +121,7 @@ def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> No
         module, hidden, labels = _case(head, dtype)
         deferring = Head(module)
         deferring.defer_next, deferring.loss = True, name
-        loss = loss_sum(module(hidden), labels, Terms(smoothing))
+        loss = loss_sum(module(hidden), labels, LossTerms(smoothing))
         found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, [hidden, *module.parameters()])])
     for mine, single, exact in zip(*found, strict=True):
         assert excess(mine, single, exact, dtype=torch.float32) <= 1  # the loss is summed in fp32
@@ -130,13 +130,13 @@ def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> No
 @pytest.mark.parametrize(
     ("name", "head", "dtype", "terms", "said"),
     [
-        ("torch", "plain", torch.float32, Terms(z_loss=0.1), "no z-loss"),
-        ("torch", "plain", torch.bfloat16, Terms(), "adds up the loss in torch.bfloat16, which has 8 bits"),
-        ("torch", "lora", torch.float32, Terms(), "more than one matrix product"),
-        ("liger", "plain", torch.float32, Terms(), "not installed; pip install|need a GPU"),
+        ("torch", "plain", torch.float32, LossTerms(z_loss=0.1), "no z-loss"),
+        ("torch", "plain", torch.bfloat16, LossTerms(), "sums the loss in torch.bfloat16, which has 8 bits"),
+        ("torch", "lora", torch.float32, LossTerms(), "more than one matrix product"),
+        ("liger", "plain", torch.float32, LossTerms(), "not installed; pip install|need a GPU"),
     ],
 )
-def test_what_others_losses_cannot_do(name: str, head: str, dtype: torch.dtype, terms: Terms, said: str) -> None:
+def test_what_others_losses_cannot_do(name: str, head: str, dtype: torch.dtype, terms: LossTerms, said: str) -> None:
     if name == "torch" and not hasattr(F, "linear_cross_entropy"):
         said = "which came with 2.13"
     module, hidden, labels = _case(head, dtype)
@@ -161,8 +161,8 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("what", ["loss", "logprobs"])
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    for name in ("loss", "logprobs"):
-        monkeypatch.setattr(f"longspan.memory.{name}.head_tile", lambda *_: 8)
+    for name in ("cross_entropy", "logprobs"):
+        monkeypatch.setattr(f"longspan.losses.{name}.head_tile", lambda *_: 8)
     module, hidden, labels = _case("plain", torch.float32)
     Head(module).defer_next = True
     with _Largest() as seen:

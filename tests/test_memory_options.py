@@ -20,8 +20,9 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.memory_auto import config_shape, hardware_of
 from longspan.hf.shapes import shape_from_modules
+from longspan.memory.normed_linear import NormedLinear
 from longspan.memory.offload.disk import DiskStore
-from longspan.memory.tiles import NormedLinear, Tiled
+from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, Mesh, cost
 from tests.choose import each_value, grouped, pairwise
 from tests.counting import count_sent
@@ -308,7 +309,7 @@ def gradients_behind(branches: int, *, tiled: bool, frozen: bool = False, waits:
     behind.norm.weight.requires_grad_(not frozen)
     behind.waits = waits
     if tiled:
-        norm = Tiled(behind.norm, "norm", lambda *_: 4, light=True)
+        norm = Tiled(behind.norm, "norm", lambda *_: 4, cheap=True)
         Tiled(behind.mlp, "mlp", lambda *_: 3)
         if behind.linear is not None:
             NormedLinear(behind.linear)
@@ -341,7 +342,7 @@ def test_without_gradients_an_mlp_goes_tile_by_tile_too() -> None:
     x = torch.randn(2, 5, 8)
     with torch.no_grad():
         whole = behind(x)
-        Tiled(behind.norm, "norm", lambda *_: 4, light=True)
+        Tiled(behind.norm, "norm", lambda *_: 4, cheap=True)
         Tiled(behind.mlp, "mlp", lambda *_: 3)
         seen.clear()
         torch.testing.assert_close(behind(x), whole)
@@ -413,7 +414,7 @@ def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     for name, grad in gradients(model).items():
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6)
     said = longspan.explain(model)
-    assert memory_options.memory.described() in said and "does not fit" in said and "attention of 2 layers" in said
+    assert memory_options.memory.describe() in said and "does not fit" in said and "attention of 2 layers" in said
     with pytest.raises(LongspanError, match=r"do not fit on one GPU.*Item by item"):
         model(**batch(rows=4, n=120000))
 

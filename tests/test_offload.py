@@ -27,8 +27,8 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
-from longspan.memory.offload.allocator import Slots
-from longspan.memory.offload.choice import host, store_for
+from longspan.memory.offload import host, store_for
+from longspan.memory.offload.allocator import Allocator
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.offload.host import HostStore
 from tests.disk import largest_file
@@ -64,7 +64,7 @@ def _same(x: Tensor, kind: tuple[Any, ...], bits: Tensor) -> bool:
 
 
 def _disk(folder: Path, **options: Any) -> DiskStore:
-    return DiskStore(str(folder), CPU, **{"piece": 4096, "in_flight": 16384, "ahead": 0, **options})
+    return DiskStore(str(folder), CPU, **{"chunk_bytes": 4096, "in_flight": 16384, "read_ahead": 0, **options})
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
 
 def _written(store: DiskStore) -> None:
     with store._changed:
-        assert store._changed.wait_for(lambda: not store._flying, timeout=60)
+        assert store._changed.wait_for(lambda: not store._bytes_in_flight, timeout=60)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def _play(store: Any, ops: list[tuple[str, int]], lifo: bool, step: Callable[[],
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DiskStore]]:
     folder = tmp_path_factory.mktemp("disk")
-    stores = [_disk(folder), _disk(folder, by_way=True, ahead=20_000), _disk(folder, direct=False)]
+    stores = [_disk(folder), _disk(folder, via_host=True, read_ahead=20_000), _disk(folder, direct=False)]
     yield stores
     for store in stores:
         store.close()
@@ -145,7 +145,7 @@ def test_a_disk_gives_back_what_was_put(played: list[DiskStore], ops: list[Any],
     _written(store)
     store.reserve(0)  # looks for what was left behind
     with store._changed:
-        assert store._changed.wait_for(lambda: not store._slots.used, timeout=60)
+        assert store._changed.wait_for(lambda: not store._allocator.used, timeout=60)
 
 
 @given(ops=OPS, lifo=st.booleans(), in_flight=st.integers(0, 3))
@@ -156,7 +156,7 @@ def test_the_host_gives_back_what_was_put(ops: list[Any], lifo: bool, in_flight:
     store = HostStore(side, in_flight=in_flight)
     _play(store, ops, lifo, side.step)
     store.reserve(0)
-    assert not any(slots.used for _, slots in store._pool._chunks)
+    assert not any(allocator.used for _, allocator in store._pool._chunks)
     store.close()
     assert not side.waiting or not any(copy.away for copy in side.waiting)
 
@@ -193,7 +193,7 @@ def test_threads_share_a_store(disk: DiskStore) -> None:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     with disk._changed:
-        assert disk._changed.wait_for(lambda: not disk._slots.used, timeout=60)
+        assert disk._changed.wait_for(lambda: not disk._allocator.used, timeout=60)
 
 
 # --- how much is held
@@ -216,7 +216,7 @@ def _resident() -> int:
 @pytest.mark.parametrize("by_bytes", [True, False])
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, by_bytes: bool) -> None:
     size, count, few = 4 * MIB, 64, 5
-    store = DiskStore(str(tmp_path), CPU, **({"in_flight": few * size} if by_bytes else {"tensors": few}))
+    store = DiskStore(str(tmp_path), CPU, **({"in_flight": few * size} if by_bytes else {"max_tensors": few}))
     store.reserve(count * size)
     alive: set[int] = set()
     stored: list[Any] = []
@@ -230,7 +230,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, by_bytes
     for number in reversed(range(count)):
         expected = _tracked(set(), size, number)
         assert torch.equal(stored.pop().get(), expected)
-        under_way = sum(entry.reading is not None for entry in store._shelf)
+        under_way = sum(entry.reading is not None for entry in store._queue)
         assert under_way <= few
         most = max(most, _resident())
     # Being written or read, made by this test, and the threads' buffers: a third of the 256 MiB is far more.
@@ -249,7 +249,7 @@ def test_a_put_beyond_what_may_be_under_way_waits(disk: DiskStore, gate: threadi
     gate.set()
     thread.join(60)
     assert torch.equal(late[0].get(), torch.full((10_000,), 7.0))
-    assert disk.metrics()["waited_seconds_away"] > 0.2
+    assert disk.metrics()["waited_seconds_out"] > 0.2
 
 
 def test_the_file_does_not_grow_from_step_to_step(disk: DiskStore) -> None:
@@ -265,30 +265,30 @@ def test_the_file_does_not_grow_from_step_to_step(disk: DiskStore) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60))
-def test_places_never_overlap_and_join_again(ops: list[tuple[bool, int]]) -> None:
-    slots, taken = Slots(8), list[tuple[int, int]]()
+def test_allocated_ranges_never_overlap_and_merge_when_freed(ops: list[tuple[bool, int]]) -> None:
+    allocator, taken = Allocator(8), list[tuple[int, int]]()
     for take, number in ops:
         if take or not taken:
-            if (at := slots.take(number)) is None:
-                slots.grow(slots.size_for(number))
-                at = slots.take(number)
-            assert at is not None and at % 8 == 0 and at + number <= slots.size
+            if (at := allocator.allocate(number)) is None:
+                allocator.grow(allocator.size_for(number))
+                at = allocator.allocate(number)
+            assert at is not None and at % 8 == 0 and at + number <= allocator.size
             taken.append((at, number))
         else:
-            slots.give(*taken.pop(number % len(taken)))
+            allocator.free(*taken.pop(number % len(taken)))
         ends = [x for at, n in sorted(taken) for x in (at, at + n)]
-        assert ends == sorted(ends) and slots.used == sum(slots.rounded(n) for _, n in taken)
+        assert ends == sorted(ends) and allocator.used == sum(allocator.rounded(n) for _, n in taken)
     for place in taken:
-        slots.give(*place)
-    assert slots.take(slots.size) == (0 if slots.size else None)
+        allocator.free(*place)
+    assert allocator.allocate(allocator.size) == (0 if allocator.size else None)
 
 
-def test_places_whose_handles_are_gone_are_given_back(disk: DiskStore) -> None:
+def test_space_of_deleted_futures_is_freed(disk: DiskStore) -> None:
     disk.put(torch.randn(5000))
     gc.collect()
     _written(disk)
     disk.reserve(0)
-    assert disk._slots.used == 0
+    assert disk._allocator.used == 0
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])
@@ -306,7 +306,7 @@ def test_the_device_holds_few_and_pins_only_in_the_first_step(in_flight: int) ->
         while stored:
             handle = stored.pop()
             handle.get()
-            assert sum(entry.back is not None for entry in store._shelf) <= 1
+            assert sum(entry.prefetched is not None for entry in store._queue) <= 1
             handle.drop()
         assert len(side.chunks) == 1
     assert side.chunks[0].nbytes == 64 * MIB
@@ -318,12 +318,12 @@ def test_the_device_holds_few_and_pins_only_in_the_first_step(in_flight: int) ->
 def test_a_disk_reads_the_one_before_ahead(disk: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = [disk.put(torch.full((2000,), float(i))) for i in range(4)]
     _written(disk)
-    places, read = [s._entry.at for s in stored], disk._file.read
+    places, read = [s._entry.offset for s in stored], disk._file.read
     seen: list[int] = []
     monkeypatch.setattr(disk._file, "read", lambda into, at: (seen.append(at), read(into, at)))
     stored[3].get()
     with disk._changed:
-        assert disk._changed.wait_for(lambda: not any(e.busy for e in disk._shelf), timeout=60)
+        assert disk._changed.wait_for(lambda: not any(e.pending for e in disk._queue), timeout=60)
     piece = 4096
     assert {at // piece for at in seen} == {p // piece + k for p in (places[2], places[3]) for k in (0, 1)}
     for one in reversed(stored[:3]):
@@ -348,7 +348,7 @@ def test_what_is_read_ahead_in_vain_is_let_go(disk: DiskStore) -> None:
     _written(disk)
     for one in random.Random(0).sample(stored, 30):
         one.get()
-        assert sum(entry.reading is not None for entry in disk._shelf) <= 2
+        assert sum(entry.reading is not None for entry in disk._queue) <= 2
 
 
 # --- what goes wrong
@@ -399,7 +399,7 @@ def test_a_read_that_fails_is_told_and_tried_again(
 def test_short_writes_and_reads_are_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, direct: bool
 ) -> None:
-    store = _disk(tmp_path, direct=direct, piece=16384)
+    store = _disk(tmp_path, direct=direct, chunk_bytes=16384)
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: min(most, pwrite(fd, data, at)))
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: min(most, preadv(fd, into, at)))
@@ -429,7 +429,7 @@ def test_a_disk_without_room_is_refused_with_the_bytes(disk: DiskStore, tmp_path
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    for name, word in (("nowhere", "does not exist"), ("file", "is no folder")):
+    for name, word in (("nowhere", "does not exist"), ("file", "is not a folder")):
         memory = Memory(checkpointing="full", offload="disk", offload_folder=str(tmp_path / name))
         with pytest.raises(LongspanError, match=_says(tmp_path / name, word)):
             store_for(memory, CPU)
@@ -475,7 +475,7 @@ def test_a_tensor_written_to_on_its_way_is_not_given_back(disk: DiskStore, gate:
 
 def test_what_a_device_can_have() -> None:
     assert store_for(Memory(), CPU) is None
-    with pytest.raises(LongspanError, match="on a CPU.*offload='disk'"):
+    with pytest.raises(LongspanError, match="is a CPU.*offload='disk'"):
         store_for(Memory(checkpointing="full", offload="host"), CPU)
     store = store_for(Memory(checkpointing="full", offload="disk"), CPU)
     assert store is not None
@@ -536,16 +536,16 @@ def test_metrics_count_both_ways_and_from_zero_again(disk: DiskStore) -> None:
     _written(disk)
     stored.get()
     found = disk.metrics()
-    assert found["bytes_away"] == found["bytes_back"] == 20_000
-    assert found["seconds_away"] > 0 and found["seconds_back"] > 0 and found["waited_seconds_away"] == 0
+    assert found["bytes_out"] == found["bytes_in"] == 20_000
+    assert found["seconds_out"] > 0 and found["seconds_in"] > 0 and found["waited_seconds_out"] == 0
     disk.reset()
     assert not any(disk.metrics().values())
     side = LateSide()
     host = HostStore(side, in_flight=0)
     host.put(torch.randn(10)).get()
     assert host.metrics() == {
-        "bytes_away": 40, "bytes_back": 40, "seconds_away": 1, "seconds_back": 1, "waited_seconds_away": 1,
-        "waited_seconds_back": 1,
+        "bytes_out": 40, "bytes_in": 40, "seconds_out": 1, "seconds_in": 1, "waited_seconds_out": 1,
+        "waited_seconds_in": 1,
     }  # fmt: skip
 
 

@@ -309,7 +309,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     fitting = {m: cost(LLAMA, replace(job, memory=m), mesh, H100) for m in lattice(job, H100)}
     took = min(plan.step_seconds for plan in fitting.values() if plan.fits)
     assert fitting[found].fits and fitting[found].step_seconds == pytest.approx(took, rel=1e-3)
-    assert found.described() in why and "does not fit" in why and "GB per GPU" in why
+    assert found.describe() in why and "does not fit" in why and "GB per GPU" in why
     short, nothing_faster = choose(LLAMA, replace(job, context=4096), mesh, H100)
     assert short == FASTEST and "does not fit" not in nothing_faster
     fixed, _ = choose(LLAMA, job, mesh, H100, {"checkpointing": "full", "head_chunks": 2})

@@ -234,10 +234,10 @@ def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: Trai
     found, said = resolve(tight)
     assert (
         found.memory.level == "fastest"
-        and found.memory.levels() != FASTEST
-        and found.memory.levels().described() in said[-1]
+        and found.memory.to_memory() != FASTEST
+        and found.memory.to_memory().describe() in said[-1]
     )
-    assert resolve(replace(tight, memory="fastest"))[0].memory.levels() == FASTEST
+    assert resolve(replace(tight, memory="fastest"))[0].memory.to_memory() == FASTEST
     with pytest.raises(LongspanError, match=r"To start it all the same, give --memory fastest"):
         resolve(replace(tight, rank_memory=0.001))
 
@@ -645,17 +645,17 @@ def test_a_diverged_run_says_so(config: TrainConfig) -> None:
 
 def _rank_with_a_bad_disk(config: TrainConfig) -> None:
     """Rank 1's disk fails once the checkpoint of step 2 is there."""
-    from longspan.memory.offload.disk_file import SpillFile
+    from longspan.memory.offload.disk_file import OffloadFile
     from longspan.train.job import _train_rank
 
-    write, saved = SpillFile.write, config.checkpoints / "step-00000002" / "complete.json"
+    write, saved = OffloadFile.write, config.checkpoints / "step-00000002" / "complete.json"
 
-    def failing(self: SpillFile, data: memoryview, at: int) -> None:
+    def failing(self: OffloadFile, data: memoryview, at: int) -> None:
         if os.environ["RANK"] == "1" and saved.exists():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         write(self, data, at)
 
-    SpillFile.write = failing  # type: ignore[method-assign]
+    OffloadFile.write = failing  # type: ignore[method-assign]
     _train_rank(config)
 
 

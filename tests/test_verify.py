@@ -308,7 +308,7 @@ def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
 
     def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         total = F.cross_entropy(
-            logits.of(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+            logits.compute(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
         mine = total / (labels != -100).sum().clamp_min(1) / sp.world_size
         every = mine.detach().clone()

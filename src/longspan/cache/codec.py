@@ -1,7 +1,7 @@
-"""How a cache writes keys and values: as they are, or in a byte per element with a scale per head and token.
+"""How a cache stores keys and values: exactly, or as one byte per element with a scale per head and token.
 
-The code is `longspan.comm.quantize`'s: a scale belongs to one key (or value) of one head, so nothing that is held is
-ever written again when more comes.
+The quantized formats are those of `longspan.comm.quantize`. A scale belongs to one key (or value) of one head, so that
+appending tokens never rewrites cached ones.
 """
 
 from __future__ import annotations
@@ -19,52 +19,47 @@ from longspan.core.errors import LongspanError
 
 @dataclass(frozen=True)
 class Codec:
-    """Keys and values as they are.
+    """Stores keys and values exactly.
 
     Attributes:
-        name: as `ShardedCache(dtype=...)` takes it.
+        name: the cache dtype (`ShardedCache(dtype=...)`).
     """
 
     name: str
 
     def encode(self, x_BKTD: Tensor) -> tuple[Tensor, ...]:
-        """What is held of keys or values: tensors `[B, K, T, width]`."""
+        """Return the stored form of keys or values: tensors `[B, K, T, width]`."""
         return (x_BKTD,)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Keys or values `[B, K, T, D]` of what is held."""
+        """Return keys or values `[B, K, T, D]` from their stored form."""
         return parts[0].to(dtype)
 
 
 @dataclass(frozen=True)
-class Coded(Codec):
-    """One byte per element.
+class QuantizedCodec(Codec):
+    """Stores one byte per element, `[B, K, T, D]`, and fp32 scales, `[B, K, T, 1]`."""
 
-    Attributes:
-        scaled: how.
-    """
-
-    scaled: QuantizedFormat
+    format: QuantizedFormat
 
     def encode(self, x_BKTD: Tensor) -> tuple[Tensor, ...]:
-        """Bytes `[B, K, T, D]`, and scales in fp32 `[B, K, T, 1]`."""
-        return self.scaled.encode(x_BKTD)
+        return self.format.encode(x_BKTD)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        codes, scale = parts
-        return self.scaled.decode(codes, scale, dtype)
+        quantized, scale = parts
+        return self.format.decode(quantized, scale, dtype)
 
 
-PLAIN = Codec("exact")
-_CODED = {name: Coded(name, scaled) for name, scaled in QUANTIZED_FORMATS.items()}
+EXACT = Codec("exact")
+_QUANTIZED = {name: QuantizedCodec(name, format) for name, format in QUANTIZED_FORMATS.items()}
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of a name.
+    """Return the codec of a cache dtype.
 
     Raises:
-        LongspanError: for another than those of `CACHE_DTYPES`.
+        LongspanError: the name is not in `CACHE_DTYPES`.
     """
     if name not in CACHE_DTYPES:
         raise LongspanError(f"dtype={name!r} is unknown; choose {', '.join(CACHE_DTYPES)}")
-    return _CODED.get(name, PLAIN)
+    return _QUANTIZED.get(name, EXACT)

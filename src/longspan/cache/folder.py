@@ -1,10 +1,10 @@
-"""A cache on a disk: a file of keys and values per rank, and an index that is written last.
+"""A cache on disk: one file of keys and values per rank, and an index that is written last.
 
-    folder/index.json             what it is a cache of, which file holds which tokens and heads, sizes and checksums
-    folder/part-0.safetensors     layer by layer, what rank 0 holds
+    folder/index.json             the model's facts; the tokens and heads, size and checksum of each file
+    folder/part-0.safetensors     rank 0's keys and values, layer by layer
 
-All is written into `folder.partial`, which takes the folder's name when every file is on the disk: a crash leaves a
-folder that has another name, or no index.
+Everything is written into `folder.partial`, which is renamed when every file is on the disk: a crash leaves a folder
+with another name, or without an index.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _FORMAT = 1
 
 
 @contextlib.contextmanager
-def in_words() -> Iterator[None]:
-    """Raise an OSError from the body (a full disk, say) as a LongspanError."""
+def os_errors_as_longspan_errors() -> Iterator[None]:
+    """Raise an OSError of the body (a full disk, say) as a LongspanError."""
     try:
         yield
     except OSError as error:
@@ -42,15 +42,15 @@ def in_words() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Part:
+class CacheFile:
     """One rank's file.
 
     Attributes:
         file: its name.
         bytes: its size.
         sha256: of its content.
-        runs: tokens that its ring rank holds, ascending, of layers that hold all.
-        heads: for each layer the KV heads [start, stop) in it.
+        runs: token runs of its ring rank, ascending, in layers without a window.
+        heads: for each layer the KV heads [start, stop) in the file.
     """
 
     file: str
@@ -61,16 +61,16 @@ class Part:
 
 
 def partial(folder: Path) -> Path:
-    """Where files are written until all are."""
+    """Return the folder that is renamed to `folder` once it is complete."""
     return folder.with_name(f"{folder.name}.partial")
 
 
-def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, int, str]:
-    """One rank's file into `partial(folder)`; its name, size and checksum."""
+def write_file(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, int, str]:
+    """Write one rank's file into `partial(folder)`; return its name, size and checksum."""
     path = partial(folder) / f"part-{rank}.safetensors"
     try:
         save_file({name: x.contiguous() for name, x in tensors.items()}, path)
-    except SafetensorError as error:  # safetensors' own type, also for errors of the disk
+    except SafetensorError as error:  # safetensors raises its own type for disk errors too
         raise LongspanError(f"{path} cannot be written ({error}); make room there, or save to another disk") from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -78,13 +78,12 @@ def write_part(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> tuple[
     return path.name, path.stat().st_size, digest
 
 
-def finish(folder: Path, index: Mapping[str, Any], parts: list[Part]) -> None:
-    """Write the index behind all parts, and give the folder its name."""
-    path = partial(folder) / INDEX
-    with path.open("w") as file:
-        json.dump({"format": _FORMAT, **index, "parts": [asdict(part) for part in parts]}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+def publish(folder: Path, index: Mapping[str, Any], files: list[CacheFile]) -> None:
+    """Write the index of the complete files, and rename the folder."""
+    with (partial(folder) / INDEX).open("w") as out:
+        json.dump({"format": _FORMAT, **index, "parts": [asdict(file) for file in files]}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
     old = folder.with_name(f"{folder.name}.old")
     if folder.exists():
         folder.rename(old)
@@ -93,100 +92,96 @@ def finish(folder: Path, index: Mapping[str, Any], parts: list[Part]) -> None:
 
 
 def check_target(folder: Path) -> None:
-    """Refuse a folder that holds something else than a cache.
-
-    Raises:
-        LongspanError: naming what is there.
-    """
+    """Raise LongspanError if a folder contains anything but a cache."""
     if folder.exists() and not (folder / INDEX).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise LongspanError(f"{folder} is there and is no cache; give a folder that does not exist, or is empty")
+        raise LongspanError(f"{folder} exists and is not a cache; use a new or empty folder")
 
 
-def read_index(folder: Path) -> tuple[dict[str, Any], list[Part]]:
-    """The index of a whole cache, every file compared with it.
+def read_index(folder: Path) -> tuple[dict[str, Any], list[CacheFile]]:
+    """Return the index of a complete cache, and its files.
 
     Raises:
-        LongspanError: for a folder without an index, and files that are missing or damaged, by name.
+        LongspanError: the index is missing or damaged, or has another format.
     """
     path = folder / INDEX
     if not path.is_file():
-        raise LongspanError(f"{folder} holds no whole cache: there is no {INDEX}, which is written last")
+        raise LongspanError(f"{folder} is not a complete cache: it has no {INDEX}, which is written last")
     try:
         index = json.loads(path.read_text())
-        parts = [
-            Part(
-                part["file"], part["bytes"], part["sha256"], tuple((a, b) for a, b in part["runs"]),
-                {layer: (a, b) for layer, (a, b) in part["heads"].items()},
+        files = [
+            CacheFile(
+                file["file"], file["bytes"], file["sha256"], tuple((a, b) for a, b in file["runs"]),
+                {layer: (a, b) for layer, (a, b) in file["heads"].items()},
             )
-            for part in index.pop("parts")
+            for file in index.pop("parts")
         ]  # fmt: skip
-        found = index["format"]
+        format = index["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LongspanError(f"{path} is damaged ({error!r}); save the cache again") from error
-    if found != _FORMAT:
-        raise LongspanError(f"{path} has the format {found}, this version of longspan reads {_FORMAT}")
-    return index, parts
+    if format != _FORMAT:
+        raise LongspanError(f"{path} has the format {format}, this version of longspan reads {_FORMAT}")
+    return index, files
 
 
-def check_file(folder: Path, part: Part) -> None:
+def check_file(folder: Path, file: CacheFile) -> None:
     """Compare one file with the index, to its last byte.
 
     Raises:
-        LongspanError: with both sizes, or that its content is another.
+        LongspanError: its size or its checksum differs.
     """
-    path = folder / part.file
+    path = folder / file.file
     size = path.stat().st_size if path.is_file() else None
-    if size != part.bytes:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise LongspanError(f"{path} {found}, the index says {part.bytes} bytes; save the cache again")
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != part.sha256:
+    if size != file.bytes:
+        actual = "is missing" if size is None else f"has {size} bytes"
+        raise LongspanError(f"{path} {actual}, the index says {file.bytes} bytes; save the cache again")
+    with path.open("rb") as opened:
+        if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
             raise LongspanError(f"{path} is damaged: its checksum is not that of the index; save the cache again")
 
 
-def gather_parts(
-    folder: Path, parts: list[Part], layer: str, names: list[str], start: int, runs: tuple[Span, ...], heads: Span
+def read_layer(
+    folder: Path, files: list[CacheFile], layer: str, names: list[str], start: int, runs: tuple[Span, ...], heads: Span
 ) -> list[Tensor]:
-    """What a rank holds of a layer, read from the files of any mesh.
+    """Read this rank's tokens and heads of a layer from files that any mesh wrote.
 
     Args:
         folder: of the cache.
-        parts: its files.
-        layer: of which.
+        files: of the cache.
+        layer: its name.
         names: of the layer's tensors.
-        start: the first token that the layer holds.
-        runs: tokens that this rank shall hold, ascending.
-        heads: its KV heads [start, stop).
+        start: the first token in the layer.
+        runs: token runs of this rank, ascending.
+        heads: this rank's KV heads [start, stop).
 
     Returns:
         For each name `[B, heads, tokens, width]`.
     """
     wanted = [(max(a, start), b) for a, b in runs if b > start]
     total, outs = sum(b - a for a, b in wanted), dict[str, Tensor]()
-    for part in parts:
-        low, high = (f(x, y) for f, x, y in zip((max, min), part.heads[layer], heads, strict=True))
-        moves = _overlaps([(max(a, start), b) for a, b in part.runs if b > start], wanted)
+    for file in files:
+        low, high = (f(x, y) for f, x, y in zip((max, min), file.heads[layer], heads, strict=True))
+        moves = _overlaps([(max(a, start), b) for a, b in file.runs if b > start], wanted)
         if low >= high and outs:
             continue
         try:
-            with safe_open(folder / part.file, "pt") as file:
+            with safe_open(folder / file.file, "pt") as opened:
                 for name in names:
-                    held = file.get_slice(f"{layer}.{name}")
-                    shape, first = held.get_shape(), part.heads[layer][0]
+                    stored = opened.get_slice(f"{layer}.{name}")
+                    shape, first = stored.get_shape(), file.heads[layer][0]
                     if name not in outs:
-                        kind = file.get_tensor(f"{layer}.{name}").dtype
+                        kind = opened.get_tensor(f"{layer}.{name}").dtype
                         outs[name] = torch.empty(shape[0], heads[1] - heads[0], total, shape[3], dtype=kind)
                     for source, target, count in moves if low < high else ():
-                        outs[name][:, low - heads[0] : high - heads[0], target : target + count] = held[
+                        outs[name][:, low - heads[0] : high - heads[0], target : target + count] = stored[
                             :, low - first : high - first, source : source + count
                         ]
         except SafetensorError as error:
-            raise LongspanError(f"{folder / part.file} cannot be read ({error}); save the cache again") from error
+            raise LongspanError(f"{folder / file.file} cannot be read ({error}); save the cache again") from error
     return [outs[name] for name in names]
 
 
 def _overlaps(held: list[Span], wanted: list[Span]) -> list[tuple[int, int, int]]:
-    """(place among the held, place among the wanted, count) of every run that both have."""
+    """Return (index among the held tokens, index among the wanted, count) of every run in both."""
     moves, at_held = [], 0
     for a, b in held:
         at_wanted = 0

@@ -1,16 +1,16 @@
-"""Latent attention (DeepSeek's MLA) over a cache of latent vectors: keys and values are never made of what is held.
+"""Latent attention (DeepSeek's MLA) over a cache of latent vectors, without expanding them to keys and values.
 
-A layer makes keys and values of all heads from one vector c of a token, k_h = [W_k,h c, r] and v_h = W_v,h c, with a
-rotary part r that all heads share. So q_h . k_h = (W_k,h^T q_h) . c + q_r . r, and an output is W_v,h of the weighted
-sum of the c: attention of H query heads of R + rope elements over one KV head, whose values are the first R elements of
-its keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1.2 and appendix C). A cache holds R + rope
-elements of a token, 576 in DeepSeek-V3, in the place of 128 x (192 + 128).
+A layer computes keys and values of all heads from one vector c per token, k_h = [W_k,h c, r] and v_h = W_v,h c, with a
+rotary part r that all heads share. So q_h . k_h = (W_k,h^T q_h) . c + q_r . r, and an output is W_v,h times the
+weighted sum of the c. This is attention of H query heads of R + rope elements over one KV head, whose values are the
+first R elements of its keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1.2 and appendix C). A cache
+stores R + rope elements per token, 576 in DeepSeek-V3, instead of 128 x (192 + 128).
 
-It adds up in another order than a model that expands its keys, and takes (2 R + rope) / (D + Dv) of its products of
-queries and keys, 3.4 in DeepSeek-V3.
+Sums run in another order than in a model that expands its keys. Attention takes (2 R + rope) / (D + Dv) times as many
+multiplications, 3.4 in DeepSeek-V3.
 
-Shape suffixes: B batch, L new tokens, H query heads, N of a head's key what has no position, D its whole key, Dv its
-value, R the latent vector.
+Shape suffixes: B batch, L new tokens, H query heads, N elements of a head's key without position, D its whole key, Dv
+its value, R the latent vector.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ MODELS = frozenset({"deepseek_v2", "deepseek_v3"})
 """Families (`model_type`) whose attention expands latent vectors as described above."""
 
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-# How far apart two ways to the same keys may be, of the largest: GPUs may multiply fp32 as TF32.
+# Largest relative difference of keys computed in two ways; GPUs may multiply fp32 as TF32.
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-2}
 
 
 @dataclass(eq=False)
-class Latents:
-    """What an attention layer makes its keys and values of, written down as it does.
+class LatentLayer:
+    """An attention layer that computes its keys and values from latent vectors; captures the vectors of a forward.
 
     Attributes:
         layer: the attention module.
         nope: elements of a key without position.
-        rope: those with.
-        value: of a value.
-        rank: of the latent vector.
+        rope: elements of a key with position.
+        value: elements of a value.
+        rank: elements of the latent vector.
     """
 
     layer: nn.Module
@@ -51,50 +51,52 @@ class Latents:
     rope: int
     value: int
     rank: int
-    _taken: Tensor | None = None
+    _captured: Tensor | None = None
 
     @property
     def width(self) -> int:
-        """Elements that a cache holds of a token."""
+        """Elements that a cache stores per token."""
         return self.rank + self.rope
 
     def take(self) -> Tensor | None:
-        """The latent vectors of the forward under way, `[B, L, R]`; they are not kept."""
-        taken, self._taken = self._taken, None
-        return None if taken is None else taken.reshape(taken.shape[0], -1, self.rank)
+        """Return the latent vectors of the current forward, `[B, L, R]`, and keep no reference to them."""
+        captured, self._captured = self._captured, None
+        return None if captured is None else captured.reshape(captured.shape[0], -1, self.rank)
 
-    def see(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A pre-hook of the projection that expands them."""
+    def capture(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Capture the input of the projection that expands latent vectors; a forward pre-hook."""
         if not torch.is_grad_enabled():  # a forward with a cache has no gradients
-            self._taken = args[0]
+            self._captured = args[0]
 
     def weights(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """`[H, N, R]` and `[H, Dv, R]`: what makes keys, and values, of a latent vector, as the dtype of `like`."""
+        """Return the weights that expand a latent vector to keys, `[H, N, R]`, and to values, `[H, Dv, R]`, in the
+        dtype of `like`.
+        """
         projection: Any = self.layer.kv_b_proj
         if type(projection) is nn.Linear:
             matrix = projection.weight.to(like.dtype)
         else:  # an adapter, or quantized
             matrix = projection(torch.eye(self.rank, device=like.device, dtype=like.dtype)).T
-            self._taken = None
+            self._captured = None
         of_heads = matrix.unflatten(0, (-1, self.nope + self.value))
         return of_heads[:, : self.nope], of_heads[:, self.nope :]
 
     def absorb(self, c: Tensor, q: Tensor, k: Tensor, v: Tensor, first: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries that see latent vectors.
+        """Return queries, keys and values for attention over latent vectors.
 
         Args:
             c: latent vectors of the new tokens, `[B, L, R]`.
             q: queries `[B, L, H, D]`.
-            k: keys as the layer has expanded them, `[B, L, H, D]`.
+            k: keys that the layer expanded, `[B, L, H, D]`.
             v: values, `[B, L, H, Dv]`.
-            first: nothing is held yet: compare.
+            first: whether the cache is empty; then check the layer's expansion.
 
         Returns:
-            Queries `[B, L, H, R + rope]`, keys `[B, L, 1, R + rope]`, values `[B, L, 1, R]`, and what makes outputs of
-            weighted sums, `[H, Dv, R]`.
+            Queries `[B, L, H, R + rope]`, keys `[B, L, 1, R + rope]`, values `[B, L, 1, R]`, and the weights that
+            expand weighted sums to outputs, `[H, Dv, R]`.
 
         Raises:
-            LongspanError: where the layer does not make its keys and values of these vectors.
+            LongspanError: the layer does not compute its keys and values from these vectors.
         """
         c = c.to(q.dtype)
         for_keys, for_values = self.weights(q)
@@ -110,21 +112,21 @@ class Latents:
         rotary = k[:, :, :1, self.nope :].expand(-1, -1, k.shape[2], -1)
         pairs = (torch.cat([nope, rotary], 3), k), (torch.einsum("blr,hdr->blhd", c, for_values), v)
         limit = _CLOSE.get(c.dtype, 0.05)
-        for made, given in pairs:
-            if bool((made - given).abs().max() > limit * given.abs().max().clamp(min=1e-6)):
+        for expanded, given in pairs:
+            if bool((expanded - given).abs().max() > limit * given.abs().max().clamp(min=1e-6)):
                 raise LongspanError(
-                    f"{type(self.layer).__name__} does not make its keys and values of the input of kv_b_proj as "
+                    f"{type(self.layer).__name__} does not compute its keys and values from the input of kv_b_proj as "
                     f"DeepSeek's attention does; use longspan.ShardedCache(model, latent=False)"
                 )
 
 
 def expand(out_BLHR: Tensor, for_values_HDR: Tensor) -> Tensor:
-    """Outputs `[B, L, H, Dv]` of weighted sums of latent vectors."""
+    """Return outputs `[B, L, H, Dv]` from weighted sums of latent vectors."""
     return torch.einsum("blhr,hdr->blhd", out_BLHR, for_values_HDR)
 
 
-def latents_of(layer: nn.Module, config: Any) -> Latents | None:
-    """How an attention layer makes keys and values of latent vectors, from now on seen; None for one that does not."""
+def latent_layer_of(layer: nn.Module, config: Any) -> LatentLayer | None:
+    """Start to capture an attention layer's latent vectors; None if it has none."""
     sizes: Mapping[str, Any] = {name: getattr(layer, name, None) for name in _SIZES}
     projection = getattr(layer, "kv_b_proj", None)
     if getattr(config, "model_type", None) not in MODELS or not isinstance(projection, nn.Module):
@@ -132,6 +134,6 @@ def latents_of(layer: nn.Module, config: Any) -> Latents | None:
     if not all(isinstance(size, int) for size in sizes.values()):
         return None
     nope, rope, value, rank = (int(sizes[name]) for name in _SIZES)
-    found = Latents(layer, nope, rope, value, rank)
-    projection.register_forward_pre_hook(found.see)
-    return found
+    latents = LatentLayer(layer, nope, rope, value, rank)
+    projection.register_forward_pre_hook(latents.capture)
+    return latents

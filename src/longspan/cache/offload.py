@@ -1,10 +1,9 @@
-"""Keys and values in the host's memory: a layer's come to the device when it runs, the next layer's meanwhile.
+"""A KV cache in host memory: copy a layer's keys and values to the device when it runs, and the next layer's meanwhile.
 
-A layer's tokens lie one after the other in the host's memory (pinned, of a GPU), each with its rows and heads, so that
-what comes, and what new tokens write back, is one run of bytes. One side stream does the copies in both directions, in
-the order in which they were begun: of layer i what it holds, then its new tokens' way back, then what layer i + 1
-holds. So nothing that is on its way back is waited for behind what comes for the next layer, what comes has been
-written, and a device never has more than two layers' keys and values.
+A layer's tokens are contiguous in host memory (pinned, for a GPU), each with its rows and heads, so that a layer, and
+the new tokens written back, are one run of bytes each. One side stream does the copies of both directions in this
+order: layer i to the device, its new tokens to the host, layer i + 1 to the device. So the host copy is complete before
+it is read, no write back waits behind the next layer, and the device holds at most two layers.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longspan.cache.codec import PLAIN
-from longspan.cache.store import Store
+from longspan.cache.codec import EXACT
+from longspan.cache.layer_cache import LayerCache
 from longspan.core.errors import LongspanError
 from longspan.core.system import free_memory
 from longspan.memory.offload.host import CudaCopier
@@ -25,237 +24,232 @@ if TYPE_CHECKING:
     from longspan.memory.offload.host import Copier, Copy
 
 
-class Staged:
+class _StagedLayer:
     """One layer's keys and values on the device.
 
     Attributes:
-        parts: `[T, B, K, width]`, of the keys, then of the values; room for the new tokens at the end.
+        parts: `[T, B, K, width]`, of the keys, then of the values, with room for the new tokens at the end.
     """
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
-        self._moving: list[tuple[Tensor, Copy]] = []
+        self._copies: list[tuple[Tensor, Copy]] = []
 
-    def copy(self, copier: Copier, host: Tensor, device: Tensor, back: bool) -> Copy | None:
-        """Begin a copy to the host (`back`) or from it; `device` is of `parts`. None where there is nothing to copy."""
+    def copy(self, copier: Copier, host: Tensor, device: Tensor, to_host: bool) -> Copy | None:
+        """Start a copy between `host` and `device`, a view of `parts`; None if it is empty."""
         if not device.numel():
             return None
-        copy = copier.begin(device, host) if back else copier.begin(host, device)
-        self._moving.append((device, copy))
+        copy = copier.begin(device, host) if to_host else copier.begin(host, device)
+        self._copies.append((device, copy))
         return copy
 
     def join(self) -> None:
-        """What the device computes from now on runs behind what was begun."""
-        for tensor, copy in self._moving:
+        """Make later work of the device run after the copies."""
+        for tensor, copy in self._copies:
             copy.join(tensor)
-        self._moving.clear()
+        self._copies.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return sum(x.nbytes for x in self.parts)
 
 
-class Rooms:
-    """What the offloaded layers of one cache share: the side stream, and what is on the device.
+class Staging:
+    """Copies offloaded layers of one cache to the device, in the order in which they run.
 
     Args:
         copier: the side stream.
         device: where layers run.
 
     Attributes:
-        most: bytes of keys and values that the device had at once.
+        peak_bytes: the most bytes of keys and values that were on the device at once.
     """
 
     def __init__(self, copier: Copier, device: torch.device) -> None:
-        self.copier, self.device, self.most = copier, device, 0
-        self._order: list[OffloadedStore] = []  # as layers run
-        self._staged: dict[int, Staged] = {}  # by place in the order
+        self.copier, self.device, self.peak_bytes = copier, device, 0
+        self._layers: list[OffloadedLayerCache] = []  # in the order in which they run
+        self._staged: dict[int, _StagedLayer] = {}  # by index in `_layers`
 
     @classmethod
-    def on(cls, device: torch.device) -> Rooms:
-        """Those of a device: a GPU's by a side stream, a CPU's, whose memory is the host's, by plain copies.
+    def on(cls, device: torch.device) -> Staging:
+        """Return a staging for a device: by a side stream on a GPU, by plain copies on a CPU.
 
         Raises:
-            LongspanError: for a device of another kind.
+            LongspanError: the device is neither.
         """
         if device.type not in ("cpu", "cuda"):
-            raise LongspanError(f"a cache offload='host' is made for CUDA devices and CPUs, and this is {device.type}")
+            raise LongspanError(f"a cache with offload='host' supports CUDA devices and CPUs; this is {device.type}")
         return cls(CudaCopier(device) if device.type == "cuda" else PlainCopier(), device)
 
-    def join(self, store: OffloadedStore) -> int:
-        """A layer more; its place in the order."""
-        self._order.append(store)
-        return len(self._order) - 1
+    def register(self, layer: OffloadedLayerCache) -> int:
+        """Add the next layer, and return its index."""
+        self._layers.append(layer)
+        return len(self._layers) - 1
 
-    def fetch(self, place: int, tokens: int) -> Staged:
-        """A layer's keys and values, with room for so many new tokens; what computes next runs behind the copy."""
-        for other in [other for other in self._staged if other != place]:
-            self.drop(other)  # another than the next layer ran
-        staged = self._staged.get(place)
-        if staged is None or staged.parts[0].shape[0] != self._order[place].count + tokens:
-            self.drop(place)
-            staged = self._begin(place, tokens)
+    def fetch(self, index: int, tokens: int) -> _StagedLayer:
+        """Return a layer on the device, with room for `tokens` new ones; later work runs after the copy."""
+        for other in [other for other in self._staged if other != index]:
+            self.drop(other)  # another layer than the next one runs
+        staged = self._staged.get(index)
+        if staged is None or staged.parts[0].shape[0] != self._layers[index].count + tokens:
+            self.drop(index)
+            staged = self._start(index, tokens)
         staged.join()
         return staged
 
-    def expect(self, place: int, tokens: int) -> None:
-        """Begin to bring a layer, where there is one that holds anything."""
-        if place < len(self._order) and place not in self._staged and self._order[place].rows is not None:
-            self._begin(place, tokens)
+    def prefetch(self, index: int, tokens: int) -> None:
+        """Start to copy a layer, if it exists and is not empty."""
+        if index < len(self._layers) and index not in self._staged and self._layers[index].rows is not None:
+            self._start(index, tokens)
 
-    def drop(self, place: int) -> None:
-        """Let a layer's memory on the device go, once its copies are done."""
-        staged = self._staged.pop(place, None)
+    def drop(self, index: int) -> None:
+        """Free a layer's memory on the device after its copies."""
+        staged = self._staged.pop(index, None)
         if staged is not None:
             staged.join()
 
     def clear(self) -> None:
-        """Let go of all that is on the device."""
-        for place in list(self._staged):
-            self.drop(place)
+        """Free all memory on the device."""
+        for index in list(self._staged):
+            self.drop(index)
 
     def reset(self) -> None:
         """Forget all layers."""
         self.clear()
-        self._order = []
+        self._layers = []
 
-    def _begin(self, place: int, tokens: int) -> Staged:
-        store = self._order[place]
-        hosts = store.rows_of_bytes(0, store.count)
-        parts = [x.new_empty(store.count + tokens, *x.shape[1:], device=self.device) for x in hosts]
-        staged = self._staged[place] = Staged(parts)
+    def _start(self, index: int, tokens: int) -> _StagedLayer:
+        layer = self._layers[index]
+        hosts = layer.host_views(0, layer.count)
+        parts = [x.new_empty(layer.count + tokens, *x.shape[1:], device=self.device) for x in hosts]
+        staged = self._staged[index] = _StagedLayer(parts)
         for host, part in zip(hosts, parts, strict=True):
-            staged.copy(self.copier, host, part[: store.count], back=False)
-        self.most = max(self.most, sum(one.nbytes for one in self._staged.values()))
+            staged.copy(self.copier, host, part[: layer.count], to_host=False)
+        self.peak_bytes = max(self.peak_bytes, sum(one.nbytes for one in self._staged.values()))
         return staged
 
 
-class OffloadedStore(Store):
-    """A `Store` whose tensors lie in the host's memory.
+class OffloadedLayerCache(LayerCache):
+    """A `LayerCache` in host memory.
 
     Args:
-        rooms: of the cache.
-        room: as of `Store`.
-        codec: as of `Store`; what is written is what travels.
+        staging: of the cache.
+        room: as for `LayerCache`.
+        codec: as for `LayerCache`; copies between host and device are encoded.
     """
 
-    def __init__(self, rooms: Rooms, room: int = 0, codec: Codec = PLAIN) -> None:
+    def __init__(self, staging: Staging, room: int = 0, codec: Codec = EXACT) -> None:
         super().__init__(room, codec)
-        self._rooms = rooms
-        self._place = rooms.join(self)
-        self._written: Copy | None = None  # the last copy into the host's memory
-        self._now: Staged | None = None
+        self._staging = staging
+        self._index = staging.register(self)
+        self._last_write: Copy | None = None
+        self._current: _StagedLayer | None = None
 
     def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
-        """As `Store`; brings what is held to the device, and begins to bring the next layer's."""
+        """As `LayerCache.append`; also copy the layer to the device, and start to copy the next one."""
         new = self.encoded(k_BKTD, v_BKTD)
-        tokens, rooms = k_BKTD.shape[2], self._rooms
-        self.make_room(new, tokens)
-        self._now = staged = rooms.fetch(self._place, tokens)
-        hosts = self.rows_of_bytes(self.count, self.count + tokens)
+        tokens, staging = k_BKTD.shape[2], self._staging
+        self.reserve(new, tokens)
+        self._current = staged = staging.fetch(self._index, tokens)
+        hosts = self.host_views(self.count, self.count + tokens)
         for host, part, x in zip(hosts, staged.parts, new, strict=True):
-            mine = part[self.count :]
-            mine.copy_(x.permute(2, 0, 1, 3))
-            self._written = staged.copy(rooms.copier, host, mine, back=True) or self._written
+            on_device = part[self.count :]
+            on_device.copy_(x.permute(2, 0, 1, 3))
+            self._last_write = staged.copy(staging.copier, host, on_device, to_host=True) or self._last_write
         self.count += tokens
-        rooms.expect(self._place + 1, tokens)
+        staging.prefetch(self._index + 1, tokens)
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `Store`, on the device: between `append` and `release`."""
-        assert self._now is not None
-        return self.decoded([x.permute(1, 2, 0, 3) for x in self._now.parts], dtype)
+        """As `LayerCache.read`, on the device; valid between `append` and `release`."""
+        assert self._current is not None
+        return self.decoded([x.permute(1, 2, 0, 3) for x in self._current.parts], dtype)
 
     def release(self) -> None:
-        """Let the device's memory go."""
-        self._now = None
-        self._rooms.drop(self._place)
+        """Free the copy on the device."""
+        self._current = None
+        self._staging.drop(self._index)
 
     def fill(self, parts: list[Tensor], start: int) -> None:
-        """As `Store`; the parts may lie anywhere."""
+        """As `LayerCache.fill`; the parts may be on any device."""
         self.release()
         self.count, self.start, self._at = parts[0].shape[2], start, 0
         self._parts = [self._empty(x, max(self.count, self.room)) for x in parts]
-        for host, x in zip(self.rows_of_bytes(0, self.count), parts, strict=True):
+        for host, x in zip(self.host_views(0, self.count), parts, strict=True):
             host.copy_(x.permute(2, 0, 1, 3))
 
     def select_rows(self, rows: Tensor) -> None:
-        """As `Store`, by the host."""
-        held, room = self.held, self._parts[0].shape[2] if self._parts else 0
-        for i, x in enumerate(held):
+        """As `LayerCache.select_rows`, on the host."""
+        stored, capacity = self.parts, self._parts[0].shape[2] if self._parts else 0
+        for i, x in enumerate(stored):
             chosen = x.index_select(0, rows.to(x.device))
-            self._parts[i] = self._empty(chosen, room)
+            self._parts[i] = self._empty(chosen, capacity)
             self._parts[i][:, :, : self.count] = chosen
         self._at = 0
 
     @property
-    def held(self) -> list[Tensor]:
-        """As `Store`, in the host's memory."""
-        self._settle()
-        return super().held
+    def parts(self) -> list[Tensor]:
+        """As `LayerCache.parts`, in host memory."""
+        self._wait()
+        return super().parts
 
-    def rows_of_bytes(self, start: int, stop: int) -> list[Tensor]:
-        """Tokens in the host's memory, `[T, B, K, width]` without gaps; they may still be on their way there."""
+    def host_views(self, start: int, stop: int) -> list[Tensor]:
+        """Return tokens in host memory, contiguous `[T, B, K, width]`; their copies may still be in flight."""
         return [x[:, :, self._at + start : self._at + stop].permute(2, 0, 1, 3) for x in self._parts]
 
-    def _move(self, room: int) -> None:
-        self._settle()
-        super()._move(room)
+    def _reallocate(self, capacity: int) -> None:
+        self._wait()
+        super()._reallocate(capacity)
 
-    def _settle(self) -> None:
-        """The host waits until all is there that was written."""
-        if self._written is not None:
-            self._written.wait()
-            self._written = None
+    def _wait(self) -> None:
+        """Block the host until all new tokens are in its memory."""
+        if self._last_write is not None:
+            self._last_write.wait()
+            self._last_write = None
 
-    def _empty(self, x_BKTD: Tensor, room: int) -> Tensor:
-        """`[B, K, room, width]` whose tokens lie one after the other."""
+    def _empty(self, x_BKTD: Tensor, capacity: int) -> Tensor:
+        """Allocate `[B, K, capacity, width]` with contiguous tokens."""
         B, K, _, width = x_BKTD.shape
-        nbytes = B * K * room * width * x_BKTD.element_size()
+        nbytes = B * K * capacity * width * x_BKTD.element_size()
         free = free_memory()
         if free is not None and nbytes > free:
-            raise LongspanError(_format_memory_full(nbytes, free))
+            raise LongspanError(_out_of_memory(nbytes, free))
         try:
-            memory = self._rooms.copier.memory(nbytes)
-        except RuntimeError as error:  # what CUDA gives where it cannot pin
-            raise LongspanError(f"{_format_memory_full(nbytes, free)} ({error})") from error
-        return memory.view(x_BKTD.dtype).view(room, B, K, width).permute(1, 2, 0, 3)
+            memory = self._staging.copier.memory(nbytes)
+        except RuntimeError as error:  # CUDA cannot pin it
+            raise LongspanError(f"{_out_of_memory(nbytes, free)} ({error})") from error
+        return memory.view(x_BKTD.dtype).view(capacity, B, K, width).permute(1, 2, 0, 3)
 
 
-def _format_memory_full(needed: int, free: int | None) -> str:
-    has = "an unknown number of" if free is None else f"{free:,}"
+def _out_of_memory(needed: int, free: int | None) -> str:
+    available = "an unknown number of" if free is None else f"{free:,}"
     return (
-        f"the KV cache does not fit in the host's memory: {needed:,} bytes more are needed for a layer of this rank, "
-        f"and {has} bytes are free for all ranks of this machine; use dtype='int8', or share the sequence among more "
-        f"ranks"
+        f"the KV cache does not fit in host memory: a layer of this rank needs {needed:,} bytes more, and {available} "
+        f"bytes are free for all ranks of this machine; use dtype='int8', or shard the sequence over more ranks"
     )
 
 
 class PlainCopier:
-    """A CPU's: what is begun is done."""
+    """A `Copier` for a CPU: copies are synchronous."""
 
     def memory(self, nbytes: int) -> Tensor:
-        """As any."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def begin(self, source: Tensor, into: Tensor) -> Copy:
-        """Copies."""
         into.copy_(source)
         return _Done()
 
 
 class _Done:
+    """A copy that is done."""
+
     def done(self) -> bool:
-        """Yes."""
         return True
 
     def seconds(self) -> float:
-        """None that a device would count."""
         return 0.0
 
     def join(self, tensor: Tensor) -> _Done:
-        """Nothing is waited for."""
         return self
 
     def wait(self) -> None:
-        """Nothing is waited for."""
+        pass

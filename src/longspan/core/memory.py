@@ -102,7 +102,7 @@ class Memory:
         """Whether attention saves my tokens' q, k, v and output, and its backward repeats the all-to-all."""
         return self.head_chunks != 1 or self.checkpointing == "selective"
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the options that differ from `FASTEST`, as text."""
         parts = [
             f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default

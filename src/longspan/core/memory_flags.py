@@ -1,6 +1,4 @@
-"""The memory options of `longspan.core.memory` as flags of a command; `longspan plan` and `longspan train` have the
-same.
-"""
+"""The memory options of `longspan.core.memory` as command-line flags, shared by plan, train and verify."""
 
 from __future__ import annotations
 
@@ -15,42 +13,43 @@ Flags = TypeVar("Flags")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFlags:
-    """The memory options that save memory."""
+    """Memory options."""
 
-    default_level: ClassVar[MemoryLevel] = "fastest"  # of by-flags, where no flag sets a memory option
+    default_level: ClassVar[MemoryLevel] = "fastest"  # of by-flags, if no flag sets a memory option
 
     memory: Literal["by-flags", "fastest", "longest", "auto"] = "by-flags"
-    """The memory options that save memory, together. fastest: none. longest: the least memory without offload. auto:
-    the fastest combination that fits by the planner, for each mesh (a disk is used where it is asked for, and not
-    otherwise). The flags below set one memory option each, whatever this says. by-flags: exactly what these flags say;
-    without any, plan and train take auto, and verify takes fastest."""
+    """Set all memory options together. fastest: none. longest: the least memory without offload. auto: the fastest
+    combination that fits by the planner, for each mesh; it uses a disk only with --offload disk. Each flag below
+    overrides one option. by-flags: only the flags below; without any, plan and train use auto, verify uses fastest."""
     checkpointing: Literal["by-memory", "none", "save_attention", "selective", "full"] = "by-memory"
-    """What of a layer is kept for its backward: everything, its input and all of its attention, its input and its
-    attention's output, its input alone. by-memory: as --memory says."""
+    """What a layer saves for its backward; the rest is recomputed. none: everything that autograd saves.
+    save_attention: its input and everything its attention saves. selective: its input, and its attention's output and
+    log-sum-exp. full: its input. by-memory: as --memory says."""
     grad_checkpointing: bool = False
     """The same as --checkpointing full."""
     layers_per_checkpoint: int | None = None
-    """Layers that share one kept input; the others' are made again in the backward. 1: each keeps its own. 0: as many
-    as hold the fewest."""
+    """Layers that share one saved input; the backward recomputes the others. 1: every layer saves its input. 0: the
+    number that holds the fewest inputs."""
     offload: Literal["by-memory", "none", "host", "disk"] = "by-memory"
-    """Where that lies until the backward: on the GPU, in the host's memory, on a local disk."""
+    """Where saved activations wait for the backward: on the GPU, in host memory, or on a local disk."""
     tiled_mlp: int | None = None
-    """Tiles in which the MLP works through its tokens, forward and backward. 1: all at once. 0: as many as make a
-    tile's intermediates about as large as the hidden states."""
+    """Tiles of tokens that an MLP works through, forward and backward. 1: no tiles. 0: chosen so that the intermediates
+    of a tile are about as large as the hidden states."""
     tiled_norms: bool = False
-    """Norms keep their input alone, and are computed again in the backward."""
+    """Norms save only their input; the backward recomputes them."""
     recompute_mlp_act: bool | None = None
-    """The MLP's activation function and product are computed again in the backward; on by itself."""
+    """Recompute the MLP's activation function and product in the backward; on by default."""
     head_chunks: int | None = None
-    """Pieces in which heads go through exchange and attention. 1: all at once. 0: one for each of a rank's KV heads."""
+    """Groups of heads that go through all-to-all and attention one after another. 1: all heads at once. 0: one group
+    per KV head of a rank."""
     cpu_offload: bool = False
-    """Weights, gradients and optimizer states stay in the host's memory."""
+    """Keep weights, gradients and optimizer states in host memory."""
 
     def fixed(self) -> dict[str, Any]:
-        """The memory options that a flag of their own sets, by the fields of `Memory`.
+        """Return the options that flags set one by one, as fields of `Memory`.
 
         Raises:
-            LongspanError: for two flags that say different things of one memory option.
+            LongspanError: two flags contradict each other.
         """
         given: dict[str, Any] = {
             "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
@@ -65,15 +64,15 @@ class MemoryFlags:
         if self.grad_checkpointing:
             if given["checkpointing"] not in (None, "full"):
                 raise LongspanError(
-                    f"--grad-checkpointing is --checkpointing full, and --checkpointing {self.checkpointing} is "
-                    f"given too; leave one of them out"
+                    f"--grad-checkpointing means --checkpointing full and contradicts --checkpointing "
+                    f"{self.checkpointing}; leave one of them out"
                 )
             given["checkpointing"] = "full"
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def level(self) -> MemoryLevel:
-        """The level in force: `memory`, or what `by-flags` stands for."""
+        """The level that `memory` means; resolves "by-flags"."""
         if self.memory != "by-flags":
             return self.memory
         return "fastest" if self.fixed() else self.default_level
@@ -83,37 +82,35 @@ class MemoryFlags:
         """Whether the planner chooses memory options."""
         return self.level == "auto"
 
-    def levels(self) -> Memory:
-        """The memory options that are asked for; of those that the planner chooses, the fixed ones over the fastest.
+    def to_memory(self) -> Memory:
+        """Return the requested options; if the planner chooses, `FASTEST` with the fixed ones.
 
         Raises:
-            LongspanError: for memory options that cannot be together.
+            LongspanError: options contradict each other.
         """
         fixed = self.fixed()
-        # It chooses a checkpointing to go with them.
+        # These need a checkpointing; the planner will choose it.
         if self.chooses and (fixed.get("offload", "none") != "none" or fixed.get("layers_per_checkpoint", 1) != 1):
             fixed.setdefault("checkpointing", "full")
         return replace(LONGEST if self.level == "longest" else FASTEST, **fixed)
 
 
 def flags_to_add(given: Memory, wanted: Memory) -> list[str]:
-    """The flags that make the memory options of a command `wanted`, where they are `given` now: of those that differ
-    alone.
-    """
-    said = []
+    """Return the flags that change a command's memory options from `given` to `wanted`."""
+    flags = []
     for field in fields(Memory):
         name, value = field.name.replace("_", "-"), getattr(wanted, field.name)
         if value == getattr(given, field.name):
             continue
-        said.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}")
-    return said
+        flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}")
+    return flags
 
 
 def flags_last(kind: type[Flags]) -> type[Flags]:
-    """A config class whose help and messages name its own fields first, and those that it shares after them."""
+    """Reorder the fields of a config class so that help and messages list its own before inherited ones."""
     inherited = {field.name for base in kind.__mro__[1:] if is_dataclass(base) for field in fields(base)}
     config: Any = kind
-    found: dict[str, Any] = config.__dataclass_fields__
-    own = {name: field for name, field in found.items() if name not in inherited}
-    config.__dataclass_fields__ = {**own, **found}
+    all_fields: dict[str, Any] = config.__dataclass_fields__
+    own = {name: field for name, field in all_fields.items() if name not in inherited}
+    config.__dataclass_fields__ = {**own, **all_fields}
     return kind

@@ -1,77 +1,78 @@
-"""How many elements are handled at once, where the planner must know what the code does. Standard library only."""
+"""Sizes of tiles, buckets and groups, shared by the code that uses them and the planner. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
 GRADIENT_BUCKET = 1 << 22
-"""Elements of one all-reduce of `longspan.hf.weights.gradients.GradientSum`, at least one parameter: so much is
-copied at most (a parameter that has one to itself is summed where it lies)."""
+"""Elements of one all-reduce of `longspan.hf.weights.gradients.GradientSum`, which copies at most one bucket. A larger
+parameter has a bucket of its own and is summed in place."""
 
 LOSS_TILE = (1 << 24, 1 << 20)
-"""Logits that the loss looks at together in fp32: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""
+"""Logits that the loss computes together in fp32: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""
 
 
 def gradient_buckets(
     sizes: Sequence[int], kinds: Sequence[Hashable] | None = None, limit: int = GRADIENT_BUCKET
 ) -> list[range]:
-    """Gradients that are summed together: neighbours of one kind, about `limit` elements.
+    """Group gradients that are summed together: neighbours of one kind, about `limit` elements.
 
     Args:
         sizes: elements of each parameter, in the model's order.
-        kinds: what must be alike in a bucket (dtypes); None where all are.
-        limit: elements of a bucket; a larger parameter has one to itself.
+        kinds: what must be equal within a bucket (dtypes); None: all are equal.
+        limit: elements of a bucket; a larger parameter has a bucket of its own.
 
     Returns:
-        The places of each bucket's parameters.
+        The indices of each bucket's parameters.
     """
     starts: list[int] = []
-    held = 0
+    filled = 0
     for i, size in enumerate(sizes):
-        if not starts or held + size > limit or (kinds is not None and kinds[i] != kinds[i - 1]):
+        if not starts or filled + size > limit or (kinds is not None and kinds[i] != kinds[i - 1]):
             starts.append(i)
-            held = 0
-        held += size
+            filled = 0
+        filled += size
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
 Span = tuple[int, int]
-"""First entry of a dimension, and one past the last."""
+"""The first index in a dimension, and one past the last."""
 
 
 def even_span(length: int, rank: int, size: int) -> Span:
-    """Return the entries that `DTensor` and FSDP2 give to one of `size` ranks: the last ranks have fewer."""
+    """Return the entries of one of `size` ranks, as `DTensor` and FSDP2 shard them: the last ranks have fewer."""
     each = -(-length // size)
     return min(rank * each, length), min((rank + 1) * each, length)
 
 
 HEAD_TILE = ((1 << 27, 1024), (1 << 22, 64))
-"""Of logits that are made tile by tile, elements of a tile and the fewest tokens: 512 MiB of fp32 on a GPU, 16 MiB on a
-CPU. Each tile reads and writes the gradient of the whole head, so it has many tokens."""
+"""Deferred logits, on a GPU and on a CPU: elements of a tile (512 MiB and 16 MiB in fp32) and its fewest tokens. Tiles
+have many tokens, because each reads and writes the gradient of the whole head."""
 
 HEAD_ROWS = 1 << 14
-"""Rows of a head's gradient that are added up in fp32 at a time, where a tile's part of it is narrower."""
+"""Rows of a head's gradient that are accumulated at a time, if it is wider than a tile's gradient."""
 
 NARROW_PARTS = 4
-"""Parts of a tile of logits in half precision whose fp32 copies are made one after the other; it has twice the rows."""
+"""Parts of a half-precision tile of logits that are converted to fp32 one after another; the tile has twice the
+rows."""
 
 
 def head_tile(vocabulary: int, on_cpu: bool) -> int:
-    """Tokens of a tile of logits that are made for it: a power of 2."""
+    """Return the tokens of a tile of deferred logits, a power of 2."""
     elements, fewest = HEAD_TILE[on_cpu]
     return max(fewest, 1 << max(1, elements // vocabulary).bit_length() - 1)
 
 
 def mlp_rows(tokens: int, hidden: int, width: int, tiles: int, on_cpu: bool) -> int:
-    """Tokens of a tile of an MLP.
+    """Return the tokens of a tile of an MLP.
 
     Args:
         tokens: of a rank.
-        hidden: features that go in.
-        width: of its widest intermediate.
-        tiles: that are asked for; 0 for as many as make what a tile needs, forward and backward (some six
-            intermediates), about a quarter of the hidden states of all tokens.
-        on_cpu: where it runs.
+        hidden: input features.
+        width: of the widest intermediate.
+        tiles: number of tiles; 0: such that a tile's intermediates, about six in forward and backward, take about a
+            quarter of the hidden states of all tokens.
+        on_cpu: whether it runs on a CPU.
     """
     if tiles:
         return max(1, -(-tokens // tiles))
@@ -79,19 +80,15 @@ def mlp_rows(tokens: int, hidden: int, width: int, tiles: int, on_cpu: bool) -> 
 
 
 def norm_rows(tokens: int, on_cpu: bool) -> int:
-    """Tokens of a tile of a norm, which makes some three copies of it in fp32."""
+    """Return the tokens of a tile of a norm, which makes about three fp32 copies of it."""
     return max(FEWEST_ROWS[on_cpu], -(-tokens // 32))
 
 
 def layers_held(layers: int, per_checkpoint: int) -> tuple[int, int]:
-    """Layers' inputs that are held under `Memory.layers_per_checkpoint`, with that number of layers of a group.
-
-    Args:
-        layers: of the model.
-        per_checkpoint: layers that share one.
+    """Return how many layer inputs are held with `per_checkpoint` layers in a group (`Memory.layers_per_checkpoint`).
 
     Returns:
-        When the forward has ended, and at the most: then a group's own have been made again.
+        The number at the end of the forward, and the largest: when a group's inputs have been recomputed.
     """
     groups = -(-layers // per_checkpoint)
     last = layers - (groups - 1) * per_checkpoint
@@ -99,11 +96,12 @@ def layers_held(layers: int, per_checkpoint: int) -> tuple[int, int]:
 
 
 def layers_per_checkpoint(layers: int, asked: int) -> int:
-    """Layers of a group: as asked, or (0) the fewest with which the fewest inputs are held."""
+    """Return the layers of a group: `asked`, or for 0 the smallest group that holds the fewest inputs."""
     return asked or min(range(1, layers + 1), key=lambda n: layers_held(layers, n)[1])
 
 
 FEWEST_ROWS = 2048, 512
-"""Tokens of a tile of an MLP or a norm, at least, on a GPU and on a CPU: products of fewer rows are slow, and each tile
-reads and writes fp32 sums of the gradients of the MLP's weights, which takes an H100, by its maker's figures, about as
-long as 200 rows."""
+"""Fewest tokens of a tile of an MLP or a norm, on a GPU and on a CPU. Matmuls of fewer rows are slow, and each tile
+reads and writes the fp32 sums of the weights' gradients, which on an H100 takes, by its maker's figures, as long as 200
+rows.
+"""

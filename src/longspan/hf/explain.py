@@ -31,7 +31,7 @@ def explain(model: nn.Module) -> str:
     ]
     if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
         lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
-    lines.append(f"memory: {state.memory.memory.described()} ({state.memory.why})")
+    lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
     chosen = Counter(str(layer.choice) for layer in state.binding.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
     if not chosen:

@@ -20,9 +20,10 @@ from longspan.hf.shapes import shape_of_model
 from longspan.hf.state import state_of
 from longspan.hf.support import attention_layers, decoder_layers, draws
 from longspan.memory.activations import RecomputedActivations
-from longspan.memory.checkpointing import COMPILED, Chain, CheckpointedLayer, LayerCall, forward_of
-from longspan.memory.offload.choice import store_for
-from longspan.memory.tiles import NormedLinear, Tiled
+from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
+from longspan.memory.normed_linear import NormedLinear
+from longspan.memory.offload import store_for
+from longspan.memory.tiles import Tiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.memory.offload.choice import Store
+    from longspan.memory.offload import Store
     from longspan.plan.hardware import Hardware
     from longspan.plan.job import TensorStyle
 
@@ -63,7 +64,7 @@ class MemoryManager:
         self.found = modules
         self.layers = self.found.layers
         self.bindings = [binding for layer in self.layers for binding in _bindings(layer)]
-        self.chain = Chain(last=self.layers[-1])
+        self.groups = LayerGroups(last=self.layers[-1])
         self.hidden = config.get_text_config().hidden_size
         self.mlps, self.norms, self.checkpointed = list[Tiled](), list[Tiled](), list[CheckpointedLayer]()
         self.activations, self.linears = list[RecomputedActivations](), list[NormedLinear]()
@@ -91,7 +92,7 @@ class MemoryManager:
             linear.on = memory.tiled_norms
         for act in self.activations:
             act.on = memory.recompute_mlp_act and memory.tiled_mlp == 1
-        self.chain.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)
+        self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)
         for layer in self.checkpointed:
             layer.memory, layer.store = memory, store
         for binding in self.bindings:
@@ -104,7 +105,7 @@ class MemoryManager:
         if memory.tiled_mlp != 1 and not self.mlps:
             self.mlps = [self._tiled(mlp) for mlp in self.found.mlps]
         if memory.tiled_norms and not self.norms:
-            self.norms = [Tiled(norm, self.found.names[norm], norm_rows, light=True) for norm in self.found.norms]
+            self.norms = [Tiled(norm, self.found.names[norm], norm_rows, cheap=True) for norm in self.found.norms]
             self.linears = [NormedLinear(m) for layer in self.layers for m in layer.modules() if type(m) is nn.Linear]
         if memory.checkpointing != "none" and not self.checkpointed:
             self.checkpointed = [self._checkpointed(layer) for layer in self.layers]
@@ -144,7 +145,7 @@ class MemoryManager:
                 "output_router_logits=False"
             )
         for mlp in self.mlps:
-            mlp.keeps_routing = wanted
+            mlp.saves_router_logits = wanted
 
     def choose(self, length: int, rows: int) -> bool:
         """With `memory="auto"`, choose memory options if the batch is larger than all before. Collective.
@@ -192,7 +193,7 @@ class MemoryManager:
             attention = width * element + 4 * heads
         if self.memory.checkpointing == "save_attention":  # q, k and v of at most as many heads, output twice
             attention = 5 * width * element + 4 * heads
-        inputs, _ = layers_held(len(self.layers), self.chain.per_checkpoint)
+        inputs, _ = layers_held(len(self.layers), self.groups.per_checkpoint)
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)
         self.store.reserve(per_token * tokens.shape[:2].numel())
 
@@ -210,12 +211,12 @@ class MemoryManager:
     def _checkpointed(self, layer: nn.Module) -> CheckpointedLayer:
         bound = _bindings(layer)
 
-        def tell(keeper: LayerCall | None) -> None:
+        def bind(call: LayerCall | None) -> None:
             for binding in bound:
-                binding.keeper = keeper
+                binding.keeper = call
 
         drawing = any(draws(module) for module in layer.modules())
-        return CheckpointedLayer(layer, FASTEST, None, tell, draws=drawing, chain=self.chain)
+        return CheckpointedLayer(layer, FASTEST, None, bind, draws=drawing, groups=self.groups)
 
 
 @checked_call()

@@ -28,13 +28,13 @@ from longspan.hf.state import is_parallelized
 from longspan.hf.support import Place, attention_dropout, check_model, refuse_dropout, transformers_model
 from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle, check_style, tensor_plan
 from longspan.hf.weights.fsdp import check_cpu_offload
-from longspan.memory.offload.choice import store_for
+from longspan.memory.offload import store_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.memory.offload.choice import Store
+    from longspan.memory.offload import Store
 
 
 @dataclass(frozen=True)

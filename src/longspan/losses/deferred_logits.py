@@ -1,8 +1,8 @@
-"""Logits that are not made: what a language-model head would be given, and what becomes of its output.
+"""Deferred logits: a stand-in for the output of a language-model head, computed tile by tile by whoever needs it.
 
-The logits of a long sequence are the largest tensor of a training step: tokens x vocabulary. A loss needs them one tile
-of tokens at a time. So in training the head returns a stand-in, `DeferredLogits`; what a model does to its logits on
-their way to the loss (a scale, a softcap, a cast) is written down, and done to each tile.
+The logits of a long sequence are the largest tensor of a training step: tokens x vocabulary. A loss needs them for one
+tile of tokens at a time. So in training the head returns `DeferredLogits`, which records what the model does to its
+logits on their way to the loss (a scale, a softcap, a cast) and applies it to each tile.
 
 Shape suffixes: T tokens (any leading dimensions), D hidden size, V vocabulary.
 """
@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from longspan.comm.sharded_weights import as_local, seeing_local, trained_parameters
 from longspan.compat.torch_api import not_compiled, register_tree
 from longspan.core.errors import LongspanError
-from longspan.losses.vocab_parallel import Vocabulary
+from longspan.losses.vocab_parallel import VocabShard
 
-WAY_OUT = "they are not made in training with labels; get them by longspan.parallelize(..., logits=True)"
+LOGITS_HINT = "training with labels does not make them; call longspan.parallelize(..., logits=True)"
 
 
 class LogitsNotMade(LongspanError, AttributeError, KeyError, IndexError):
@@ -33,73 +33,71 @@ class LogitsNotMade(LongspanError, AttributeError, KeyError, IndexError):
 
 @dataclass(eq=False)
 class DeferredLogits:
-    """Stands for logits: the head, its input, and what is done to its output.
+    """Stands for logits `[..., V]`.
 
     Attributes:
-        head: the module.
+        head: the head that computes them.
         hidden: its input, `[..., D]`.
-        steps: what is done to its output, element by element (the last dimension may be cut), in order.
+        steps: applied to its output in order; elementwise, or a slice of the last dimension.
     """
 
     head: Head
     hidden: Tensor
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
 
-    def of(self, hidden: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        """The logits of some tokens `[T, D]`: `[T, V]`, differentiable.
+    def compute(self, hidden_TD: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
+        """Return the logits of some tokens, `[T, V]`; differentiable.
 
         Args:
-            hidden: the head's input.
-            parameters: what stands in for the head's own, by the names of `Head.trained`.
+            hidden_TD: the head's input.
+            parameters: tensors that replace the head's own, by the names of `Head.trained`.
         """
-        logits = self.head.compute(hidden) if parameters is None else self.head.compute_with(hidden, parameters)
+        logits = self.head.compute(hidden_TD) if parameters is None else self.head.compute_with(hidden_TD, parameters)
         for step in self.steps:
             logits = step(logits)
-        return self.head.observed(logits)
+        return self.head.observe(logits)
 
     @property
-    def plain(self) -> nn.Linear | None:
-        """The head where it is a matrix product and nothing else is done: gradients need no autograd."""
+    def is_matmul(self) -> bool:
+        """Whether the logits are one matrix product, whose gradients need no autograd."""
         module = self.head.module
-        bare = (
+        return (
             type(module).forward is nn.Linear.forward
+            and getattr(module, "bias", None) is None
             and not self.steps
             and not torch.is_autocast_enabled(self.device.type)
         )
-        return module if bare and isinstance(module, nn.Linear) and module.bias is None else None
 
     @property
     def shape(self) -> torch.Size:
-        """Of the logits."""
-        with torch.no_grad():
-            width = self.of(self.hidden.detach().reshape(-1, self.hidden.shape[-1])[:0]).shape[-1]
-        return torch.Size((*self.hidden.shape[:-1], width))
+        return torch.Size((*self.hidden.shape[:-1], self._empty().shape[-1]))
 
     @property
     def widest(self) -> int:
-        """Entries of a token's logits on the rank that has most of them."""
-        return self.shape[-1] if self.head.vocabulary is None else self.head.vocabulary.widest
+        """Vocabulary entries of a token on the rank that has most of them."""
+        return self.shape[-1] if self.head.vocab_shard is None else self.head.vocab_shard.widest
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
-        with torch.no_grad():
-            return self.of(self.hidden.detach().reshape(-1, self.hidden.shape[-1])[:0]).dtype
+        return self._empty().dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the logits."""
         return self.hidden.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients reach them."""
         return torch.is_grad_enabled() and (self.hidden.requires_grad or bool(self.head.trained()))
 
-    # What models do to their logits. Anything else is refused.
+    def _empty(self) -> Tensor:
+        """Return the logits of no tokens."""
+        with torch.no_grad():
+            return self.compute(self.hidden.detach().reshape(-1, self.hidden.shape[-1])[:0])
+
+    # What models do to their logits. Anything else raises.
 
     def then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
-        """The same with one more step."""
+        """Return the same logits with one more step."""
         return DeferredLogits(self.head, self.hidden, (*self.steps, step))
 
     def __mul__(self, factor: float) -> DeferredLogits:
@@ -125,33 +123,33 @@ class DeferredLogits:
         return self.then(torch.tanh)
 
     def __getitem__(self, index: Any) -> DeferredLogits:
-        """A cut of the vocabulary; all tokens."""
-        at = index if isinstance(index, tuple) and self.head.vocabulary is None else (index,)
+        """Slice the vocabulary of all tokens."""
+        at = index if isinstance(index, tuple) and self.head.vocab_shard is None else (index,)
         whole = [at[0] is Ellipsis] if len(at) == 2 else [part == slice(None) for part in at[:-1]]
         if len(at) in (2, self.hidden.dim()) and all(whole) and isinstance(at[-1], slice):
             return self.then(lambda logits: logits[..., at[-1]])
-        raise LogitsNotMade(f"something looks at logits[{index!r}], and {WAY_OUT}")
+        raise LogitsNotMade(f"something reads logits[{index!r}], but {LOGITS_HINT}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         known: dict[Any, Any] = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}
         method = known.get(func)
         if method is None or kwargs or not isinstance(args[0], cls):
-            raise LogitsNotMade(f"something calls {getattr(func, '__name__', func)} on logits, and {WAY_OUT}")
+            raise LogitsNotMade(f"something calls {getattr(func, '__name__', func)} on logits, but {LOGITS_HINT}")
         return method(*args)
 
     def __getattr__(self, name: str) -> Any:
-        raise LogitsNotMade(f"something asks for logits.{name}, and {WAY_OUT}")
+        raise LogitsNotMade(f"something reads logits.{name}, but {LOGITS_HINT}")
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor) and (value.requires_grad or value.dim()):
-        raise LogitsNotMade(f"something multiplies logits by a tensor of shape {tuple(value.shape)}, and {WAY_OUT}")
+        raise LogitsNotMade(f"something multiplies logits by a tensor of shape {tuple(value.shape)}, but {LOGITS_HINT}")
     return value
 
 
-# FSDP looks for tensors in what a module returns, to gather its weights again when a backward comes to it: from torch
-# 2.13 on in dataclasses, before in what is registered.
+# FSDP searches a module's output for tensors, to gather the weights again when the backward reaches it: in dataclasses
+# from torch 2.13 on, before in registered types.
 register_tree(
     DeferredLogits,
     lambda deferred: ([deferred.hidden], (deferred.head, deferred.steps)),
@@ -159,7 +157,7 @@ register_tree(
 )
 
 
-class Bare(nn.Module):
+class WithoutHooks(nn.Module):
     """A module without the hooks around its call."""
 
     def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -171,7 +169,7 @@ class Bare(nn.Module):
 
 
 class _Identity(torch.autograd.Function):
-    """The same values, not a view of them: FSDP puts a hook on what a module returns, which a view could lose."""
+    """Return the same values, but not a view: FSDP puts a hook on a module's output, which a view could lose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -183,54 +181,54 @@ class _Identity(torch.autograd.Function):
 
 
 class Head:
-    """A language-model head whose next output may be deferred.
+    """A language-model head whose next output may be deferred. Replaces the module's `forward`.
 
     Args:
-        module: what `get_output_embeddings` gives: any module, called with hidden states alone.
+        module: what `get_output_embeddings` returns: any module called with hidden states alone.
 
     Attributes:
-        defer_next: whether to return `DeferredLogits` at the next call.
-        observer: is shown each tile of logits that is made, if there is one.
+        defer_next: whether to defer the output of the next call.
+        observer: called with each tile of logits that is computed.
         loss: what computes the loss: "tiled", or a name of `longspan.losses.fused_heads`.
-        gather: gathers its weights, where they are sharded.
-        vocabulary: this rank's part, where a tensor group shares it: the head gives the logits of that part.
+        gather: gathers the weights if they are sharded.
+        vocab_shard: this rank's shard, if a tensor group shards the vocabulary; the head returns its logits.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.compute: Callable[..., Tensor] = seeing_local(module, module.forward)
-        self.bare = Bare(module, self.compute)
+        self.bare = WithoutHooks(module, self.compute)
         self.defer_next = False
         self.observer: Callable[[Tensor], None] | None = None
         self.loss = "tiled"
-        self.vocabulary: Vocabulary | None = None
+        self.vocab_shard: VocabShard | None = None
         self.gather: Callable[[], None] | None = None
-        # The instance's: hooks around the call, FSDP's among them, stay. A compiler breaks its graph here.
+        # Of the instance, so hooks around the call stay, FSDP's among them. A compiler breaks its graph here.
         module.forward = not_compiled(self._forward)
 
     def trained(self) -> dict[str, Tensor]:
-        """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
+        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
         return trained_parameters(self.bare)
 
     @property
     def weight(self) -> Tensor:
-        """The matrix of a head that is a linear layer, as the module sees it."""
+        """The matrix of a linear head, as the module sees it."""
         with as_local(self.module):
             return self.module.weight.detach()  # type: ignore[operator]
 
     def regather(self) -> None:
-        """Before a backward computes with it again: another forward may have given its weights back meanwhile."""
+        """Gather the weights before a backward recomputes logits: another forward may have freed them meanwhile."""
         if self.gather is not None and any(isinstance(p, DTensor) for p in self.module.parameters()):
             self.gather()
 
-    def observed(self, logits: Tensor) -> Tensor:
-        """The same, shown to the observer."""
+    def observe(self, logits: Tensor) -> Tensor:
+        """Show logits to the observer, and return them."""
         if self.observer is not None and len(logits):
             self.observer(logits.detach())
         return logits
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        """`compute` with other tensors for some parameters."""
+        """Compute logits with other tensors for some parameters."""
         logits: Tensor = torch.func.functional_call(self.bare, parameters, (hidden,))
         return logits
 

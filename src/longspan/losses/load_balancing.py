@@ -1,7 +1,7 @@
 """The load-balancing loss of a mixture of experts over the global batch.
 
-It is a product of two means, so the sums of both means are all-reduced before the product: no mean of the products of
-single ranks gives the same number.
+The loss is a product of two means. The sums behind both means are all-reduced before the product: a mean of the ranks'
+own losses would be another number.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 def load_balancing_loss(
     router_logits: Sequence[Tensor], top_k: int, sp: SequenceSharding, real: Tensor | None = None
 ) -> Tensor:
-    """The auxiliary loss of a mixture of experts, of the global batch (data x sequence), the same on every rank.
+    """Return the auxiliary loss of a mixture of experts over the global batch (data x sequence), equal on every rank.
 
-    E * sum over experts e of f_e * p_e, where f_e is the number of times a token is sent to e, over the tokens, and p_e
-    the mean probability that the routers give e; means over the tokens of all layers (Switch Transformer,
-    arXiv:2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` extends them to top-k). Its gradient
-    on each rank is that rank's part, as that of `causal_lm_loss` is.
+    E * sum over experts e of f_e * p_e, where f_e is the number of times a token is routed to e per token, and p_e the
+    mean routing probability of e; means over the tokens of all layers (Switch Transformer, arXiv:2101.03961, equations
+    4 to 6, extended to top-k as in transformers' `load_balancing_loss_func`). Its gradient on each rank is that rank's
+    part, as for `causal_lm_loss`.
 
     Args:
-        router_logits: of every layer with experts the logits of my tokens, `[tokens, E]` (rows of the batch side by
-            side).
+        router_logits: of each layer with experts, the logits of my tokens, `[tokens, E]` (rows of the batch one after
+            another).
         top_k: experts per token.
         sp: the sharding.
-        real: which of my tokens count, bool, as many in all; every one by default.
+        real: which of my tokens count, bool; all by default.
 
     Returns:
         A scalar, fp32 (fp64 for fp64).
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
-    # Of a tensor group each rank routes some of the tokens.
+    # In a tensor group each rank routes some of the tokens, so sum over it too.
     return balance(sum_over(balance_sums(router_logits, top_k, real), sp.mesh_group)).to(dtype)
 
 
 def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:
-    """What the load-balancing loss needs of my tokens, fp64 [2 E + 1]: assignments, probabilities, number of tokens."""
+    """Return the sums over my tokens, fp64 [2 E + 1]: assignments, probabilities, number of tokens."""
     assigned_E, p_E = (router_logits[0].new_zeros(router_logits[0].shape[-1], dtype=torch.float64) for _ in range(2))
     tokens = router_logits[0].new_zeros(1, dtype=torch.float64)
     for logits_TE in router_logits:
@@ -59,7 +59,7 @@ def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | Non
 
 
 def balance(sums: Tensor) -> Tensor:
-    """The load-balancing loss from `balance_sums`."""
+    """Return the load-balancing loss from `balance_sums`."""
     experts = len(sums) // 2
     f_E, p_E = sums[: 2 * experts].view(2, experts) / sums[-1]
     loss: Tensor = experts * (f_E * p_E).sum()

@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies of tokens from `DeferredLogits`: each tile is made in the forward, and again in the
-backward, which does not know the gradients of its numbers before.
+"""Log-probabilities and entropies of tokens from `DeferredLogits`. The forward computes each tile, and the backward
+recomputes it, because the gradients of the results are not known in the forward.
 
 Shape suffixes: T tokens, D hidden size, V vocabulary.
 """
@@ -15,23 +15,22 @@ from torch import Tensor
 from longspan.core.tile_sizes import head_tile
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
-from longspan.losses.vocab_parallel import Vocabulary
+from longspan.losses.vocab_parallel import VocabShard
 
 
 def logprobs_of(
     logits: DeferredLogits, labels: Tensor, entropy: bool = False, extras: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """log p(label), and if asked for the entropy of p, at every token, in the shape of `labels`; 0 where the label is
-    -100.
+    """Return log p(label) of every token, then the entropy of p if requested, then the `extras`.
 
     Args:
         logits: `[..., V]`.
-        labels: int64, of the shape of the tokens.
-        entropy: whether it is asked for.
-        extras: names of `EXTRAS`, what else is asked for.
+        labels: int64, of the shape of the tokens; results are 0 where a label is -100.
+        entropy: return the entropy too.
+        extras: names in `EXTRAS` to return too.
 
     Returns:
-        One tensor or more, fp32 (fp64 for fp64), differentiable but for the extras.
+        Tensors of the shape of `labels`, fp32 (fp64 for fp64); differentiable except for the extras.
     """
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     labels_T = labels.reshape(-1).to(logits.device)
@@ -51,48 +50,48 @@ class _Logprobs(torch.autograd.Function):
         hidden_TD: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        parts = [
-            _numbers(logits.of(hidden_TD[part]), labels_T[part], *wanted, part=logits.head.vocabulary)
-            for part in _parts(logits, len(labels_T))
+        tiles = [
+            _results(logits.compute(hidden_TD[span]), labels_T[span], *wanted, shard=logits.head.vocab_shard)
+            for span in _tiles(logits, len(labels_T))
         ]
-        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, wanted, _autocast_of(logits.device)
+        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, wanted, _autocast_state(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
-        found = tuple(torch.cat(numbers) for numbers in zip(*parts, strict=True))
+        results = tuple(torch.cat(of_tiles) for of_tiles in zip(*tiles, strict=True))
         if extras:
-            ctx.mark_non_differentiable(*found[-len(extras) :])
-        return found
+            ctx.mark_non_differentiable(*results[-len(extras) :])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        """Tile by tile: each is made again, and autograd goes through it."""
+        """Recompute each tile, and let autograd go through it."""
         ctx.logits.head.regather()
         labels_T, hidden_TD, *parameters = ctx.saved_tensors
-        of_hidden, *of_parameters = ctx.needs_input_grad[3:]
-        names = [name for name, asked in zip(ctx.logits.head.trained(), of_parameters, strict=True) if asked]
-        mine = [p for p, asked in zip(parameters, of_parameters, strict=True) if asked]
-        # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
-        wanted = {name: p.detach().requires_grad_() for name, p in zip(names, mine, strict=True)}
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in mine]
-        grad_TD = torch.empty_like(hidden_TD) if of_hidden else None
-        for part in _parts(ctx.logits, len(labels_T)):
+        hidden_needs_grad, *needs_grad = ctx.needs_input_grad[3:]
+        names = [name for name, needs in zip(ctx.logits.head.trained(), needs_grad, strict=True) if needs]
+        trained = [p for p, needs in zip(parameters, needs_grad, strict=True) if needs]
+        # Stand-ins: hooks on the parameters themselves take a gradient for that of the whole backward.
+        stand_ins = {name: p.detach().requires_grad_() for name, p in zip(names, trained, strict=True)}
+        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+        grad_TD = torch.empty_like(hidden_TD) if hidden_needs_grad else None
+        for span in _tiles(ctx.logits, len(labels_T)):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                x = hidden_TD[part].detach().requires_grad_(of_hidden)
-                made = ctx.logits.of(x, wanted or None)
-                numbers = _numbers(made, labels_T[part], ctx.entropy, part=ctx.logits.head.vocabulary)
-            inputs = [*([x] if of_hidden else []), *wanted.values()]
-            of_numbers = [g[part] for g in grads[: len(numbers)]]
-            found = list(torch.autograd.grad(numbers, inputs, of_numbers, allow_unused=True))
+                x = hidden_TD[span].detach().requires_grad_(hidden_needs_grad)
+                tile = ctx.logits.compute(x, stand_ins or None)
+                results = _results(tile, labels_T[span], ctx.entropy, shard=ctx.logits.head.vocab_shard)
+            inputs = [*([x] if hidden_needs_grad else []), *stand_ins.values()]
+            of_results = [g[span] for g in grads[: len(results)]]
+            found = list(torch.autograd.grad(results, inputs, of_results, allow_unused=True))
             if grad_TD is not None:
-                grad_TD[part] = found.pop(0)
-            for total, more in zip(sums, found, strict=True):
-                if more is not None:
-                    total.add_(more)
-        made = iter([total.to(p.dtype) for total, p in zip(sums, mine, strict=True)])
-        return None, None, None, grad_TD, *(next(made) if asked else None for asked in of_parameters)
+                grad_TD[span] = found.pop(0)
+            for total, grad in zip(sums, found, strict=True):
+                if grad is not None:
+                    total.add_(grad)
+        of_parameters = iter([total.to(p.dtype) for total, p in zip(sums, trained, strict=True)])
+        return None, None, None, grad_TD, *(next(of_parameters) if needs else None for needs in needs_grad)
 
 
-def _autocast_of(device: torch.device) -> dict[str, Any]:
-    """A backward runs outside of the autocast that its forward ran in."""
+def _autocast_state(device: torch.device) -> dict[str, Any]:
+    """Return the autocast arguments in force: a backward runs outside the autocast of its forward."""
     kind = device.type
     return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
@@ -103,43 +102,45 @@ EXTRAS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean_logits": lambda logits, log_p, labels: logits.to(log_p.dtype).mean(-1),
     "log_sum_sq_probs": lambda logits, log_p, labels: torch.logsumexp(2 * log_p, -1),
 }
-"""Of a token's logits `[T, V]`, their log-probabilities, and labels `[T]`: the entropy, in nats; whether the label is
-the likeliest token, as 1 or 0; the mean of the logits; the logarithm of the sum of squared probabilities. None has a
-gradient, so that a backward does not compute it again.
+"""Functions of a tile's logits `[T, V]`, their log-probabilities, and labels `[T]`: the entropy in nats; 1 where the
+label has the largest logit, else 0; the mean logit; the logarithm of the sum of squared probabilities. As extras none
+has a gradient, so that the backward does not recompute them.
 """
 
 
-_PARTS: dict[str, Callable[[Tensor, Tensor, Tensor, Vocabulary], Tensor]] = {
-    "entropy": lambda logits, log_p, labels, part: part.group.sum_out(-(log_p.exp() * log_p).sum(-1)),
-    "is_top1": lambda logits, log_p, labels, part: part.is_top1(logits, labels),
-    "mean_logits": lambda logits, log_p, labels, part: part.group.sum_out(logits.to(log_p.dtype).sum(-1)) / part.size,
-    "log_sum_sq_probs": lambda logits, log_p, labels, part: part.group.sum_out((2 * log_p).exp().sum(-1)).log(),
+_SHARDED_EXTRAS: dict[str, Callable[[Tensor, Tensor, Tensor, VocabShard], Tensor]] = {
+    "entropy": lambda logits, log_p, labels, shard: shard.group.sum_out(-(log_p.exp() * log_p).sum(-1)),
+    "is_top1": lambda logits, log_p, labels, shard: shard.is_top1(logits, labels),
+    "mean_logits": lambda logits, log_p, labels, shard: (
+        shard.group.sum_out(logits.to(log_p.dtype).sum(-1)) / shard.size
+    ),
+    "log_sum_sq_probs": lambda logits, log_p, labels, shard: shard.group.sum_out((2 * log_p).exp().sum(-1)).log(),
 }
-"""`EXTRAS`, of a part of the vocabulary; collective."""
+"""`EXTRAS` of a sharded vocabulary; collective."""
 
 
-def _numbers(
+def _results(
     logits_TV: Tensor,
     labels_T: Tensor,
     entropy: bool,
     extras: tuple[str, ...] = (),
-    part: Vocabulary | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, ...]:
+    """Return log p(label), the entropy if requested, and the extras of a tile, each `[T]`."""
     counts, dtype = labels_T != IGNORE, torch.promote_types(logits_TV.dtype, torch.float32)
-    if part is not None:
-        all_log_p = part.log_softmax(logits_TV, dtype)
-        log_p = part.group.sum_out(part.of_label(all_log_p, labels_T))
-        asked = [*(["entropy"] if entropy else []), *extras]
-        found = [log_p, *(_PARTS[name](logits_TV, all_log_p, labels_T, part).to(log_p.dtype) for name in asked)]
-        return tuple(torch.where(counts, x, 0) for x in found)
-    all_log_p = torch.log_softmax(logits_TV, -1, dtype=dtype)
-    log_p = all_log_p.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
-    found = [log_p, *([EXTRAS["entropy"](logits_TV, all_log_p, labels_T)] if entropy else [])]
-    found += [EXTRAS[name](logits_TV, all_log_p, labels_T).to(log_p.dtype) for name in extras]
-    return tuple(torch.where(counts, x, 0) for x in found)
+    names = [*(["entropy"] if entropy else []), *extras]
+    if shard is None:
+        log_p_TV = torch.log_softmax(logits_TV, -1, dtype=dtype)
+        log_p = log_p_TV.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
+        others = [EXTRAS[name](logits_TV, log_p_TV, labels_T) for name in names]
+    else:
+        log_p_TV = shard.log_softmax(logits_TV, dtype)
+        log_p = shard.group.sum_out(shard.of_label(log_p_TV, labels_T))
+        others = [_SHARDED_EXTRAS[name](logits_TV, log_p_TV, labels_T, shard) for name in names]
+    return tuple(torch.where(counts, x.to(log_p.dtype), 0) for x in (log_p, *others))
 
 
-def _parts(logits: DeferredLogits, tokens: int) -> Iterator[slice]:
+def _tiles(logits: DeferredLogits, tokens: int) -> Iterator[slice]:
     rows = head_tile(logits.widest, logits.device.type == "cpu")
     for start in range(0, tokens, rows):
         yield slice(start, start + rows)

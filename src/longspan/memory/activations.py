@@ -1,10 +1,10 @@
-"""What an MLP saves between its matrix products, computed again in the backward instead of kept.
+"""Recompute an MLP's activation function in the backward instead of saving its result.
 
-Of `down(act(gate(x)) * up(x))` autograd saves four tensors of the intermediate size: what both products gave, the
-activation function's result, and what goes into the last product. The last two follow from the first two by elementwise
-work alone, so the backward makes them again, by the same operations on the same numbers: bit for bit what they were. It
-is what fused SwiGLU kernels do (Liger), and Megatron's selective recomputation of the activation function, for any MLP
-that is written in plain PyTorch: autograd itself says what made a tensor that it saves.
+For `down(act(gate(x)) * up(x))` autograd saves four tensors of the intermediate size: the outputs of both matmuls, the
+activation function's result, and the input of the last matmul. The last two follow from the first two by elementwise
+operations, so the backward recomputes them, by the same operations on the same numbers: bit for bit. Fused SwiGLU
+kernels (Liger) and Megatron's selective recomputation do the same; this works for any MLP written in plain PyTorch,
+because autograd knows which operation made a saved tensor.
 """
 
 from __future__ import annotations
@@ -19,27 +19,24 @@ from longspan.compat.torch_api import ELEMENTWISE, not_compiled, saved_tensors_a
 from longspan.core.errors import LongspanError
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
-_FEWEST = 1 << 10  # elements of a tensor that is worth it
+_FEWEST = 1 << 10  # elements of a tensor worth recomputing
 
 
 class RecomputedActivations:
-    """An MLP that keeps what its matrices gave, in the place of its `forward`.
+    """Replaces the `forward` of an MLP by one that saves only the outputs of its matmuls.
 
-    The module runs as it is without gradients, and where hooks on saved tensors are in force already (a layer under
-    gradient checkpointing saves nothing anyway).
-
-    Args:
-        module: the MLP.
+    The module runs unchanged without gradients, and under other hooks on saved tensors: a checkpointed layer saves
+    nothing of it anyway.
 
     Attributes:
-        on: whether it does.
+        on: whether activations are recomputed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.compute: Callable[..., Any] = module.forward
         self.on = True
         self._recomputing = not_compiled(self._recompute)  # a compiler breaks its graph here
-        module.forward = self._forward  # the instance's: hooks around the call stay
+        module.forward = self._forward  # of the instance, so hooks around the call stay
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or not torch.is_grad_enabled():
@@ -53,17 +50,17 @@ class RecomputedActivations:
             return self.compute(*args, **kwargs)
 
 
-class Kept:
-    """A saved tensor as it is, and how often it had been written to."""
+class SavedTensor:
+    """A saved tensor and its version counter; hooks replace autograd's own check of it."""
 
     def __init__(self, x: Tensor) -> None:
         self.x, self.version = x, version_of(x)
 
     def get(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            LongspanError: it has been written to since: autograd's own check, which hooks replace.
+            LongspanError: it was written to after it was saved.
         """
         if version_of(self.x) != self.version:
             raise LongspanError(
@@ -73,26 +70,26 @@ class Kept:
         return self.x
 
 
-class _Again:
-    """A saved tensor that is made again: by what, and its shape."""
+class _Recomputed:
+    """Stands for a saved tensor: the autograd node that recomputes it, and its shape."""
 
     def __init__(self, node: Any, shape: torch.Size) -> None:
         self.node, self.shape = node, shape
 
 
-def _pack(x: Tensor) -> Kept | _Again:
+def _pack(x: Tensor) -> SavedTensor | _Recomputed:
     node: Any = x.grad_fn
     while node is not None and node.name() in _VIEWS and x.is_contiguous():
         node = node.next_functions[0][0]
     if node is None or x.numel() < _FEWEST or node.name() not in ELEMENTWISE:
-        return Kept(x)
+        return SavedTensor(x)
     if any(before is None for before, _ in node.next_functions):
-        return Kept(x)  # a product saves each factor for the other's gradient alone
-    return _Again(node, x.shape)
+        return SavedTensor(x)  # a product saves each factor only for the other's gradient
+    return _Recomputed(node, x.shape)
 
 
-def _unpack(packed: Kept | _Again) -> Tensor:
-    if isinstance(packed, _Again):
+def _unpack(packed: SavedTensor | _Recomputed) -> Tensor:
+    if isinstance(packed, _Recomputed):
         with torch.no_grad():
             return ELEMENTWISE[packed.node.name()](packed.node).reshape(packed.shape)
     return packed.get()

@@ -1,47 +1,45 @@
-"""Activation checkpointing by layers, in which attention need not run again.
+"""Activation checkpointing per layer, in which attention need not be recomputed.
 
-A layer keeps its input, and is computed again in the backward (Chen et al. 2016, arXiv:1604.06174; torch's
-non-reentrant checkpoint). What that repeats is worst in attention: an exchange, a ring, a kernel whose cost grows with
-the square of the length. So a layer may keep of its attention either everything that autograd saved
-(`checkpointing="save_attention"`: nothing of it runs again) or output and log-sum-exp (`"selective"`: the kernel does
-not).
-Whatever is kept may lie elsewhere meanwhile. And not every layer need keep its input: it is what the layer before
-gives, so a group of layers may keep the first's alone and make the others' again (`layers_per_checkpoint`).
+A layer saves its input, and the backward recomputes the layer (Chen et al. 2016, arXiv:1604.06174; torch's
+non-reentrant checkpoint). The expensive part is attention: an all-to-all, a ring, a kernel whose cost is quadratic in
+the length. So a layer may also save of its attention:
+
+    "selective"       output and log-sum-exp: no kernel runs again (`longspan.attn.methods.chunked`)
+    "save_attention"  everything that autograd saves: nothing of it runs again (`longspan.memory.saved_attention`)
+
+What is saved may be offloaded. With `layers_per_checkpoint`, a group of layers saves only the input of its first layer;
+the backward recomputes the other inputs, each of which is the previous layer's output.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from longspan.compat.torch_api import graph_is_kept, not_compiled, version_of
+from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
-    from longspan.attn.methods.base import SavedTensors
-    from longspan.attn.prepare import AttentionPlan
-    from longspan.attn.score import Scores
     from longspan.core.memory import Memory
-    from longspan.memory.offload.choice import Store, Stored
+    from longspan.memory.offload import Store, StoredTensor
 
 
-_SMALL = 4096  # bytes; not worth a way to the host and back
+SMALL = 4096
+"""Bytes up to which a tensor is not worth offloading."""
 
 
-class Here:
-    """A tensor that stays where it is."""
+class OnDevice:
+    """A `StoredTensor` that stays on its device."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # not the output of a node that holds this: that would be a circle
+        self.tensor = tensor.detach()  # avoid a reference cycle with the node that holds this
 
     def get(self) -> Tensor:
         return self.tensor
@@ -50,27 +48,27 @@ class Here:
         pass
 
 
-def put(store: Store | None, tensor: Tensor) -> Stored:
-    """Into the store, if there is one."""
-    return Here(tensor) if store is None or tensor.nbytes < _SMALL else store.put(tensor.detach())
+def put(store: Store | None, tensor: Tensor) -> StoredTensor:
+    """Offload a tensor to the store, if there is one and the tensor is not small."""
+    return OnDevice(tensor) if store is None or tensor.nbytes < SMALL else store.put(tensor.detach())
 
 
-class KeptTensors:
-    """What one attention keeps; given back to the store when nobody can ask for it any more."""
+class SavedAttention:
+    """The tensors that one attention saves. Dropped from the store when nothing refers to this any more."""
 
     def __init__(self, store: Store | None, tensors: Sequence[Tensor]) -> None:
         self.stored = [put(store, x) for x in tensors]
-        self.here: list[Tensor] | None = None
+        self.fetched: list[Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
-        """On their device; fetched once for the layer's second run and its backward."""
-        if self.here is None:
-            self.here = [stored.get() for stored in self.stored]
-        return self.here
+        """Return the tensors on their device; fetch them once for the layer's recomputation and its backward."""
+        if self.fetched is None:
+            self.fetched = [stored.get() for stored in self.stored]
+        return self.fetched
 
     def drop(self) -> None:
-        """The backward has used them. (A second backward, of a graph that was retained, fetches them again.)"""
-        self.here = None
+        """Release the fetched tensors. A second backward, of a retained graph, fetches them again."""
+        self.fetched = None
 
     def __del__(self) -> None:
         for stored in self.stored:
@@ -79,34 +77,40 @@ class KeptTensors:
 
 @dataclass
 class LayerCall:
-    """One call of a checkpointed layer: the `SavedAttentions` of its attentions, and its inputs.
+    """One call of a checkpointed layer: implements `SavedAttentions` for its attentions.
 
     Attributes:
-        store: where what is kept lies.
-        whole: whether all that attention saves is kept (`checkpointing="save_attention"`).
-        recomputing: whether the layer is being computed again.
+        store: where to offload; None: nowhere.
+        save_all: save everything that attention saves (`checkpointing="save_attention"`).
+        recomputing: whether the layer is being recomputed.
+        saved: what each attention saved, in the order of their calls.
+        next: index of the attention that is recomputed next.
     """
 
     store: Store | None
-    whole: bool = False
+    save_all: bool = False
     recomputing: bool = False
-    kept: list[KeptTensors] = field(default_factory=list)
-    at: int = 0
+    saved: list[SavedAttention] = field(default_factory=list)
+    next: int = 0
 
-    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
-        """Record what one attention keeps."""
-        self.kept.append(KeptTensors(self.store, tensors))
-        return self.kept[-1]
+    def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
+        """Save the tensors of the attention that runs."""
+        self.saved.append(SavedAttention(self.store, tensors))
+        return self.saved[-1]
 
-    def load_next(self) -> SavedTensors:
-        """What the next attention has kept."""
-        if self.at == len(self.kept):
+    def load_next(self) -> SavedAttention:
+        """Return what the next attention saved in the forward."""
+        if self.next == len(self.saved):
             raise LongspanError(
-                f"a checkpointed layer called {len(self.kept)} attentions in its forward, and now calls another one: "
-                f"it does not compute the same twice; use checkpointing='full' or 'none'"
+                f"a checkpointed layer called {len(self.saved)} attentions in its forward and calls another one when "
+                f"recomputed, so it does not compute the same twice; use checkpointing='full' or 'none'"
             )
-        self.at += 1
-        return self.kept[self.at - 1]
+        self.next += 1
+        return self.saved[self.next - 1]
+
+    def start_recompute(self) -> None:
+        """Start a recomputation of the layer."""
+        self.recomputing, self.next = True, 0
 
 
 COMPILED = "longspan_compiled"
@@ -121,15 +125,15 @@ def forward_of(layer: nn.Module) -> Callable[..., Any]:
 
 
 class CheckpointedLayer:
-    """A layer that keeps its input alone, in the place of its `forward`.
+    """Replaces a layer's `forward` by one that saves its input only.
 
     Args:
-        layer: the module. Hooks around its call, FSDP's among them, stay outside, where its class has them.
+        layer: the module. Hooks around its call, FSDP's among them, run outside.
         memory: the memory options.
-        store: where what is kept lies; None: where it is.
-        tell: is told, for the time of a call, who keeps what its attentions compute; None: nobody.
-        draws: whether the layer draws random numbers, which must be the same when it is computed again.
-        chain: what the layers of the model know of one another; None: each keeps its own input.
+        store: where to offload; None: nowhere.
+        bind: called with the `LayerCall` that saves what the layer's attentions compute, and with None after the call.
+        draws: whether the layer draws random numbers, which must be the same when it is recomputed.
+        groups: the model's layer groups; None: every layer saves its own input.
     """
 
     def __init__(
@@ -137,15 +141,15 @@ class CheckpointedLayer:
         layer: nn.Module,
         memory: Memory,
         store: Store | None,
-        tell: Callable[[LayerCall | None], None],
+        bind: Callable[[LayerCall | None], None],
         *,
         draws: bool,
-        chain: Chain | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
-        self.layer, self.memory, self.store, self.tell, self.draws = layer, memory, store, tell, draws
-        self.chain = chain or Chain()
+        self.layer, self.memory, self.store, self.bind, self.draws = layer, memory, store, bind, draws
+        self.groups = groups or LayerGroups()
         self._checkpointed = not_compiled(self._checkpoint)  # a compiler breaks its graph here
-        layer.forward = self  # the instance's
+        layer.forward = self  # of the instance, so hooks around the call stay
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         off = self.memory.checkpointing == "none"
@@ -157,330 +161,209 @@ class CheckpointedLayer:
         return forward_of(self.layer)(self.layer, *args, **kwargs)
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        keeps = self.memory.checkpointing in ("save_attention", "selective")
-        call = LayerCall(self.store, whole=self.memory.checkpointing == "save_attention")
-        inputs = _Inputs(args, kwargs, self.store, self.chain.before(self, [*args, *kwargs.values()]))
+        saves = self.memory.checkpointing in ("save_attention", "selective")
+        call = LayerCall(self.store, save_all=self.memory.checkpointing == "save_attention")
+        inputs = _Inputs(args, kwargs, self.store, self.groups.previous_output(self, [*args, *kwargs.values()]))
 
         def run(_: Tensor) -> Any:
-            positional, named = inputs.again() if call.recomputing else inputs.first()
+            positional, named = inputs.for_recompute() if call.recomputing else inputs.for_forward()
             return self._forward(*positional, **named)
 
         out = checkpoint(
             run,
-            inputs.anchor,  # says on which device
+            inputs.anchor,  # tells torch the device
             use_reentrant=False,
             preserve_rng_state=self.draws,
-            context_fn=lambda: (self._during(call if keeps else None), self._again(call, keeps)),
+            context_fn=lambda: (self.binding(call if saves else None), _Recomputing(self, call, saves)),
         )
-        self.chain.gave(Member(self, call if keeps else None, inputs), out)
+        self.groups.record(GroupMember(self, call if saves else None, inputs), out)
         return out
 
-    def between(self, call: LayerCall | None, inputs: _Inputs, *, next_in_backward: bool) -> Any:
-        """What the layer gives, made again without gradients; what it keeps of its attention is not computed again."""
-        positional, named = inputs.look()
+    def recompute_output(self, call: LayerCall | None, inputs: _Inputs, *, next_in_backward: bool) -> Any:
+        """Recompute the layer's output without gradients, using what its attention saved."""
+        positional, named = inputs.peek()
         sharded: FSDPModule | None = self.layer if isinstance(self.layer, FSDPModule) else None
         if sharded is not None:
             sharded.unshard()
-        if call is not None and not call.kept:  # nothing in its attention had a gradient
+        if call is not None and not call.saved:  # nothing in its attention needs a gradient
             call = None
         if call is not None:
-            call.recomputing, call.at = True, 0
+            call.start_recompute()
         try:
-            with torch.no_grad(), self._during(call):
+            with torch.no_grad(), self.binding(call):
                 return self._forward(*positional, **named)
         finally:
             if call is not None:
-                for kept in call.kept:
-                    kept.drop()  # its backward fetches it when it comes
+                for saved in call.saved:
+                    saved.drop()  # the layer's own backward fetches it again
             if sharded is not None and not next_in_backward:
                 sharded.reshard()
 
     @contextlib.contextmanager
-    def _during(self, keeper: LayerCall | None) -> Iterator[None]:
-        self.tell(keeper)
+    def binding(self, call: LayerCall | None) -> Iterator[None]:
+        """Bind `call` to the layer's attentions for the body."""
+        self.bind(call)
         try:
             yield
         finally:
-            self.tell(None)
+            self.bind(None)
 
-    def _again(self, call: LayerCall, keeps: bool) -> contextlib.AbstractContextManager[None]:
-        return _Again(self, call, keeps)
+
+class _Recomputing(contextlib.AbstractContextManager[None]):
+    """Around a layer's recomputation. A class, as torch enters it again for every backward of a retained graph."""
+
+    def __init__(self, layer: CheckpointedLayer, call: LayerCall, saves: bool) -> None:
+        self.layer, self.call, self.saves = layer, call, saves
+
+    def __enter__(self) -> None:
+        self.call.start_recompute()
+        if self.saves:
+            self.layer.bind(self.call)
+
+    def __exit__(self, *_: object) -> None:
+        self.layer.bind(None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Groups of layers that share one saved input.
 
 
 @dataclass
-class Member:
-    """One call of a layer, as the layer behind it knows it."""
+class GroupMember:
+    """One call of a layer in a group, from which the next layer can recompute its input."""
 
     layer: CheckpointedLayer
     call: LayerCall | None
     inputs: _Inputs
-    at: int = 0
+    index: int = 0
 
     def output(self, *, next_in_backward: bool) -> Tensor:
-        """What the call gave, made again."""
-        made: Tensor = _hidden(self.layer.between(self.call, self.inputs, next_in_backward=next_in_backward))
-        return made
+        """Recompute the output of the call."""
+        out: Tensor = _hidden(self.layer.recompute_output(self.call, self.inputs, next_in_backward=next_in_backward))
+        return out
 
 
-class Chain:
-    """Which call of a layer came before, for the time of a forward: whether a layer takes in what that one gave.
+class LayerGroups:
+    """Remembers the previous layer call during a forward, to find layers whose input is the previous layer's output.
 
     Args:
-        per_checkpoint: layers that share a kept input.
-        last: the layer behind which nothing follows.
+        per_checkpoint: layers of a group.
+        last: the model's last layer.
     """
 
     def __init__(self, per_checkpoint: int = 1, last: nn.Module | None = None) -> None:
         self.per_checkpoint, self.last = per_checkpoint, last
-        self._member: Member | None = None
-        self._gave: Tensor | None = None
+        self._member: GroupMember | None = None
+        self._output: Tensor | None = None
         self._version = 0
 
-    def before(self, layer: CheckpointedLayer, values: Sequence[Any]) -> Remade | None:
-        """The input of a layer as what the one before gives; None where it begins a group."""
-        member, gave, self._member, self._gave = self._member, self._gave, None, None
-        if member is None or gave is None or member.at + 1 >= self.per_checkpoint or layer.draws or member.layer.draws:
+    def previous_output(self, layer: CheckpointedLayer, values: Sequence[Any]) -> RecomputedInput | None:
+        """Return a layer's input as the previous layer's output; None if the layer starts a group."""
+        member, output, self._member, self._output = self._member, self._output, None, None
+        if member is None or output is None or member.index + 1 >= self.per_checkpoint:
             return None
-        asked = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
-        # FSDP hands on another tensor object with the same memory.
-        if len(asked) != 1 or asked[0].data_ptr() != gave.data_ptr() or asked[0].shape != gave.shape:
+        if layer.draws or member.layer.draws:
             return None
-        if asked[0].stride() != gave.stride() or asked[0].dtype != gave.dtype or version_of(gave) != self._version:
+        inputs = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
+        # FSDP passes on another tensor object with the same memory.
+        if len(inputs) != 1 or inputs[0].data_ptr() != output.data_ptr() or inputs[0].shape != output.shape:
             return None
-        return Remade(member)
+        if inputs[0].stride() != output.stride() or inputs[0].dtype != output.dtype:
+            return None
+        return RecomputedInput(member) if version_of(output) == self._version else None
 
-    def gave(self, member: Member, out: Any) -> None:
-        """What a call gave. It is held until the next layer takes it."""
+    def record(self, member: GroupMember, out: Any) -> None:
+        """Remember a call and its output until the next layer runs."""
         hidden = _hidden(out)
         if self.per_checkpoint == 1 or member.layer.layer is self.last or not isinstance(hidden, Tensor):
             return
-        before = member.inputs.before
-        member.at = 0 if before is None else before.member.at + 1
-        self._member, self._gave, self._version = member, hidden.detach(), version_of(hidden)
+        previous = member.inputs.recomputed
+        member.index = 0 if previous is None else previous.member.index + 1
+        self._member, self._output, self._version = member, hidden.detach(), version_of(hidden)
 
 
 def _hidden(out: Any) -> Any:
-    """The hidden states in what a layer returns."""
+    """Return the hidden states in a layer's output."""
     return out[0] if isinstance(out, tuple) else out
 
 
-class Remade:
-    """A layer's input that nobody keeps: what the layer before gives, made again when it is asked for.
+class RecomputedInput:
+    """A layer's input that is not saved, but recomputed as the previous layer's output.
 
-    The inputs between the group's first layer and this one are made on the way, and stay until their own layers, whose
-    backwards come next, have taken them.
+    This also recomputes the inputs between the group's first layer and this one. They stay until their own layers,
+    whose backwards come next, have used them.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: GroupMember) -> None:
         self.member = member
-        self._made: Tensor | None = None
+        self._value: Tensor | None = None
 
     def get(self) -> Tensor:
-        """The input; the caller holds it from now on."""
-        made = self._make(next_in_backward=True)
-        self._made = None
-        return made
+        """Return the input, and keep no reference to it."""
+        value = self._recompute(next_in_backward=True)
+        self._value = None
+        return value
 
-    def look(self) -> Tensor:
-        """The input, which its own layer will ask for later."""
-        return self._make(next_in_backward=False)
-
-    def _make(self, *, next_in_backward: bool) -> Tensor:
-        if self._made is None:
-            self._made = self.member.output(next_in_backward=next_in_backward)
-        return self._made
+    def peek(self) -> Tensor:
+        """Return the input, and keep it for its own layer."""
+        return self._recompute(next_in_backward=False)
 
     def drop(self) -> None:
-        """Nobody asks for it any more."""
-        self._made = None
+        self._value = None
 
-
-class _Again(contextlib.AbstractContextManager[None]):
-    """Around the layer's second run. (torch enters it once more for every backward of a retained graph.)"""
-
-    def __init__(self, layer: CheckpointedLayer, call: LayerCall, keeps: bool) -> None:
-        self.layer, self.call, self.keeps = layer, call, keeps
-
-    def __enter__(self) -> None:
-        self.call.recomputing, self.call.at = True, 0
-        if self.keeps:
-            self.layer.tell(self.call)
-
-    def __exit__(self, *_: object) -> None:
-        self.layer.tell(None)
+    def _recompute(self, *, next_in_backward: bool) -> Tensor:
+        if self._value is None:
+            self._value = self.member.output(next_in_backward=next_in_backward)
+        return self._value
 
 
 class _Inputs:
-    """A layer's arguments. Tensors of this layer alone, to which gradients flow, go to the store while nobody needs
-    them; masks and positions are every layer's.
+    """A layer's arguments. Those that need a gradient may be offloaded, or recomputed; masks and positions are shared
+    by all layers and stay.
     """
 
     def __init__(
-        self, args: Sequence[Any], named: Mapping[str, Any], store: Store | None, before: Remade | None = None
+        self, args: Sequence[Any], named: Mapping[str, Any], store: Store | None, recomputed: RecomputedInput | None
     ) -> None:
-        self.before = before  # the one input that gradients flow to is not kept, but made again
-        self.given: tuple[list[Any], dict[str, Any]] | None = list(args), dict(named)
-        values = [*args, *named.values()]
-        self.anchor = next(x for x in values if isinstance(x, Tensor)).new_empty(0)
+        self.recomputed = recomputed  # stands for the one input that needs a gradient
+        self.original: tuple[Any, ...] | None = (*args, *named.values())
+        self.anchor = next(x for x in self.original if isinstance(x, Tensor)).new_empty(0)
         self.names, self.count = tuple(named), len(args)
-        self.kept: list[Any] = []  # a store may refuse
-        self.asked = [isinstance(x, Tensor) and x.requires_grad for x in values]
-        self.kept = [(before or put(store, x)) if asked else x for x, asked in zip(values, self.asked, strict=True)]
+        self.needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in self.original]
+        self.saved: list[Any] = []  # for `__del__`, if the store raises below
+        pairs = zip(self.original, self.needs_grad, strict=True)
+        self.saved = [(recomputed or put(store, x)) if needs else x for x, needs in pairs]
 
-    def first(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return views of the inputs for the layer's first run.
+    def for_forward(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return views of the inputs.
 
-        A norm that made an input can recompute it, so linear layers would save other tensors than in the second run,
+        A norm that made an input can recompute it, so linear layers would save other tensors than in the recomputation,
         where the input has no history. A view has none in either run.
         """
-        given, self.given = self.given, None
-        assert given is not None
-        values = [*given[0], *given[1].values()]
-        return self._sorted([x.view_as(x) if asked else x for x, asked in zip(values, self.asked, strict=True)])
+        original, self.original = self.original, None
+        assert original is not None
+        pairs = zip(original, self.needs_grad, strict=True)
+        return self._as_arguments([x.view_as(x) if needs else x for x, needs in pairs])
 
-    def again(self) -> tuple[list[Any], dict[str, Any]]:
-        """For the layer's second run."""
-        return self._sorted([x.get().detach().requires_grad_() if asked else x for x, asked in self._pairs()])
+    def for_recompute(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the inputs as leaves that need a gradient."""
+        return self._as_arguments([x.get().detach().requires_grad_() if needs else x for x, needs in self._pairs()])
 
-    def look(self) -> tuple[list[Any], dict[str, Any]]:
-        """For a run between, that leaves everything to the second one."""
-        return self._sorted([_looked_at(x) if asked else x for x, asked in self._pairs()])
+    def peek(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return the inputs for a run without gradients before the layer's own recomputation."""
+        return self._as_arguments([_peek(x) if needs else x for x, needs in self._pairs()])
 
     def _pairs(self) -> Iterator[tuple[Any, bool]]:
-        return zip(self.kept, self.asked, strict=True)
+        return zip(self.saved, self.needs_grad, strict=True)
 
-    def _sorted(self, values: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _as_arguments(self, values: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         return values[: self.count], dict(zip(self.names, values[self.count :], strict=True))
 
     def __del__(self) -> None:
-        for x, asked in zip(self.kept, self.asked, strict=False):
-            if asked:
+        for x, needs in zip(self.saved, self.needs_grad, strict=False):
+            if needs:
                 x.drop()
 
 
-def _looked_at(x: Any) -> Tensor:
-    return x.look() if isinstance(x, Remade) else x.get()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention of which everything is kept.
-
-
-def kept_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores: Scores, call: LayerCall) -> Tensor:
-    """`plan(q, k, v, scores)` in a checkpointed layer: it runs once, and all that it saves is kept.
-
-    Args:
-        plan: of the attention.
-        q: my tokens, `[B, L, H, D]`.
-        k: `[B, L, K, D]`.
-        v: `[B, L, K, Dv]`.
-        scores: scale, sinks, ... of the layer.
-        call: of the layer.
-    """
-    passed: list[Tensor] = []
-    out: Tensor = _KeptAttention.apply(plan, scores, call, passed, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
-    caught: Tensor = _Catching.apply(out, passed)  # type: ignore[no-untyped-call]
-    return caught
-
-
-class _KeptAttention(torch.autograd.Function):
-    """A graph of its own inside: the layer's second run takes its output and leaves it alone.
-
-    The output's gradient goes there by `passed`: a backward's arguments are held as long as it runs, which here is all
-    of the attention's backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, plan: AttentionPlan, scores: Scores, call: LayerCall, passed: list[Tensor], *inputs: Tensor | None
-    ) -> Tensor:
-        if call.recomputing:
-            (out,) = call.load_next().tensors()
-            return out.detach()
-        ctx.found, ctx.anchor = {}, torch.empty(0, device=inputs[0].device, requires_grad=True)  # type: ignore[union-attr]
-        asked = ctx.needs_input_grad[4:]
-
-        def entering(i: int, x: Tensor | None) -> Tensor | None:
-            if x is None or not asked[i]:
-                return x
-            entered: Tensor = _Entering.apply(ctx.anchor, x.detach(), ctx.found, i)  # type: ignore[no-untyped-call]
-            return entered
-
-        # A weight is nobody's activation: FSDP frees its storage, and fills it again.
-        weight = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr()
-
-        def pack(x: Tensor) -> Any:
-            stays = x.nbytes < _SMALL or x.untyped_storage().data_ptr() == weight
-            return Here(x) if stays else _Dropping(put(call.store, x))
-
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
-            q, k, v, sinks = (entering(i, x) for i, x in enumerate(inputs))
-            assert q is not None and k is not None and v is not None
-            made = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
-            leaving: Tensor = _Leaving.apply(made, passed)  # type: ignore[no-untyped-call]
-        ctx.edge = get_gradient_edge(leaving)
-        ctx.kept = call.save([made])
-        return made.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        kept = graph_is_kept()
-        ctx.kept.drop()  # what came after it has used the output
-        torch.autograd.grad([ctx.edge], [ctx.anchor], [grads[0]], retain_graph=kept, allow_unused=True)
-        found = dict(ctx.found)
-        ctx.found.clear()
-        return None, None, None, None, *(found.get(i) for i in range(4))
-
-
-class _Catching(torch.autograd.Function):
-    """Behind the attention: catches its output's gradient, and hands on one that takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
-        ctx.passed = passed
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.passed.append(grads[0])
-        return grads[0].new_empty(()).expand(grads[0].shape), None
-
-
-class _Leaving(torch.autograd.Function):
-    """The end of the graph inside: what was caught goes on, and is held by nobody else."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
-        ctx.passed = passed
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.passed.pop(), None
-
-
-class _Entering(torch.autograd.Function):
-    """An input of the graph inside. Its gradient is caught here: a leaf would keep the tensor as long as the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, found: dict[int, Tensor], i: int) -> Tensor:
-        ctx.found, ctx.i = found, i
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.found[ctx.i] = grads[0]
-        return grads[0].new_empty(0), None, None, None
-
-
-class _Dropping:
-    """A stored tensor that is given back when autograd lets it go."""
-
-    def __init__(self, stored: Stored) -> None:
-        self.stored = stored
-
-    def get(self) -> Tensor:
-        return self.stored.get()
-
-    def __del__(self) -> None:
-        self.stored.drop()
+def _peek(x: Any) -> Tensor:
+    return x.peek() if isinstance(x, RecomputedInput) else x.get()

@@ -1,22 +1,21 @@
-"""Modules that work through their tokens tile by tile, forward and backward: an MLP, a norm.
+"""Run a module tile by tile over its tokens, forward and backward: an MLP, a norm.
 
-What such a module computes of a token depends on that token alone, so its intermediates (of an MLP several times as
-wide as hidden states) need exist for one tile at a time. The forward keeps the input alone; the backward computes each
-tile again, with its gradients, and adds up those of the weights, in fp32 at least. So weights are gathered once (by
-FSDP, with their layer), and each has one gradient, whatever the number of tiles (as ALST's TiledMLP, arXiv:2506.13996).
+Such a module computes each token independently, so its intermediates (in an MLP several times as wide as the hidden
+states) need exist for one tile at a time. The forward saves only the input. The backward recomputes each tile and its
+gradients, and adds up those of the weights in fp32 or wider. So FSDP gathers the weights once, with their layer, and
+each weight has one gradient, whatever the number of tiles (as ALST's TiledMLP, arXiv:2506.13996).
 
-The input is saved by a node of its own before the module runs: where a checkpointed layer is computed again, torch
-stops as soon as what the backward needs is there, and that is before a layer's last MLP, which then runs once less.
-What a norm gives is not saved either where a tiled MLP or a linear layer takes it in: they make it again from the
-norm's input (`NormedLinear`), which is saved for the norm anyway. A tiled MLP's backward goes on through its norm tile
-by tile (`_Through`).
+Three details save more:
 
-Shape suffixes: T tokens, D hidden size.
+- A node of its own saves the input before the module runs. When a checkpointed layer is recomputed, torch stops as soon
+  as it has what the backward needs, which is before the layer's last MLP: that MLP runs once less.
+- The output of a norm is not saved for the tiled MLP or linear layer that reads it: they recompute it from the norm's
+  input, which is saved anyway (`InputSource`).
+- The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,27 +25,27 @@ from torch import Tensor, nn
 from longspan.comm.sharded_weights import seeing_local, trained_parameters
 from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
-from longspan.losses.deferred_logits import Bare
-from longspan.memory.activations import Kept
+from longspan.losses.deferred_logits import WithoutHooks
+from longspan.memory.forward_state import ForwardState
 
-_PROBED = 4  # tokens with which a module is asked whether its tokens are independent
+_CHECKED_TOKENS = 4
 
 
 class Tiled:
-    """A module whose calls go tile by tile, in the place of its `forward`.
+    """Replaces a module's `forward` by one that goes tile by tile.
 
     Args:
-        module: called with hidden states `[B, L, ...]` alone, and gives a tensor, or several, each with the tokens in
-            the same dimensions, or in one.
+        module: called with hidden states `[B, L, ...]` alone. Returns a tensor, or several, each with the tokens in the
+            same two dimensions, or in one.
         name: of the module, for errors.
-        rows: from the number of tokens and whether they are on a CPU: tokens of a tile.
-        draws: whether it draws random numbers.
-        light: whether its output is sooner computed again than saved, as a norm's.
+        rows: returns the tokens of a tile from the number of tokens and whether they are on a CPU.
+        draws: whether the module draws random numbers.
+        cheap: whether its output is recomputed rather than saved, as a norm's.
 
     Attributes:
-        on: whether calls go tile by tile; else the module runs as it is.
+        on: whether calls go tile by tile; else the module runs unchanged.
         routers: the routers within it.
-        keeps_routing: whether the routers' logits of all tokens are saved, for the router loss.
+        saves_router_logits: whether the routers' logits of all tokens are saved, for the router loss.
     """
 
     def __init__(
@@ -56,101 +55,103 @@ class Tiled:
         rows: Callable[[int, bool], int],
         *,
         draws: bool = False,
-        light: bool = False,
+        cheap: bool = False,
     ) -> None:
-        self.module, self.name, self.rows, self.draws, self.light = module, name, rows, draws, light
+        self.module, self.name, self.rows, self.draws, self.cheap = module, name, rows, draws, cheap
         self.compute: Callable[..., Any] = seeing_local(module, module.forward)
-        self.bare = Bare(module, self.compute)
-        self.probed, self.on, self.keeps_routing = False, True, False
+        self.bare = WithoutHooks(module, self.compute)
+        self.checked, self.on, self.saves_router_logits = False, True, False
         self.routers = [
-            Router(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
+            TiledRouter(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
         ]
-        self._tiled, self._alone = not_compiled(self._by_tiles), not_compiled(self._forward_alone)  # graphs break here
-        module.forward = self._forward  # the instance's: hooks around the call stay
+        # A compiler breaks its graph at these.
+        self._with_grad, self._without_grad = not_compiled(self._forward_with_grad), not_compiled(self._forward_no_grad)
+        module.forward = self._forward  # of the instance, so hooks around the call stay
 
     def trained(self) -> dict[str, Tensor]:
-        """Parameters that gradients are asked for, by name, as they are now: gathered, under FSDP."""
+        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
         return trained_parameters(self.bare)
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """The module's outputs for a tile, with other tensors for some parameters."""
-        routers = self.routers if self.keeps_routing else []
+        """Return the module's outputs for a tile, then its routers' logits if they are saved.
+
+        Args:
+            hidden: the tile.
+            parameters: tensors that replace parameters of the module.
+        """
+        routers = self.routers if self.saves_router_logits else []
         for router in routers:
-            router.taken = []
+            router.recorded = []
         try:
             out = torch.func.functional_call(self.bare, parameters, (hidden,)) if parameters else self.compute(hidden)
-            logits = [x for router in routers for x in router.take(self.name)]
+            logits = [router.take(self.name) for router in routers]
         finally:
             for router in routers:
-                router.taken = None
+                router.recorded = None
         return (*(out if isinstance(out, tuple) else (out,)), *logits)
-
-    def _given(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
-        """Return the module's own output, and pass the logits of all tokens to each router's hooks."""
-        if self.keeps_routing and self.routers:
-            outs, logits = outs[: -len(self.routers)], outs[-len(self.routers) :]
-            for router, x in zip(self.routers, logits, strict=True):
-                router.give(x, hidden)
-        return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or kwargs or len(args) != 1:
             return self.compute(*args, **kwargs)
-        return self._tiled(args[0]) if torch.is_grad_enabled() else self._alone(args[0])
+        return self._with_grad(args[0]) if torch.is_grad_enabled() else self._without_grad(args[0])
 
-    def _forward_alone(self, hidden: Tensor) -> Any:
-        """Without gradients nothing is kept, but intermediates of all tokens would exist at once."""
+    def _forward_no_grad(self, hidden: Tensor) -> Any:
         if _count(hidden) <= self.rows(_count(hidden), hidden.is_cpu):
             return self.compute(hidden)
-        if not self.probed:
-            self._probe(hidden)
-        return self._given(_by_tiles(self, hidden), hidden)
+        self._check_independence(hidden)
+        return self._result(_run_tiles(self, hidden), hidden)
 
-    def _by_tiles(self, hidden: Tensor) -> Any:
-        if not self.probed:
-            self._probe(hidden)
+    def _forward_with_grad(self, hidden: Tensor) -> Any:
+        self._check_independence(hidden)
         parameters = self.trained()
         if not hidden.requires_grad and not parameters:
             return self.compute(hidden)
-        source, held = Source.of(hidden), hidden
-        before = None if source is None or self.light else _input_of_norm(hidden)
-        if before is not None:
+        source, saved = InputSource.of(hidden), hidden
+        norm_input = None if source is None or self.cheap else _input_of_norm(hidden)
+        if norm_input is not None:
             assert source is not None and source.norm is not None
-            both = _Through(source.norm, self)
-            saved = Source(source.held, None, before.dtype)
-            outs = _TiledCall.apply(both, saved, before, hidden, *both.trained().values())  # type: ignore[no-untyped-call]
-            return self._given(outs, hidden)
+            both = _NormThenModule(source.norm, self)
+            source = InputSource(source.saved, None, norm_input.dtype)
+            outs = _TiledCall.apply(both, source, norm_input, hidden, *both.trained().values())  # type: ignore[no-untyped-call]
+            return self._result(outs, hidden)
         if source is None and hidden.requires_grad:
-            held = _Input.apply(hidden)  # type: ignore[no-untyped-call]
-            source = Source(_Held(held.grad_fn), None, hidden.dtype)
-        outs = _TiledCall.apply(self, source, held, None, *parameters.values())  # type: ignore[no-untyped-call]
-        if self.light and source is not None:
-            setattr(outs[0], _INPUT, held)
-        return self._given(outs, hidden)
+            saved = _SaveInput.apply(hidden)  # type: ignore[no-untyped-call]
+            source = InputSource(_SavedInput(saved.grad_fn), None, hidden.dtype)
+        outs = _TiledCall.apply(self, source, saved, None, *parameters.values())  # type: ignore[no-untyped-call]
+        if self.cheap and source is not None:
+            setattr(outs[0], _NORM_INPUT, saved)
+        return self._result(outs, hidden)
 
-    def _probe(self, hidden: Tensor) -> None:
-        """Refuse a module in which tokens are not independent; the same tokens on every rank."""
-        self.probed = True
-        if self.draws:
-            return  # what it computes of a token is drawn
-        drawn = torch.randn(1, _PROBED, *hidden.shape[2:], generator=torch.Generator().manual_seed(0))
-        x = drawn.to(hidden.device, hidden.dtype)
+    def _result(self, outs: Sequence[Tensor], hidden: Tensor) -> Any:
+        """Return the module's own output, and show the logits of all tokens to each router's hooks."""
+        if self.saves_router_logits and self.routers:
+            outs, logits = outs[: -len(self.routers)], outs[-len(self.routers) :]
+            for router, x in zip(self.routers, logits, strict=True):
+                router.show(x, hidden)
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _check_independence(self, hidden: Tensor) -> None:
+        """Raise on the first call if the module does not compute tokens independently; same tokens on every rank."""
+        if self.checked or self.draws:  # random outputs cannot be compared
+            return
+        self.checked = True
+        drawn = torch.randn(1, _CHECKED_TOKENS, *hidden.shape[2:], generator=torch.Generator().manual_seed(0))
+        x, half = drawn.to(hidden.device, hidden.dtype), _CHECKED_TOKENS // 2
         with torch.no_grad():
-            together, alone = (self.compute_with(part, {}) for part in (x, x[:, : _PROBED // 2]))
-        for a, b in zip(together, alone, strict=True):
-            a = _tokens_first(a, _PROBED)[: _PROBED // 2]
-            b = _tokens_first(b, _PROBED // 2)
+            all_outs, half_outs = (self.compute_with(tokens, {}) for tokens in (x, x[:, :half]))
+        for a, b in zip(all_outs, half_outs, strict=True):
+            a, b = _tokens_first(a, _CHECKED_TOKENS)[:half], _tokens_first(b, half)
             if not torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * float(a.abs().max())):
                 raise LongspanError(
-                    f"{self.name} ({type(self.module).__name__}) computes something else of a token when fewer "
-                    f"tokens are beside it, so it cannot run tile by tile; use tiled_mlp=1"
+                    f"{self.name} ({type(self.module).__name__}) computes a token differently when fewer tokens are "
+                    f"in the batch, so it cannot run tile by tile; use tiled_mlp=1"
                 )
 
 
-class Router:
-    """Take a router's logits from each tile, and pass those of all tokens once to the hooks that record its output.
+class TiledRouter:
+    """Records a router's logits of each tile, and shows those of all tokens to the router's hooks once.
 
-    transformers records the first output of a router by a hook on its call. Within a tile nothing is recorded.
+    transformers records a router's first output by a hook on its call. Within a tile the hook sees None.
 
     Args:
         module: the router; it returns a tuple, the logits first.
@@ -159,176 +160,135 @@ class Router:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.compute: Callable[..., Any] = module.forward
-        self.taken: list[Tensor] | None = None  # within a tile: its logits
-        self.given: Tensor | None = None  # the logits of all tokens
+        self.recorded: list[Tensor] | None = None  # a list within a tile
+        self.all_logits: Tensor | None = None
         module.forward = self._forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.given is not None:
-            return self.given, None, None
+        if self.all_logits is not None:
+            return self.all_logits, None, None
         out = self.compute(*args, **kwargs)
-        if self.taken is None or not isinstance(out, tuple):
+        if self.recorded is None or not isinstance(out, tuple):
             return out
-        self.taken.append(out[0])
+        self.recorded.append(out[0])
         return None, *out[1:]
 
-    def take(self, name: str) -> list[Tensor]:
+    def take(self, name: str) -> Tensor:
         """Return the logits of the tile that was computed.
 
         Raises:
-            LongspanError: for a router that does not return them.
+            LongspanError: the router does not return them.
         """
-        found, self.taken = self.taken or [], None
-        if len(found) != 1:
+        recorded, self.recorded = self.recorded or [], None
+        if len(recorded) != 1:
             raise LongspanError(
                 f"the router {type(self.module).__name__} of {name} does not return its logits first, so tiles "
                 f"cannot save them; use tiled_mlp=1, or output_router_logits=False"
             )
-        return found
+        return recorded[0]
 
-    def give(self, logits: Tensor, hidden: Tensor) -> None:
+    def show(self, logits: Tensor, hidden: Tensor) -> None:
         """Call the router's hooks with the logits of all tokens."""
-        self.given = logits
+        self.all_logits = logits
         try:
             self.module(hidden)
         finally:
-            self.given = None
+            self.all_logits = None
 
 
-class _Through:
-    """A norm and the tiled module that takes in what it gives, as one, for a backward that goes through both tile by
-    tile: the gradient between them never exists of all tokens.
+# ---------------------------------------------------------------------------------------------------------------------
+# Norms whose output is recomputed.
 
-    Args:
-        norm: the norm.
-        tiled: the module.
+
+class _NormThenModule:
+    """A norm and the tiled module that reads it, for a backward through both tile by tile: the gradient between them
+    exists for one tile at a time.
     """
 
-    def __init__(self, norm: Tiled, tiled: Tiled) -> None:
-        self.norm, self.tiled = norm, tiled
-        self.rows, self.draws = tiled.rows, tiled.draws
+    def __init__(self, norm: Tiled, module: Tiled) -> None:
+        self.norm, self.module = norm, module
+        self.rows, self.draws = module.rows, module.draws
 
     def trained(self) -> dict[str, Tensor]:
-        """As `Tiled.trained`, of both."""
-        of_norm, of_module = self.norm.trained(), self.tiled.trained()
+        """See `Tiled.trained`; the norm's first."""
+        of_norm, of_module = self.norm.trained(), self.module.trained()
         return {f"0.{name}": p for name, p in of_norm.items()} | {f"1.{name}": p for name, p in of_module.items()}
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """As `Tiled.compute_with`, of a tile of the norm's input."""
+        """See `Tiled.compute_with`; `hidden` is a tile of the norm's input."""
         of_norm, of_module = (
-            {name[2:]: p for name, p in parameters.items() if name.startswith(which)} for which in ("0.", "1.")
+            {name[2:]: p for name, p in parameters.items() if name.startswith(prefix)} for prefix in ("0.", "1.")
         )
-        return self.tiled.compute_with(self.norm.compute_with(hidden, of_norm)[0], of_module)
+        return self.module.compute_with(self.norm.compute_with(hidden, of_norm)[0], of_module)
 
 
-_INPUT = "longspan_norm_input"
-"""Name under which a norm's output, while it is there, has the input that the norm took in, with its gradient."""
+_NORM_INPUT = "longspan_norm_input"
+"""Attribute of a norm's output: the norm's input, with its gradient."""
 
 
 def _input_of_norm(normed: Tensor) -> Tensor | None:
-    """What the norm that made `normed` took in; None where that is not known, or its gradient is waited for."""
-    before: Tensor | None = getattr(normed, _INPUT, None)
-    return None if before is None or not before.requires_grad or waits_for_gradient(normed) else before
+    """Return the input of the norm that made `normed`; None if it is unknown, or something waits for the gradient of
+    `normed` itself.
+    """
+    norm_input: Tensor | None = getattr(normed, _NORM_INPUT, None)
+    return None if norm_input is None or not norm_input.requires_grad or waits_for_gradient(normed) else norm_input
 
 
-class _Held:
-    """A tensor that a node saves, for several who need it: a checkpoint lets it be taken once in a backward."""
+class _SavedInput:
+    """A tensor that a node saves for several readers: under a checkpoint, a node's saved tensors can be read once per
+    backward.
+    """
 
-    def __init__(self, saved_by: Any) -> None:
-        self.saved_by = saved_by
-        self.here: Tensor | None = None
-        self.normed: Tensor | None = None  # what the norm made of it, for the linear layers that take it in
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.tensor: Tensor | None = None
+        self.normed: Tensor | None = None  # the norm's output, for the linear layers that read it
 
     def get(self) -> Tensor:
-        if self.here is None:
-            (self.here,) = self.saved_by.saved_tensors
-        return self.here
+        if self.tensor is None:
+            (self.tensor,) = self.node.saved_tensors
+        return self.tensor
 
     def drop(self) -> None:
-        """All have used it. (A second backward, of a graph that was retained, takes it again.)"""
-        self.here = self.normed = None
+        """Free the tensors after the last reader. A second backward, of a retained graph, reads the node again."""
+        self.tensor = self.normed = None
 
 
-class Source:
-    """Where a tiled module's input is found in the backward.
+class InputSource:
+    """Where the backward finds the input of a module.
 
     Args:
-        held: a tensor that is saved.
-        norm: makes the input of that tensor; None: it is the input.
+        saved: a saved tensor.
+        norm: computes the input from it; None: the saved tensor is the input.
         dtype: of the input.
     """
 
-    def __init__(self, held: _Held, norm: Tiled | None, dtype: torch.dtype) -> None:
-        self.held, self.norm, self.dtype = held, norm, dtype
+    def __init__(self, saved: _SavedInput, norm: Tiled | None, dtype: torch.dtype) -> None:
+        self.saved, self.norm, self.dtype = saved, norm, dtype
 
     @classmethod
-    def of(cls, x: Tensor) -> Source | None:
-        """The norm that has made `x`, and can again; None where `x` must be saved."""
+    def of(cls, x: Tensor) -> InputSource | None:
+        """Return the source of `x` if a norm made it that can recompute it; None if `x` must be saved."""
         tiled = getattr(x.grad_fn, "tiled", None)
-        if not (isinstance(tiled, Tiled) and tiled.light):
+        if not (isinstance(tiled, Tiled) and tiled.cheap):
             return None
-        saved: Source | None = x.grad_fn.source  # type: ignore[union-attr]
-        return None if saved is None or saved.norm is not None else cls(saved.held, tiled, x.dtype)
+        source: InputSource | None = x.grad_fn.source  # type: ignore[union-attr]
+        return None if source is None or source.norm is not None else cls(source.saved, tiled, x.dtype)
 
     def input_of(self, tile: Tensor) -> Tensor:
-        """The input, of some tokens of what is saved."""
+        """Return the input for a tile of the saved tensor."""
         return tile if self.norm is None else self.norm.compute_with(tile, {})[0]
 
-    def whole(self) -> Tensor:
-        """What the norm gives of all tokens, tile by tile; no gradients."""
+    def full_output(self) -> Tensor:
+        """Recompute the norm's output of all tokens, tile by tile, without gradients."""
         assert self.norm is not None
-        if self.held.normed is None:
+        if self.saved.normed is None:
             with torch.no_grad():
-                (self.held.normed,) = _by_tiles(self.norm, self.held.get())
-        return self.held.normed
+                (self.saved.normed,) = _run_tiles(self.norm, self.saved.get())
+        return self.saved.normed
 
 
-class NormedLinear:
-    """A linear layer that does not save what a norm has given to it, in the place of its `forward`.
-
-    Args:
-        module: the layer.
-
-    Attributes:
-        on: whether it does; else the module runs as it is.
-    """
-
-    def __init__(self, module: nn.Linear) -> None:
-        self.compute: Callable[..., Any] = module.forward
-        self.on = True
-        self._normed = not_compiled(self._without_input)  # a compiler breaks its graph here
-        module.forward = self._forward  # type: ignore[method-assign]
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._normed(*args, **kwargs) if self.on else self.compute(*args, **kwargs)
-
-    def _without_input(self, *args: Any, **kwargs: Any) -> Any:
-        source = None if kwargs or len(args) != 1 else _taken(args[0])
-        if source is None:
-            return self.compute(*args, **kwargs)
-        given = args[0].untyped_storage().data_ptr(), args[0].numel()  # the hook lives on: it must not hold the tensor
-
-        def pack(x: Tensor) -> Any:
-            return (source, x.shape) if (x.untyped_storage().data_ptr(), x.numel()) == given else Kept(x)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, _given_again):
-            return self.compute(*args)
-
-
-def _taken(x: Any) -> Source | None:
-    if not (isinstance(x, Tensor) and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
-        return None  # autocast saves copies, which would be kept beside
-    return Source.of(x)
-
-
-def _given_again(packed: Any) -> Tensor:
-    if isinstance(packed, Kept):
-        return packed.get()
-    source, shape = packed
-    return source.whole().view(shape)  # type: ignore[no-any-return]
-
-
-class _Input(torch.autograd.Function):
+class _SaveInput(torch.autograd.Function):
     """Saves a tiled module's input."""
 
     @staticmethod
@@ -341,182 +301,168 @@ class _Input(torch.autograd.Function):
         return grads[0]
 
 
-class _TiledCall(torch.autograd.Function):
-    """All tiles, forward; and backward, each computed again.
+# ---------------------------------------------------------------------------------------------------------------------
+# The tiles, forward and backward.
 
-    Of a norm and what takes it in (`_Through`), `hidden` is the norm's input and `normed` what it has given. That has
-    no gradient from here, but its edge stays: the norm's node, behind all who took it in, lets the input go.
+
+class _TiledCall(torch.autograd.Function):
+    """Compute all tiles; in the backward, recompute each with its gradients.
+
+    With `_NormThenModule`, `hidden` is the norm's input and `normed` its output. `normed` gets no gradient from here,
+    but keeps its edge: the norm's node runs after all readers of `normed`, and frees the saved input.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        tiled: Tiled | _Through,
-        source: Source | None,
+        tiled: Tiled | _NormThenModule,
+        source: InputSource | None,
         hidden: Tensor,
         normed: Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.tiled, ctx.source, ctx.through = tiled, source, normed is not None
+        ctx.tiled, ctx.source = tiled, source
         ctx.set_materialize_grads(False)
         if source is None:
             ctx.save_for_backward(hidden)
-        of_hidden, _, *of_parameters = ctx.needs_input_grad[2:]
-        ctx.asked = of_hidden, *of_parameters
-        ctx.random = _random_state(hidden.device) if tiled.draws else None
-        ctx.autocast = _autocast_of(hidden.device)
-        ctx.keeps_routing = (tiled.tiled if isinstance(tiled, _Through) else tiled).keeps_routing
-        outs = (
-            _by_tiles(tiled.tiled, normed)
-            if isinstance(tiled, _Through) and normed is not None
-            else _by_tiles(tiled, hidden)
-        )
+        hidden_needs_grad, _, *parameters_need_grad = ctx.needs_input_grad[2:]
+        ctx.needs_grad = hidden_needs_grad, parameters_need_grad
+        ctx.last_reader = source is not None and source.norm is None and normed is None
+        ctx.state = ForwardState(hidden.device, draws=tiled.draws)
+        module = _module_of(tiled)
+        ctx.saves_router_logits = module.saves_router_logits
+        outs = _run_tiles(module, hidden if normed is None else normed)
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return tuple(outs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tiled: Tiled | _Through = ctx.tiled
-        source: Source | None = ctx.source
-        last = source is not None and source.norm is None and not ctx.through
-        if all(g is None for g in grads):
-            if source is not None and last:
-                source.held.drop()
-            return None, None, None, None, *(None for _ in ctx.asked[1:])
-        (hidden,) = ctx.saved_tensors if source is None else (source.held.get(),)
-        of_hidden, *of_parameters = ctx.asked
-        trained = tiled.trained()
-        # Stand-ins: hooks on the parameters themselves count a gradient as that of the whole backward.
-        wanted = {
-            name: p.detach().requires_grad_()
-            for (name, p), asked in zip(trained.items(), of_parameters, strict=True)
-            if asked
-        }
-        grads = tuple(None if g is None else g.contiguous() for g in grads)  # cut below: one copy, not one a tile
-        # As in this forward: another one may have run since.
-        (tiled.tiled if isinstance(tiled, _Through) else tiled).keeps_routing = ctx.keeps_routing
-        dtype = hidden.dtype if source is None else source.dtype
-        grad_hidden = (
-            torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format) if of_hidden else None
-        )
-        sums: dict[str, Tensor] = {}
-        with _as_then(ctx.random, hidden.device), torch.enable_grad(), ctx.autocast():
-            for part, tile in _tiles(tiled, hidden):
-                with torch.no_grad():
-                    x = tile if source is None else source.input_of(tile)
-                x = x.detach().requires_grad_(of_hidden)
-                made = tiled.compute_with(x, wanted)
-                pairs = [
-                    (y, _at(g, hidden, part).reshape(y.shape))
-                    for y, g in zip(made, grads, strict=True)
-                    if g is not None and y.requires_grad
-                ]
-                inputs = [*([x] if of_hidden else []), *wanted.values()]
-                found = list(
-                    torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
+        source: InputSource | None = ctx.source
+        hidden_needs_grad, parameters_need_grad = ctx.needs_grad
+        grad_hidden: Tensor | None = None
+        grad_parameters: list[Tensor | None] = [None for _ in parameters_need_grad]
+        if any(g is not None for g in grads):
+            (hidden,) = ctx.saved_tensors if source is None else (source.saved.get(),)
+            # As in this forward; another one may have run since.
+            _module_of(ctx.tiled).saves_router_logits = ctx.saves_router_logits
+            with ctx.state.restored(), torch.enable_grad():
+                grad_hidden, grad_parameters = _tiled_gradients(
+                    ctx.tiled, source, hidden, grads, hidden_needs_grad, parameters_need_grad
                 )
-                del made, pairs
-                if grad_hidden is not None:
-                    mine = found.pop(0)
-                    into = _at(grad_hidden, hidden, part)
-                    _ = into.zero_() if mine is None else into.copy_(mine.reshape(into.shape))
-                for name, more in zip(wanted, found, strict=True):
-                    _add(sums, name, more, several=tile.shape[1] < _count(hidden))
-        if source is not None and last:  # those that took in what this module gave were before it
-            source.held.drop()
-        given = (
-            sums[name].to(p.dtype) if name in sums else torch.zeros_like(p) if name in wanted else None
-            for name, p in trained.items()
-        )
-        return None, None, grad_hidden, None, *given
+        if ctx.last_reader:  # the readers of this module's output ran before it
+            assert source is not None
+            source.saved.drop()
+        return None, None, grad_hidden, None, *grad_parameters
 
 
-def _by_tiles(tiled: Tiled | _Through, hidden: Tensor) -> list[Tensor]:
-    """All outputs of a module, of all tokens."""
+def _module_of(tiled: Tiled | _NormThenModule) -> Tiled:
+    return tiled.module if isinstance(tiled, _NormThenModule) else tiled
+
+
+def _tiled_gradients(
+    tiled: Tiled | _NormThenModule,
+    source: InputSource | None,
+    hidden: Tensor,
+    grads: Sequence[Tensor | None],
+    hidden_needs_grad: bool,
+    parameters_need_grad: list[bool],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of the input and of each trained parameter from those of the outputs."""
+    trained = tiled.trained()
+    # Stand-ins: hooks on the parameters themselves take a gradient for that of the whole backward.
+    stand_ins = {
+        name: p.detach().requires_grad_()
+        for (name, p), needs in zip(trained.items(), parameters_need_grad, strict=True)
+        if needs
+    }
+    grads = tuple(None if g is None else g.contiguous() for g in grads)  # one copy here, not one per tile
+    grad_hidden = None
+    if hidden_needs_grad:
+        dtype = hidden.dtype if source is None else source.dtype
+        grad_hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+    sums: dict[str, Tensor] = {}
+    for span, tile in _tiles(tiled, hidden):
+        with torch.no_grad():
+            x = tile if source is None else source.input_of(tile)
+        x = x.detach().requires_grad_(hidden_needs_grad)
+        outs = tiled.compute_with(x, stand_ins)
+        pairs = [
+            (y, _at(g, hidden, span).reshape(y.shape))
+            for y, g in zip(outs, grads, strict=True)
+            if g is not None and y.requires_grad
+        ]
+        inputs = [*([x] if hidden_needs_grad else []), *stand_ins.values()]
+        found = list(torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
+        del outs, pairs
+        if grad_hidden is not None:
+            grad_x, into = found.pop(0), _at(grad_hidden, hidden, span)
+            _ = into.zero_() if grad_x is None else into.copy_(grad_x.reshape(into.shape))
+        for name, grad in zip(stand_ins, found, strict=True):
+            _add(sums, name, grad, several=tile.shape[1] < _count(hidden))
+    return grad_hidden, [
+        sums[name].to(p.dtype) if name in sums else torch.zeros_like(p) if name in stand_ins else None
+        for name, p in trained.items()
+    ]
+
+
+def _run_tiles(tiled: Tiled, hidden: Tensor) -> list[Tensor]:
+    """Return all outputs of a module for all tokens."""
     outs: list[Tensor] = []
-    for part, tile in _tiles(tiled, hidden):
-        made = tiled.compute_with(tile, {})
-        outs = outs or [_whole(x, tile, hidden) for x in made]
-        for whole, x in zip(outs, made, strict=True):
-            _at(whole, hidden, part).copy_(_tokens_first(x, tile.shape[1]))
+    for span, tile in _tiles(tiled, hidden):
+        of_tile = tiled.compute_with(tile, {})
+        outs = outs or [_empty_output(x, tile, hidden) for x in of_tile]
+        for out, x in zip(outs, of_tile, strict=True):
+            _at(out, hidden, span).copy_(_tokens_first(x, tile.shape[1]))
     return outs
 
 
-def _add(sums: dict[str, Tensor], name: str, more: Tensor | None, *, several: bool) -> None:
-    """Add a tile's part of a weight's gradient, in fp32 at least where there are several."""
-    if more is None:
+def _add(sums: dict[str, Tensor], name: str, grad: Tensor | None, *, several: bool) -> None:
+    """Add a tile's gradient of a weight, in fp32 or wider if there are several tiles."""
+    if grad is None:
         return
     if name in sums:
-        sums[name] += more
+        sums[name] += grad
     elif several:
-        wide = torch.promote_types(more.dtype, torch.float32)
-        # The first part may be a view of something that a tile has for itself, or expanded.
-        sums[name] = more.to(wide, copy=True) if more.dtype != wide or not more.is_contiguous() else more
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        # The first gradient may be a view or expanded: do not add in place to it.
+        sums[name] = grad.to(wide, copy=True) if grad.dtype != wide or not grad.is_contiguous() else grad
     else:
-        sums[name] = more
+        sums[name] = grad
 
 
 def _count(hidden: Tensor) -> int:
     return hidden.shape[:2].numel()
 
 
-def _tiles(tiled: Tiled | _Through, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Tiles `[1, rows, ...]` of all tokens of the batch, and where they are."""
+def _tiles(tiled: Tiled | _NormThenModule, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tiles `[1, rows, ...]` of all tokens of the batch, and their span among the tokens."""
     flat = hidden.reshape(1, _count(hidden), *hidden.shape[2:])
     rows = max(1, tiled.rows(_count(hidden), hidden.is_cpu))
     for start in range(0, max(1, _count(hidden)), rows):
-        part = slice(start, start + rows)
-        yield part, flat[:, part]
+        span = slice(start, start + rows)
+        yield span, flat[:, span]
 
 
-def _whole(x: Tensor, tile: Tensor, hidden: Tensor) -> Tensor:
-    """Room for an output of all tokens, from that of a tile: `[1, rows, ...]` or `[rows, ...]`."""
+def _empty_output(x: Tensor, tile: Tensor, hidden: Tensor) -> Tensor:
+    """Allocate an output for all tokens; `x` is the output of a tile, `[1, rows, ...]` or `[rows, ...]`."""
     batched = x.dim() > 1 and x.shape[0] == 1 and x.shape[1] == tile.shape[1]
     leading = hidden.shape[:2] if batched else (_count(hidden),)
     return x.new_empty(*leading, *x.shape[2 if batched else 1 :])
 
 
 def _tokens_first(x: Tensor, rows: int) -> Tensor:
-    """`[rows, ...]` of an output `[1, rows, ...]` or `[rows, ...]`."""
+    """Return an output `[1, rows, ...]` or `[rows, ...]` as `[rows, ...]`."""
     if x.dim() > 1 and x.shape[0] == 1 and x.shape[1] == rows:
         return x[0]
     if x.shape[0] == rows:
         return x
     raise LongspanError(
-        f"a module that runs tile by tile gave a tensor of shape {tuple(x.shape)} for {rows} tokens; use tiled_mlp=1"
+        f"a tiled module returned a tensor of shape {tuple(x.shape)} for {rows} tokens; use tiled_mlp=1"
     )
 
 
-def _at(whole: Tensor, hidden: Tensor, part: slice) -> Tensor:
-    """Some tokens of a tensor of all of them, `[B, L, ...]` or `[B * L, ...]`."""
-    batched = whole.shape[:2] == hidden.shape[:2]
-    return (whole.reshape(-1, *whole.shape[2:]) if batched else whole)[part]
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    on_device = torch.get_device_module(device).get_rng_state(device) if device.type != "cpu" else None
-    return torch.get_rng_state(), on_device
-
-
-@contextlib.contextmanager
-def _as_then(state: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Random numbers as they were drawn in the forward."""
-    if state is None:
-        yield
-        return
-    devices = [] if state[1] is None else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.get_device_module(device).set_rng_state(state[1], device)
-        yield
-
-
-def _autocast_of(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Autocast as it is now, for the backward, which knows nothing of it."""
-    kind = device.type
-    if not torch.amp.is_autocast_available(kind):
-        return contextlib.nullcontext
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+def _at(x: Tensor, hidden: Tensor, span: slice) -> Tensor:
+    """Return some tokens of a tensor of all tokens, `[B, L, ...]` or `[B * L, ...]`."""
+    batched = x.shape[:2] == hidden.shape[:2]
+    return (x.reshape(-1, *x.shape[2:]) if batched else x)[span]

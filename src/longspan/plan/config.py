@@ -111,7 +111,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             dtype=self.dtype,
             optimizer=self.optimizer,
             weight_sharding=self.fsdp,
-            memory=self.levels(),
+            memory=self.to_memory(),
             tiled_loss=self.tiled_loss,
             kv_replication=self.kv_replication,
             layout=self.parallel.layout,

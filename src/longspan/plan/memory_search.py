@@ -121,12 +121,12 @@ def fastest_memory_options(
     ordered = [bare] if nothing_faster else sorted(jobs, key=order)
     at = next(at for at, each in enumerate(ordered) if each in fitting)
     memory = ordered[at].memory
-    why = f"memory: {memory.described()}; {seconds(ordered[at]):,.1f} s a step by this model"
+    why = f"memory: {memory.describe()}; {seconds(ordered[at]):,.1f} s a step by this model"
     if at:
         before = cost(model, ordered[at - 1], mesh, hardware)
         why += (
             f". What is faster ({at} of {len(ordered)} combinations) does not fit; the last of these, "
-            f"{before.job.memory.described()}, {before.reasons[0]}"
+            f"{before.job.memory.describe()}, {before.reasons[0]}"
         )
     return memory, why
 

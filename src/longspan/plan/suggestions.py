@@ -53,7 +53,7 @@ def choose(
     least = least_memory(model, job, mesh, hardware, fixed)
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {mesh} of {hardware.name} with any memory options: with "
-        f"{least.job.memory.described()} it still {least.short_of(0)[0]}. Item by item: "
+        f"{least.job.memory.describe()} it still {least.short_of(0)[0]}. Item by item: "
         f"{format_items(least.memory_bytes)}. "
         f"{suggestion_text(model, job, mesh.gpus, hardware, fixed, chooses=True)}"
     )
@@ -162,7 +162,7 @@ def describe_suggestions(found: Suggestions, job: Job, fixed: Mapping[str, Any] 
         sentences.append(f"On these GPUs {found.memory_options.mesh} fits with {flags}{hint}.")
     if found.more is not None:
         more = found.more
-        options = f" with {more.job.memory.described()}" if more.job.memory != job.memory else ""
+        options = f" with {more.job.memory.describe()}" if more.job.memory != job.memory else ""
         unchanged = "" if options else ", the job as it is"
         sentences.append(
             f"{more.mesh.gpus:,} GPUs suffice{unchanged}: {more.mesh}{options}, "
@@ -185,5 +185,5 @@ def _nothing_found(found: Suggestions, job: Job, fixed: Mapping[str, Any] | None
     disk = "" if job.memory.offload == "disk" or "offload" in (fixed or {}) else "a disk (--offload disk) or "
     return (
         f"{nothing}; the longest context that fits on these is {held.job.context:,} tokens ({held.mesh}, "
-        f"{held.job.memory.described()}); {disk}more host memory may allow more."
+        f"{held.job.memory.describe()}); {disk}more host memory may allow more."
     )

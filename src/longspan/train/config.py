@@ -109,11 +109,11 @@ class MemorySection(MemoryFlags):
         Raises:
             LongspanError: for memory options that exclude each other.
         """
-        return replace(super().levels(), offload_folder=self.offload_folder)
+        return replace(super().to_memory(), offload_folder=self.offload_folder)
 
     def check(self) -> None:
         """Raise on memory options that exclude each other."""
-        self.levels()
+        self.to_memory()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
 

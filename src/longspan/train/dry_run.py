@@ -8,7 +8,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.hf.preconditions import check_ahead
 from longspan.hf.weights.fsdp import check_cpu_offload
-from longspan.memory.offload.choice import store_for
+from longspan.memory.offload import store_for
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import check_inputs, model_origin
 from longspan.train.summary import what_runs
@@ -32,7 +32,7 @@ def dry_run(config: TrainConfig) -> list[str]:
     inputs = check_inputs(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_origin(config, inputs.model_config).on_meta()
-    memory_options = config.memory.levels()
+    memory_options = config.memory.to_memory()
     check_ahead(
         model,
         device=device,

@@ -164,7 +164,7 @@ class Trainer:
             fsdp=config.fsdp,
             mp_policy=policy,
             kernel=config.model.kernel,
-            memory=config.memory.levels(),
+            memory=config.memory.to_memory(),
             tensor_style=config.parallel.tensor_style,
             check_weights=config.logging.check_weights,
             check_at_rest=config.logging.check_at_rest,
@@ -456,10 +456,10 @@ def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:
         return {}
     found = store.metrics()
     store.reset()
-    moving = found["seconds_away"] + found["seconds_back"]
-    waited = found["waited_seconds_away"] + found["waited_seconds_back"]
+    moving = found["seconds_out"] + found["seconds_in"]
+    waited = found["waited_seconds_out"] + found["waited_seconds_in"]
     return {
-        "offload_gb_per_s": (found["bytes_away"] + found["bytes_back"]) / moving / 1e9 if moving else 0.0,
+        "offload_gb_per_s": (found["bytes_out"] + found["bytes_in"]) / moving / 1e9 if moving else 0.0,
         "offload_waited": waited / seconds,
     }
 

@@ -26,7 +26,7 @@ def what_runs(config: TrainConfig, inputs: Inputs, weights: int, device: str, se
     ]
     if inputs.rope is not None:
         said.append(str(inputs.rope))
-    memory_options = config.memory.levels()
+    memory_options = config.memory.to_memory()
     if memory_options != FASTEST:
-        said.append(f"memory: {memory_options.described()}")
+        said.append(f"memory: {memory_options.describe()}")
     return [*said, *(f"warning: passed over a damaged checkpoint: {problem}" for problem in inputs.passed_over)]

@@ -104,7 +104,7 @@ class VerifyConfig(MemoryFlags, RopeFlags):
                 "one that the run was trained with, its scaling included; leave it out"
             )
         self.rope()
-        self.levels()
+        self.to_memory()
         for name in ("batch", "context", "nproc"):
             if getattr(self, name) is not None:
                 check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)

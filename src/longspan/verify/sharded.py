@@ -107,7 +107,7 @@ def make_models(
     options: dict[str, Any] = {
         "mp_policy": policy,
         "kernel": config.kernel,
-        "memory": "auto" if config.chooses else config.levels(),
+        "memory": "auto" if config.chooses else config.to_memory(),
         "tensor_style": config.parallel.tensor_style,
     }
 
@@ -227,7 +227,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, found: Checkpoint | None)
         "reference": config.reference,
         "fsdp": config.fsdp,
         "kernel": config.kernel,
-        "memory": "auto" if config.chooses else config.levels().described(),
+        "memory": "auto" if config.chooses else config.to_memory().describe(),
         "data": config.data,
         "seed": config.seed,
         "device": device,

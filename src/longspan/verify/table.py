@@ -59,7 +59,7 @@ def _print_title(report: Report, console: Console) -> None:
         f"{ring}ulysses {setup['ulysses']}{tensor}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )
-    if setup["memory"] != FASTEST.described():
+    if setup["memory"] != FASTEST.describe():
         console.print(f"memory: {setup['memory']}")
     if found := setup.get("checkpoint"):
         console.print(

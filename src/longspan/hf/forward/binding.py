@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
-from longspan.cache.latent import latents_of
+from longspan.cache.latent import latent_layer_of
 from longspan.compat.transformers_api import cache_name, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
@@ -51,7 +51,7 @@ def bind_layers(
     binding, model_key = ModelBinding(), object()
     for path, layer in attention_layers(model).items():
         bound = LayerBinding(path, sp, kernel, model_key, memory)
-        bound.latents = latents_of(layer, getattr(layer, "config", None))
+        bound.latents = latent_layer_of(layer, getattr(layer, "config", None))
         layer.longspan_layer = bound  # type: ignore[assignment]
         binding.layers.append(bound)
         if getattr(layer, "attn_temperature_tuning", False):
@@ -120,7 +120,7 @@ def _count_in_the_whole(sp: SequenceSharding, cache: str) -> Callable[..., Any]:
         info = kwargs.get("longspan")
         places = None
         if isinstance(info, CachedInfo):
-            if info.step is not None and info.step.cut:
+            if info.step is not None and info.step.sharded:
                 places = info.step.past + sp.positions(info.step.new)
         elif isinstance(info, SequenceInfo):
             places = sp.with_layout(info.layout).positions(info.length)

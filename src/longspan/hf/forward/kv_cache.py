@@ -21,10 +21,10 @@ from transformers.cache_utils import Cache
 
 from longspan.attn.segments import padding_segments
 from longspan.cache import folder as files
-from longspan.cache.attend import Step, begin
+from longspan.cache.attend import CacheStep, start_step
 from longspan.cache.codec import codec_of
-from longspan.cache.offload import OffloadedStore, Rooms
-from longspan.cache.store import Store
+from longspan.cache.layer_cache import LayerCache
+from longspan.cache.offload import OffloadedLayerCache, Staging
 from longspan.comm.arguments import check_module
 from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
@@ -41,7 +41,7 @@ from longspan.hf.state import state_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from longspan.cache.latent import Latents
+    from longspan.cache.latent import LatentLayer
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.layout import Span
     from longspan.core.segments import Segments
@@ -58,7 +58,7 @@ class CachedInfo(SequenceInfo):
     """
 
     cache: ShardedCache | None = None
-    step: Step | None = None
+    step: CacheStep | None = None
     keep: int = 0
 
 
@@ -102,7 +102,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     Attributes:
         kv_placement: which ring rank holds which tokens.
-        stores: each layer's keys and values on this rank.
+        layer_caches: each layer's keys and values on this rank.
         rooms: device buffers, with `offload="host"`; else None.
 
     Raises:
@@ -127,14 +127,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if offload not in OFFLOADS:
             raise LongspanError(f"offload={offload!r} of a cache is unknown; choose {', '.join(OFFLOADS)}")
         self.latent = latent
-        self.rooms = Rooms.on(self.sp.device) if offload == "host" else None
+        self.staging = Staging.on(self.sp.device) if offload == "host" else None
         self.room = (
             -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
         )  # ranks differ by what is generated in a run
-        self.stores: dict[int, Store] = {}
+        self.layer_caches: dict[int, LayerCache] = {}
         self.announced = 0
         self.rollback: int | None = None  # length that a crop may go back to, while drafted tokens may be rejected
-        self._step: Step | None = None  # of the forward under way
+        self._step: CacheStep | None = None  # of the forward under way
 
     # --- what a forward does
 
@@ -175,8 +175,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def begin(self, batch: Mapping[str, Any], tokens: NewTokens) -> tuple[dict[str, Any], CachedInfo]:
         """Shard the new tokens, add them to the cache's length, and return this rank's inputs and the `CachedInfo`."""
         sp, past = self.sp, self.kv_placement.length
-        step = begin(sp, self.kv_placement, tokens.new)
-        cut = step.cut
+        step = start_step(sp, self.kv_placement, tokens.new)
+        cut = step.sharded
         keep = batch.get("logits_to_keep")
         info = CachedInfo(
             length=past + tokens.new,
@@ -194,9 +194,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         out |= {key: shard(x, sp) if cut else x for key, x in parts.items() if x is not None}
         out |= {"longspan": info, "attention_mask": None, "use_cache": True}
         self._step = step
-        if self.rooms is not None:
-            self.rooms.clear()
-            self.rooms.expect(0, sum(b - a for a, b in step.owned))
+        if self.staging is not None:
+            self.staging.clear()
+            self.staging.prefetch(0, sum(b - a for a, b in step.local_spans))
         return out, info
 
     def check_sound(self) -> None:
@@ -215,20 +215,22 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """Mark the forward as complete."""
         self._step = None
 
-    def store(self, layer: int, reach: int | None = None) -> Store:
+    def store(self, layer: int, reach: int | None = None) -> LayerCache:
         """Return the store of a layer's keys and values on this rank.
 
         Args:
             layer: its number.
             reach: size of its window or chunk, if it has one.
         """
-        if layer not in self.stores:
+        if layer not in self.layer_caches:
             room = self.room if reach is None else min(self.room, reach)
-            rooms, codec = self.rooms, self.codec
-            self.stores[layer] = Store(room, codec) if rooms is None else OffloadedStore(rooms, room, codec)
-        return self.stores[layer]
+            if self.staging is None:
+                self.layer_caches[layer] = LayerCache(room, self.codec)
+            else:
+                self.layer_caches[layer] = OffloadedLayerCache(self.staging, room, self.codec)
+        return self.layer_caches[layer]
 
-    def holds_latents(self, store: Store, latents: Latents, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
+    def holds_latents(self, store: LayerCache, latents: LatentLayer, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
         """Return whether a layer stores latent vectors; `longspan.core.cache_dtype.holds_latent` decides at first use.
 
         Args:
@@ -248,7 +250,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """Return what must be equal on every rank, as text."""
         rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
         code = "" if self.codec.name == "exact" else f", {self.codec.name}"
-        code += "" if self.rooms is None else ", in the host's memory"
+        code += "" if self.staging is None else ", in the host's memory"
         code += "" if self.latent else ", without latent vectors"
         broken = "" if self._step is None else ", in which a forward broke off"
         return f"a cache of {self.kv_placement.length} tokens{rows}{code}{broken}"
@@ -284,7 +286,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Rows; -1 while empty."""
-        return next((store.rows for store in self.stores.values() if store.rows is not None), -1)
+        return next((store.rows for store in self.layer_caches.values() if store.rows is not None), -1)
 
     @property
     def is_compileable(self) -> bool:
@@ -299,7 +301,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def is_croppable(self) -> bool:
         """Whether every layer holds all tokens."""
-        return all(store.start == 0 for store in self.stores.values())
+        return all(store.start == 0 for store in self.layer_caches.values())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -309,13 +311,13 @@ class ShardedCache(Cache):  # type: ignore[misc]
     is_linear = is_dummy = is_sliding
 
     def __len__(self) -> int:
-        return len(self.stores)
+        return len(self.layer_caches)
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self.kv_placement, self.stores, self._step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
-        if self.rooms is not None:
-            self.rooms.reset()
+        self.kv_placement, self.layer_caches, self._step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
+        if self.staging is not None:
+            self.staging.reset()
 
     @checked_call(max_length=functools.partial(check_number, whole=True))
     def crop(self, max_length: int) -> None:
@@ -336,14 +338,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if length == past:
             return
         self.check_sound()
-        behind = None if kept else next((layer for layer, store in self.stores.items() if store.start), None)
+        behind = None if kept else next((layer for layer, store in self.layer_caches.items() if store.start), None)
         if behind is not None:
             raise LongspanError(
-                f"layer {behind} has a sliding window and holds the tokens from {self.stores[behind].start} on alone: "
+                f"layer {behind} has a sliding window and stores no tokens before {self.layer_caches[behind].start}: "
                 f"the cache of {past} tokens cannot be cropped to {length}; make a new one for the first {length}"
             )
         self.kv_placement.crop(length)
-        for store in self.stores.values():
+        for store in self.layer_caches.values():
             store.crop(self.kv_placement.count(self.sp.ring_rank, store.start))
 
     def activate_past_recording(self) -> None:
@@ -353,7 +355,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows."""
-        for store in self.stores.values():
+        for store in self.layer_caches.values():
             store.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -381,7 +383,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         path, rank, group = Path(folder), self.sp.replica_rank, self.sp.replica_group
 
-        @files.in_words()
+        @files.os_errors_as_longspan_errors()
         def begin_writing() -> None:
             self.check_sound()
             if not self.is_initialized:
@@ -391,34 +393,34 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 shutil.rmtree(files.partial(path), ignore_errors=True)
                 files.partial(path).mkdir(parents=True)
 
-        @files.in_words()
-        def write() -> files.Part:
-            tensors = {f"{i}.{n}": x for i, store in self.stores.items() for n, x in enumerate(store.held)}
-            written = files.write_part(path, rank, tensors)
-            heads = {str(i): self._of_all(store)[1] for i, store in self.stores.items()}
-            return files.Part(*written, tuple(self.kv_placement.runs[self.sp.ring_rank]), heads)
+        @files.os_errors_as_longspan_errors()
+        def write() -> files.CacheFile:
+            tensors = {f"{i}.{n}": x for i, store in self.layer_caches.items() for n, x in enumerate(store.parts)}
+            written = files.write_file(path, rank, tensors)
+            heads = {str(i): self._of_all(store)[1] for i, store in self.layer_caches.items()}
+            return files.CacheFile(*written, tuple(self.kv_placement.runs[self.sp.ring_rank]), heads)
 
-        @files.in_words()
+        @files.os_errors_as_longspan_errors()
         def end() -> None:
             if rank == 0:
-                each = {str(i): (self._of_all(store)[0], store.start) for i, store in self.stores.items()}
+                each = {str(i): (self._of_all(store)[0], store.start) for i, store in self.layer_caches.items()}
                 layers = {
-                    i: {"heads": heads, "start": start, "shared": self.stores[int(i)].shared}
+                    i: {"heads": heads, "start": start, "shared": self.layer_caches[int(i)].shared}
                     for i, (heads, start) in each.items()
                 }
                 index = {"length": self.kv_placement.length, "rows": self.batch_size, "dtype": self.codec.name}
-                files.finish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
+                files.publish(path, {**index, "model": _facts(self.config), "layers": layers}, parts)
 
         on_every_rank(begin_writing, group)
         parts = gather_objects(on_every_rank(write, group), group)
         on_every_rank(end, group)
 
-    def _of_all(self, store: Store) -> tuple[tuple[int, int], Span]:
+    def _of_all(self, store: LayerCache) -> tuple[tuple[int, int], Span]:
         """Return a layer's query and KV heads in the whole model, and the KV heads of this rank.
 
         A store numbers heads within its tensor rank.
         """
-        (q_heads, kv_heads), (start, stop) = store.heads, store.mine
+        (q_heads, kv_heads), (start, stop) = store.heads, store.local_kv_heads
         if self.sp.tensor_size > 1:
             config = self.config.get_text_config()
             q_heads = config.num_attention_heads
@@ -445,8 +447,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         path, empty = Path(folder), cls(model, offload=offload)
         sp = empty.sp
 
-        @files.in_words()
-        def check() -> tuple[dict[str, Any], list[files.Part]]:
+        @files.os_errors_as_longspan_errors()
+        def check() -> tuple[dict[str, Any], list[files.CacheFile]]:
             index, parts = files.read_index(path)
             mine, saved = _facts(empty.config), index["model"]
             differ = sorted(key for key in mine.keys() | saved.keys() if mine.get(key) != saved.get(key))
@@ -461,7 +463,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         cache.kv_placement.add(sp.layout, index["length"])
 
-        @files.in_words()
+        @files.os_errors_as_longspan_errors()
         def read() -> None:
             for layer, facts in index["layers"].items():
                 # A layer with a window has discarded older tokens, and needs no room for them.
@@ -473,11 +475,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 store.heads = here.q_heads, here.kv_heads
                 shards = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)
                 mine = shards[sp.ulysses_rank]
-                store.mine = mine.kv_start, mine.kv_stop
+                store.local_kv_heads = mine.kv_start, mine.kv_stop
                 runs = tuple(cache.kv_placement.runs[sp.ring_rank])
                 heads = cache._of_all(store)[1]
-                tensors = files.gather_parts(path, parts, layer, names, facts["start"], runs, heads)
-                filled = tensors if cache.rooms is not None else [x.to(sp.device) for x in tensors]
+                tensors = files.read_layer(path, parts, layer, names, facts["start"], runs, heads)
+                filled = tensors if cache.staging is not None else [x.to(sp.device) for x in tensors]
                 store.fill(filled, facts["start"])
 
         on_every_rank(read, sp.replica_group)
@@ -488,17 +490,17 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """New tokens that this rank computes in the forward in progress, including padding."""
         step = self._step
         assert step is not None
-        return self.sp.layout.local_length(step.new) if step.cut else step.new
+        return self.sp.layout.local_length(step.new) if step.sharded else step.new
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values that this rank holds, on the device or in the host's memory."""
-        return sum(store.nbytes for store in self.stores.values())
+        return sum(store.nbytes for store in self.layer_caches.values())
 
     @property
     def device_nbytes(self) -> int:
         """Peak bytes of keys and values on the device with offload; else `nbytes`."""
-        return self.nbytes if self.rooms is None else self.rooms.most
+        return self.nbytes if self.staging is None else self.staging.peak_bytes
 
 
 def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
@@ -511,7 +513,7 @@ def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tenso
     """
     step = info.step
     assert step is not None
-    if not step.cut:
+    if not step.sharded:
         return hidden[:, -info.keep :]
     if info.keep == 1:  # one rank's token, sent once
         owner, at = sp.layout.locate_token(step.new, step.new - 1)

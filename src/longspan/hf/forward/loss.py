@@ -16,7 +16,7 @@ from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.comm.reduce import sum_over_ranks
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
-from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, Terms, loss_sum
+from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def causal_lm_loss(
         _check_labels(shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
-    terms = Terms(label_smoothing, z_loss)
+    terms = LossTerms(label_smoothing, z_loss)
     return mean_loss(logits, shifted_labels, sp, num_items_in_batch, terms=terms)[0]
 
 
@@ -72,7 +72,7 @@ def mean_loss(
     sp: SequenceSharding,
     num_items_in_batch: Tensor | int | None = None,
     carry: Tensor | None = None,
-    terms: Terms = CROSS_ENTROPY,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[Tensor, Tensor]:
     """Return `causal_lm_loss` and the sum of all ranks' `carry`, fp64 [] (default 0), in one all-reduce."""
     if logits.shape[:-1] != shifted_labels.shape:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from longspan.comm.gather import gather_into
-from longspan.losses.deferred_logits import WAY_OUT, DeferredLogits, Head, LogitsNotMade
+from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotMade
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,15 +52,15 @@ def _without_logits(kind: Any) -> Any:
     def read(_: Any) -> None:
         asking = sys._getframe(1).f_globals.get("__name__", "")
         if asking.partition(".")[0] not in ("torch", "transformers"):  # FSDP reads every entry of an output
-            warnings.warn(f"logits is None: {WAY_OUT}", stacklevel=2)
+            warnings.warn(f"logits is None: {LOGITS_HINT}", stacklevel=2)
 
     def item(self: Any, key: Any) -> Any:
         if key == "logits":
-            raise LogitsNotMade(f"this output has no logits: {WAY_OUT}")
+            raise LogitsNotMade(f"this output has no logits: {LOGITS_HINT}")
         try:
             return kind.__getitem__(self, key)
         except IndexError as error:
-            raise LogitsNotMade(f"this output has no entry {key}, as it has no logits: {WAY_OUT}") from error
+            raise LogitsNotMade(f"this output has no entry {key}, as it has no logits: {LOGITS_HINT}") from error
 
     logits = property(read, lambda self, value: None)
     return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})

@@ -16,8 +16,8 @@ from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
-from longspan.cache.attend import attend, kept_from
-from longspan.cache.latent import Latents, expand
+from longspan.cache.attend import attend, first_visible_token
+from longspan.cache.latent import LatentLayer, expand
 from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
@@ -28,7 +28,8 @@ from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.masks import MaskRequest, longspan_mask
 from longspan.hf.support import HELP
 from longspan.hf.support import check_model as check_model
-from longspan.memory.checkpointing import LayerCall, kept_attention
+from longspan.memory.checkpointing import LayerCall
+from longspan.memory.saved_attention import saved_attention
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -68,7 +69,7 @@ class LayerBinding:
     keeper: LayerCall | None = None
     choice: Choice | None = None
     seen: bool = False
-    latents: Latents | None = None
+    latents: LatentLayer | None = None
 
 
 @not_compiled  # a plan is made once per batch; a compiler must not move collectives
@@ -114,8 +115,8 @@ def longspan_attention(
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
-    if layer.keeper is not None and layer.keeper.whole:
-        out = kept_attention(plan, q, k, v, scores, layer.keeper)
+    if layer.keeper is not None and layer.keeper.save_all:
+        out = saved_attention(plan, q, k, v, scores, layer.keeper)
     else:
         out = plan(q, k, v, scores, layer.keeper)
     out = out if info.padding is None else _padding_sees_itself(out, v, info.padding)
@@ -147,15 +148,16 @@ def _with_cache(
     assert info.step is not None and info.cache is not None
     if not request.causal:
         raise LongspanError(f"layer {layer.name} is not causal, so it has no KV cache; call the model without one")
-    if number in info.step.stored:
+    if number in info.step.stored_layers:
         raise LongspanError(
             f"layer {layer.name} calls its attention twice, and the KV cache holds the keys and values of one call; "
             f"this model can be trained and scored, not generate: call it without a cache"
         )
-    info.step.stored.add(number)
+    info.step.stored_layers.add(number)
     mask = replace(_mask(request, info), q_start=info.step.past)
     back = info.cache.rollback
-    first = kept_from(info.length if back is None else min(back, info.length), request.window, request.chunk_size)
+    length = info.length if back is None else min(back, info.length)
+    first = first_visible_token(length, request.window, request.chunk_size)
     if request.chunk_size is not None and mask.segments is not None:  # chunks count from where a row's padding ends
         first = 0 if back is not None else min((row[-1][0] for row in mask.segments if row), default=info.length)
     store = info.cache.store(number, request.window or request.chunk_size)

@@ -31,7 +31,7 @@ from longspan.hf.forward.kv_cache import CachedInfo, last_tokens
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.tensor_parallel.experts import ExpertParallel
 from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle
-from longspan.losses.vocab_parallel import Vocabulary
+from longspan.losses.vocab_parallel import VocabShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,7 +182,7 @@ class TensorParallel(Stage):
     # --- the vocabulary
 
     def _set_embedding(self, embedding: Any) -> None:
-        part = Vocabulary.of(self.group, embedding.num_embeddings)
+        part = VocabShard.of(self.group, embedding.num_embeddings)
         pad = embedding.padding_idx
         embedding.padding_idx = pad - part.start if pad is not None and 0 <= pad - part.start < part.width else None
         mine: list[Tensor] = []
@@ -205,7 +205,7 @@ class TensorParallel(Stage):
     def _set_head(self, head: Head) -> None:
         assert isinstance(head.module, nn.Linear)
         size = head.module.out_features
-        head.vocabulary = Vocabulary.of(self.group, size)
+        head.vocab_shard = VocabShard.of(self.group, size)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             def whole(x: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
-"""Activations on a disk: written by threads while the next layers compute, read ahead of the backward.
+"""Offload activations to a disk: threads write them while later layers compute, and read them ahead of the backward.
 
-What is in memory does not grow with the number of layers: the tensors being written (`in_flight` bytes, or a single
-one that is larger), those being read ahead (`ahead` bytes and less than one and a half of the largest, or none), and
-the threads' buffers.
+Memory does not grow with the number of layers. It holds the tensors being written (`in_flight` bytes, or one larger
+tensor), those being read ahead (`read_ahead` bytes and less than one and a half of the largest, or none), and the I/O
+buffers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,61 +20,61 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.memory.offload.allocator import Slots
-from longspan.memory.offload.disk_file import BLOCK, SpillFile, aligned, memory_of
-from longspan.memory.offload.store import Entry, Handle, Owner, Shelf
-from longspan.memory.offload.transfer_stats import Traffic, Way
+from longspan.memory.offload.allocator import Allocator
+from longspan.memory.offload.disk_file import BLOCK, OffloadFile, aligned_buffer, buffer_of
+from longspan.memory.offload.store import Entry, EntryQueue, Future, StoreState
+from longspan.memory.offload.transfer_stats import Direction, TransferStats
 
 MIB = 1 << 20
-PIECE = 4 * MIB
-"""Bytes of one call of the system: tensors are cut, so that several threads share one and buffers need not hold it."""
+CHUNK_BYTES = 4 * MIB
+"""Bytes of one write or read. Tensors are cut, so that threads share one and buffers need not hold a whole tensor."""
 THREADS = 4
-"""For each direction. A disk reaches its bandwidth with several requests only (O_DIRECT has one a thread)."""
+"""Per direction. A disk reaches its bandwidth only with several requests, and O_DIRECT has one per thread."""
 IN_FLIGHT = 256 * MIB
-AHEAD = 4 * PIECE
+READ_AHEAD = 4 * CHUNK_BYTES
 
 
 class _Entry(Entry):
     """A tensor that is being written, or is in the file.
 
     Attributes:
-        at: its place in the file.
-        busy: pieces of it that threads have yet to write or to read; until then its place is not given back.
-        ready: of a GPU's tensor, the event after which it may be read.
+        offset: of its bytes in the file.
+        pending: chunks that threads have yet to write or read; until 0 its space in the file is not freed.
+        ready: the event after which a GPU's tensor may be read.
     """
 
-    at = 0
-    busy = 0
-    reading: _Reading | None = None
+    offset = 0
+    pending = 0
+    reading: _Read | None = None
     ready: Any = None
 
 
-class _Reading:
-    """Bytes on their way back: `target`, uint8, where they are needed."""
+class _Read:
+    """Bytes being read into `target`, uint8."""
 
     def __init__(self, entry: _Entry, target: Tensor, ready: Any) -> None:
         self.entry, self.target, self.ready = entry, target, ready
-        self.busy = 0
+        self.pending = 0
         self.cancelled = False
-        self.problem = ""
+        self.error = ""
 
 
 class DiskStore:
-    """See `longspan.memory.offload.choice.Store`.
+    """Implements `longspan.memory.offload.Store` on a disk.
 
     Args:
-        folder: on a disk that is local to this machine.
+        folder: on a disk local to this machine.
         device: of the tensors.
-        in_flight: bytes that may wait to be written; a `put` beyond waits.
-        tensors: so many tensors of one size may wait, whatever their bytes: on a CPU they lie in the memory that is to
-            be saved. None: no such limit.
-        ahead: bytes that are read before they are asked for, at least; None: nothing is.
-        piece: bytes of a single write or read, a multiple of 4096.
+        in_flight: bytes that may wait to be written; `put` waits beyond that.
+        max_tensors: tensors of one size that may wait, whatever their bytes. On a CPU they occupy the memory that
+            offload should save. None: no such limit.
+        read_ahead: bytes to read before they are requested, at least. None: read nothing ahead.
+        chunk_bytes: bytes of a single write or read, a multiple of 4096.
         direct: False goes through the page cache.
-        by_way: tensors are read by way of a buffer of the host, as they have to be for a GPU.
+        via_host: read tensors through a host buffer, as a GPU must.
 
     Raises:
-        LongspanError: the folder is missing, is none, or cannot be written to.
+        LongspanError: the folder does not exist, is not a folder, or cannot be written to.
     """
 
     def __init__(
@@ -82,117 +83,111 @@ class DiskStore:
         device: torch.device,
         *,
         in_flight: int = IN_FLIGHT,
-        tensors: int | None = None,
-        ahead: int | None = AHEAD,
-        piece: int = PIECE,
+        max_tensors: int | None = None,
+        read_ahead: int | None = READ_AHEAD,
+        chunk_bytes: int = CHUNK_BYTES,
         direct: bool = True,
-        by_way: bool = False,
+        via_host: bool = False,
     ) -> None:
-        self.traffic = Traffic()
+        self.stats = TransferStats()
         self.abandoned: deque[_Entry] = deque()
-        self._file = SpillFile(folder, direct)
-        self._in_flight, self._tensors, self._ahead, self._piece = in_flight, tensors, ahead, piece
-        self._by_way = by_way or device.type != "cpu"
-        self._owner = Owner()
-        self._slots = Slots(BLOCK)
-        self._shelf: Shelf[_Entry] = Shelf()
-        self._flying = 0
+        self._file = OffloadFile(folder, direct)
+        self._in_flight, self._max_tensors, self._read_ahead = in_flight, max_tensors, read_ahead
+        self._chunk_bytes = chunk_bytes
+        self._via_host = via_host or device.type != "cpu"
+        self._state = StoreState()
+        self._allocator = Allocator(BLOCK)
+        self._queue: EntryQueue[_Entry] = EntryQueue()
+        self._bytes_in_flight = 0
         self._changed = threading.Condition()
-        self._lanes = _Lanes(piece, device)
+        self._buffers = _IOBuffers(chunk_bytes, device)
         self._writers = ThreadPoolExecutor(THREADS, "longspan-offload-write")
         self._readers = ThreadPoolExecutor(THREADS, "longspan-offload-read")
 
-    # --- what a caller calls
-
     def reserve(self, nbytes: int) -> None:
-        """Have room on the disk for so many bytes beside what is stored; raises LongspanError with the numbers."""
-        self._owner.check()
+        self._state.check()
         with self._changed:
-            self._sweep()
-            self._grow(self._slots.used + self._slots.rounded(nbytes))
+            self._drop_abandoned()
+            self._grow(self._allocator.used + self._allocator.rounded(nbytes))
 
-    def put(self, tensor: Tensor) -> Handle[_Entry]:
-        """Begin to write it; waits while too much is on its way already."""
-        self._owner.check()
+    def put(self, tensor: Tensor) -> Future[_Entry]:
+        self._state.check()
         entry = _Entry(tensor)
-        entry.ready = self._lanes.now()
+        entry.ready = self._buffers.record_event()
         with self._changed:
-            self._sweep()
-            self._raise_problem()
+            self._drop_abandoned()
+            self._raise_error()
             if not self._has_room(entry.nbytes):
-                with self.traffic.waiting("away"):
-                    self._changed.wait_for(lambda: self._owner.closed or self._has_room(entry.nbytes))
-                self._owner.check()
-                self._raise_problem()
+                with self.stats.wait("out"):
+                    self._changed.wait_for(lambda: self._state.closed or self._has_room(entry.nbytes))
+                self._state.check()
+                self._raise_error()
             if entry.nbytes:
-                entry.at = self._place(entry.nbytes)
-                self._flying += entry.nbytes
-                entry.busy = self._submit(self._writers, self._write, entry, entry.nbytes)
-            self._shelf.add(entry)
-        return Handle(self, entry)
+                entry.offset = self._allocate(entry.nbytes)
+                self._bytes_in_flight += entry.nbytes
+                entry.pending = self._submit(self._writers, self._write, entry, entry.nbytes)
+            self._queue.append(entry)
+        return Future(self, entry)
 
     def fetch(self, entry: _Entry) -> Tensor:
-        """The tensor of an entry; begins to read those before it."""
-        self._owner.check()
+        """Return an entry's tensor, and start to read those before it."""
+        self._state.check()
         with self._changed:
-            self._sweep()
+            self._drop_abandoned()
             entry.check()
-            held, reading = entry.flat, None
-            if held is None:
-                reading = entry.reading or self._begin(entry)
+            data, reading = entry.data, None
+            if data is None:
+                reading = entry.reading or self._start_read(entry)
                 entry.reading = None
             self._read_before(entry)
-            if reading is not None and reading.busy:
-                with self.traffic.waiting("back"):
-                    self._changed.wait_for(lambda: self._owner.closed or not reading.busy)
-                self._owner.check()
+            if reading is not None and reading.pending:
+                with self.stats.wait("in"):
+                    self._changed.wait_for(lambda: self._state.closed or not reading.pending)
+                self._state.check()
                 entry.check()
-        if held is not None:  # not written yet, or empty
-            return entry.form.tensor(held)
+        if data is not None:  # not written yet, or empty
+            return entry.meta.view(data)
         assert reading is not None
-        if reading.problem:
-            raise LongspanError(reading.problem)
-        return entry.form.tensor(reading.target[: entry.nbytes])
+        if reading.error:
+            raise LongspanError(reading.error)
+        return entry.meta.view(reading.target[: entry.nbytes])
 
     def forget(self, entry: _Entry) -> None:
-        """Give an entry's place back, as soon as no thread is at it."""
-        if not self._owner.here or self._owner.closed:
-            return
-        with self._changed:
-            self._drop(entry)
+        """Free an entry's space, once no thread uses it."""
+        if self._state.usable:
+            with self._changed:
+                self._drop(entry)
 
     def metrics(self) -> dict[str, float]:
-        """See `Traffic.metrics`."""
-        return self.traffic.metrics()
+        return self.stats.metrics()
 
     def reset(self) -> None:
-        """Count from zero."""
-        self.traffic.reset()
+        self.stats.reset()
 
     def close(self) -> None:
-        """End the threads, and give the disk's room back; what is stored is gone. A second time does nothing."""
-        if self._owner.here:
+        """End the threads and free the disk space. A second call does nothing."""
+        if not self._state.forked:
             with self._changed:
-                self._owner.closed = True
-                for entry in list(self._shelf):
+                self._state.closed = True
+                for entry in list(self._queue):
                     self._drop(entry)
                 self._changed.notify_all()
             for pool in (self._writers, self._readers):
                 pool.shutdown(wait=True, cancel_futures=True)
         self._file.close()
 
-    # --- with the lock held
+    # Below: with the lock held.
 
-    def _raise_problem(self) -> None:
-        """What went wrong with an entry that somebody will ask for."""
-        for entry in self._shelf:
+    def _raise_error(self) -> None:
+        """Raise if an entry that is still needed is lost."""
+        for entry in self._queue:
             entry.check()
 
     def _has_room(self, nbytes: int) -> bool:
-        most = self._in_flight if self._tensors is None else min(self._in_flight, self._tensors * nbytes)
-        return not self._flying or self._flying + nbytes <= most
+        most = self._in_flight if self._max_tensors is None else min(self._in_flight, self._max_tensors * nbytes)
+        return not self._bytes_in_flight or self._bytes_in_flight + nbytes <= most
 
-    def _sweep(self) -> None:
+    def _drop_abandoned(self) -> None:
         while self.abandoned:
             self._drop(self.abandoned.popleft())
 
@@ -200,130 +195,132 @@ class DiskStore:
         if entry.dropped:
             return
         entry.dropped = True
-        self._shelf.remove(entry)
-        self._cancel(entry)
-        if not entry.busy:
-            self._vacate(entry)
+        self._queue.remove(entry)
+        self._cancel_read(entry)
+        if not entry.pending:
+            self._free(entry)
 
-    def _vacate(self, entry: _Entry) -> None:
-        entry.flat = None
+    def _free(self, entry: _Entry) -> None:
+        entry.data = None
         if entry.nbytes:
-            self._slots.give(entry.at, entry.nbytes)
+            self._allocator.free(entry.offset, entry.nbytes)
 
-    def _place(self, nbytes: int) -> int:
-        at = self._slots.take(nbytes)
-        if at is None:
-            self._grow(self._slots.size_for(nbytes))
-            at = self._slots.take(nbytes)
-            assert at is not None
-        return at
+    def _allocate(self, nbytes: int) -> int:
+        offset = self._allocator.allocate(nbytes)
+        if offset is None:
+            self._grow(self._allocator.size_for(nbytes))
+            offset = self._allocator.allocate(nbytes)
+            assert offset is not None
+        return offset
 
     def _grow(self, size: int) -> None:
         self._file.reserve(size)
-        self._slots.grow(size)
+        self._allocator.grow(size)
 
-    def _begin(self, entry: _Entry) -> _Reading:
-        size = entry.nbytes if self._by_way else self._slots.rounded(entry.nbytes)
-        device = entry.form.device
-        target = torch.empty(size, dtype=torch.uint8, device=device) if self._by_way else aligned(size)
-        reading = _Reading(entry, target, self._lanes.now())
-        reading.busy = self._submit(self._readers, self._read, reading, entry.nbytes)
-        entry.busy += reading.busy
+    def _start_read(self, entry: _Entry) -> _Read:
+        if self._via_host:
+            target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.meta.device)
+        else:
+            target = aligned_buffer(self._allocator.rounded(entry.nbytes))
+        reading = _Read(entry, target, self._buffers.record_event())
+        reading.pending = self._submit(self._readers, self._read, reading, entry.nbytes)
+        entry.pending += reading.pending
         return reading
 
     def _read_before(self, entry: _Entry) -> None:
-        """Read ahead, and let go of what was read ahead and is not what comes next."""
-        coming = [] if self._ahead is None else self._shelf.next_after(entry, self._ahead)
-        for other in self._shelf:
+        """Read ahead what a backward needs next, and cancel every other read ahead."""
+        coming = [] if self._read_ahead is None else self._queue.next_in_backward(entry, self._read_ahead)
+        for other in self._queue:
             if other.reading is not None and other not in coming:
-                self._cancel(other)
+                self._cancel_read(other)
         for other in coming:
-            if other.flat is None and other.reading is None and not other.problem:
-                other.reading = self._begin(other)
+            if other.data is None and other.reading is None and not other.error:
+                other.reading = self._start_read(other)
 
-    def _cancel(self, entry: _Entry) -> None:
+    def _cancel_read(self, entry: _Entry) -> None:
         if entry.reading is not None:
             entry.reading.cancelled = True
             entry.reading = None
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any, int, int], None], what: Any, nbytes: int) -> int:
-        starts = range(0, nbytes, self._piece)
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any, int, int], None], item: Any, nbytes: int) -> int:
+        """Submit `work(item, start, stop)` for every chunk; return their number."""
+        starts = range(0, nbytes, self._chunk_bytes)
         for start in starts:
-            pool.submit(work, what, start, min(start + self._piece, nbytes))
+            pool.submit(work, item, start, min(start + self._chunk_bytes, nbytes))
         return len(starts)
 
-    # --- in threads
+    # Below: in the threads.
 
     def _write(self, entry: _Entry, start: int, stop: int) -> None:
-        problem = "" if entry.dropped else self._tried("away", self._write_piece, entry, start, stop)
+        error = "" if entry.dropped else self._try("out", self._write_chunk, entry, start, stop)
         with self._changed:
-            entry.busy -= 1
-            entry.problem = entry.problem or problem
-            if not entry.busy:
-                self._flying -= entry.nbytes
+            entry.pending -= 1
+            entry.error = entry.error or error
+            if not entry.pending:
+                self._bytes_in_flight -= entry.nbytes
                 entry.release()
                 if entry.dropped:
-                    self._vacate(entry)
+                    self._free(entry)
                 self._changed.notify_all()
 
-    def _read(self, reading: _Reading, start: int, stop: int) -> None:
-        problem = "" if reading.cancelled else self._tried("back", self._read_piece, reading, start, stop)
+    def _read(self, reading: _Read, start: int, stop: int) -> None:
+        error = "" if reading.cancelled else self._try("in", self._read_chunk, reading, start, stop)
         with self._changed:
-            reading.busy -= 1
-            reading.entry.busy -= 1
-            reading.problem = reading.problem or problem
-            if reading.entry.dropped and not reading.entry.busy:
-                self._vacate(reading.entry)
-            if not reading.busy:
+            reading.pending -= 1
+            reading.entry.pending -= 1
+            reading.error = reading.error or error
+            if reading.entry.dropped and not reading.entry.pending:
+                self._free(reading.entry)
+            if not reading.pending:
                 self._changed.notify_all()
 
-    def _tried(self, way: Way, work: Callable[[Any, int, int], None], what: Any, start: int, stop: int) -> str:
-        """What went wrong, in words: an exception would hold the tensors of the frames that it went through."""
+    def _try(
+        self, direction: Direction, work: Callable[[Any, int, int], None], item: Any, start: int, stop: int
+    ) -> str:
+        """Return an error as text: an exception would keep the tensors of its frames alive."""
         try:
-            with self.traffic.moving(way, stop - start):
-                work(what, start, stop)
+            with self.stats.transfer(direction, stop - start):
+                work(item, start, stop)
         except OSError as error:
             return self._file.describe(error)
         except Exception as error:
             return f"activations could not be moved to or from the disk: {type(error).__name__}: {error}"
         return ""
 
-    def _write_piece(self, entry: _Entry, start: int, stop: int) -> None:
-        assert entry.flat is not None
-        with self._lanes.one() as lane:
-            lane.load(entry.flat[start:stop], entry.ready)
-            self._file.write(lane.memory[: self._slots.rounded(stop - start)], entry.at + start)
+    def _write_chunk(self, entry: _Entry, start: int, stop: int) -> None:
+        assert entry.data is not None
+        with self._buffers.borrow() as buffer:
+            buffer.load(entry.data[start:stop], entry.ready)
+            self._file.write(buffer.memory[: self._allocator.rounded(stop - start)], entry.offset + start)
 
-    def _read_piece(self, reading: _Reading, start: int, stop: int) -> None:
-        at, size = reading.entry.at + start, self._slots.rounded(stop - start)
-        if not self._by_way:
-            self._file.read(memory_of(reading.target)[start : start + size], at)
+    def _read_chunk(self, reading: _Read, start: int, stop: int) -> None:
+        offset, size = reading.entry.offset + start, self._allocator.rounded(stop - start)
+        if not self._via_host:
+            self._file.read(buffer_of(reading.target)[start : start + size], offset)
             return
-        with self._lanes.one() as lane:
-            self._file.read(lane.memory[:size], at)
-            lane.unload(reading.target[start:stop], reading.ready)
+        with self._buffers.borrow() as buffer:
+            self._file.read(buffer.memory[:size], offset)
+            buffer.unload(reading.target[start:stop], reading.ready)
 
 
-class _Lane:
-    """A thread's buffer, uint8 `[piece]`, and for a GPU the stream of its copies."""
+class _IOBuffer:
+    """A thread's buffer, uint8 `[chunk_bytes]`, and on a GPU the stream of its copies."""
 
-    def __init__(self, piece: int, device: torch.device) -> None:
+    def __init__(self, chunk_bytes: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.buffer = aligned(piece, pinned=cuda)
-        self.memory = memory_of(self.buffer)
+        self.buffer = aligned_buffer(chunk_bytes, pinned=cuda)
+        self.memory = buffer_of(self.buffer)
         self.stream = torch.cuda.Stream(device) if cuda else None
 
     def load(self, source: Tensor, ready: Any) -> None:
-        """Fill the buffer."""
         self._copy(self.buffer[: len(source)], source, ready)
 
     def unload(self, target: Tensor, ready: Any) -> None:
-        """Give the buffer's bytes to the tensor."""
         self._copy(target, self.buffer[: len(target)], ready)
 
     def _copy(self, into: Tensor, source: Tensor, ready: Any) -> None:
         if self.stream is None:
-            # Not torch's copy, which would start computing threads of its own for each of these.
+            # Not torch's copy, which would start compute threads for each of these threads.
             np.copyto(into.numpy(), source.numpy())
             return
         with torch.cuda.stream(self.stream):
@@ -333,31 +330,24 @@ class _Lane:
         self.stream.synchronize()
 
 
-class _Lanes:
-    """Lanes, made when they are first needed: as many as threads copy at once."""
+class _IOBuffers:
+    """A pool of buffers, made on demand: as many as threads copy at once."""
 
-    def __init__(self, piece: int, device: torch.device) -> None:
-        self._piece, self._device = piece, device
-        self._free: queue.LifoQueue[_Lane] = queue.LifoQueue()
+    def __init__(self, chunk_bytes: int, device: torch.device) -> None:
+        self._chunk_bytes, self._device = chunk_bytes, device
+        self._free: queue.LifoQueue[_IOBuffer] = queue.LifoQueue()
 
-    def now(self) -> Any:
-        """What the device has been told to do until now; None where it does everything at once."""
+    def record_event(self) -> Any:
+        """Return an event after all work that the device has queued; None on a CPU."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
-    def one(self) -> _Borrowed:
-        """A lane, for a `with`."""
+    @contextlib.contextmanager
+    def borrow(self) -> Iterator[_IOBuffer]:
         try:
-            return _Borrowed(self._free, self._free.get_nowait())
+            buffer = self._free.get_nowait()
         except queue.Empty:
-            return _Borrowed(self._free, _Lane(self._piece, self._device))
-
-
-class _Borrowed:
-    def __init__(self, home: queue.LifoQueue[_Lane], lane: _Lane) -> None:
-        self._home, self._lane = home, lane
-
-    def __enter__(self) -> _Lane:
-        return self._lane
-
-    def __exit__(self, *_: object) -> None:
-        self._home.put(self._lane)
+            buffer = _IOBuffer(self._chunk_bytes, self._device)
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)

@@ -1,9 +1,9 @@
-"""A GPU's activations in the host's memory: copied by a side stream while the next layers compute, and back ahead of
-the backward.
+"""Offload GPU activations to pinned host memory: a side stream copies them out while later layers compute, and back
+ahead of the backward.
 
-One side stream does the copies in both directions, in the order in which they were begun. So a place in the host's
-memory may be given to another tensor as soon as it is dropped: what is copied into it comes after what was copied out.
-Computing waits for copies on the device, by events; the host waits for nothing.
+One side stream does the copies of both directions in order. So host memory can be reused as soon as a tensor is
+dropped: the next copy into it runs after the last copy out of it. Compute waits for copies on the device, by events;
+the host never waits.
 """
 
 from __future__ import annotations
@@ -17,243 +17,238 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.system import free_memory
-from longspan.memory.offload.allocator import Slots
-from longspan.memory.offload.store import Entry, Handle, Owner, Shelf
-from longspan.memory.offload.transfer_stats import Span, Traffic
+from longspan.memory.offload.allocator import Allocator
+from longspan.memory.offload.store import Entry, EntryQueue, Future, StoreState
+from longspan.memory.offload.transfer_stats import DeviceTimer, TransferStats
 
 IN_FLIGHT = 2
-"""Tensors on their way to the host; the device holds them so long."""
+"""Tensors on their way to the host; the device holds them until then."""
 _ALIGN = 512
 _SMALLEST = 64 << 20
 
 
-class Copy(Span, Protocol):
-    """A copy that was begun on the side stream."""
+class Copy(DeviceTimer, Protocol):
+    """An asynchronous copy on the side stream."""
 
-    def join(self, tensor: Tensor) -> Span:
-        """What the current stream, and the one that the copy was begun on, are told from now on they do after the
-        copy.
+    def join(self, tensor: Tensor) -> DeviceTimer:
+        """Make the current stream, and the stream that started the copy, run after it.
 
         Args:
-            tensor: the device's side of it.
+            tensor: the device's side of the copy.
 
         Returns:
-            how long the current stream waits.
+            How long the current stream waits.
         """
 
     def wait(self) -> None:
-        """The host waits until it is done."""
+        """Block the host until the copy is done."""
 
 
 class Copier(Protocol):
     """The side stream."""
 
     def memory(self, nbytes: int) -> Tensor:
-        """uint8 `[nbytes]` of the host, which copies run from and to without the host's help."""
+        """Allocate uint8 `[nbytes]` of host memory for asynchronous copies."""
 
     def begin(self, source: Tensor, into: Tensor) -> Copy:
-        """Copy, after all that the current stream has been told until now and all copies begun before.
+        """Copy after all work of the current stream and all earlier copies.
 
-        Neither tensor is held by it: until the copy is done or joined, the caller does that."""
+        The caller keeps both tensors alive until the copy is done or joined.
+        """
 
 
 class _Entry(Entry):
-    """A tensor that is being copied, or is in the host's memory: `place`, uint8 `[nbytes]` in chunk `chunk` at `at`."""
+    """A tensor that is copied to the host, or lies there: `memory` is uint8 `[nbytes]` at `offset` of chunk `chunk`."""
 
-    place: Tensor | None = None
+    memory: Tensor | None = None
     chunk = 0
-    at = 0
-    copy: Copy | None = None
-    back: tuple[Tensor, Copy] | None = None
+    offset = 0
+    copy_out: Copy | None = None
+    prefetched: tuple[Tensor, Copy] | None = None
 
 
 class HostStore:
-    """See `longspan.memory.offload.choice.Store`.
+    """Implements `longspan.memory.offload.Store` in host memory.
 
     Args:
         copier: the side stream.
-        in_flight: tensors that the device still holds; computing waits, on the device, for the copy of one before.
+        in_flight: tensors that the device may still hold. Beyond that, compute waits on the device for a copy.
     """
 
     def __init__(self, copier: Copier, *, in_flight: int = IN_FLIGHT) -> None:
-        self.traffic = Traffic()
+        self.stats = TransferStats()
         self.abandoned: deque[_Entry] = deque()
         self._copier, self._in_flight = copier, in_flight
-        self._owner = Owner()
-        self._pool = _Pool(copier)
-        self._shelf: Shelf[_Entry] = Shelf()
-        self._leaving: deque[_Entry] = deque()
+        self._state = StoreState()
+        self._pool = _PinnedPool(copier)
+        self._queue: EntryQueue[_Entry] = EntryQueue()
+        self._outgoing: deque[_Entry] = deque()
         self._lock = threading.RLock()
 
     def reserve(self, nbytes: int) -> None:
-        """Have so many bytes of pinned memory beside what is stored; raises LongspanError with the numbers."""
-        self._owner.check()
+        self._state.check()
         with self._lock:
-            self._sweep()
+            self._clean_up()
             self._pool.reserve(nbytes)
 
-    def put(self, tensor: Tensor) -> Handle[_Entry]:
-        """Begin to copy it to the host."""
-        self._owner.check()
+    def put(self, tensor: Tensor) -> Future[_Entry]:
+        self._state.check()
         entry = _Entry(tensor)
         with self._lock:
-            self._sweep()
-            self._shelf.add(entry)
-            if entry.flat is not None and entry.nbytes:
-                entry.chunk, entry.at, entry.place = self._pool.take(entry.nbytes)
-                entry.copy = self._copier.begin(entry.flat, entry.place)
-                self.traffic.moved("away", entry.nbytes, entry.copy)
-                self._leaving.append(entry)
-                while len(self._leaving) > self._in_flight:
-                    self._release(self._leaving.popleft())
-        return Handle(self, entry)
+            self._clean_up()
+            self._queue.append(entry)
+            if entry.data is not None and entry.nbytes:
+                entry.chunk, entry.offset, entry.memory = self._pool.allocate(entry.nbytes)
+                entry.copy_out = self._copier.begin(entry.data, entry.memory)
+                self.stats.add_transfer("out", entry.nbytes, entry.copy_out)
+                self._outgoing.append(entry)
+                while len(self._outgoing) > self._in_flight:
+                    self._release(self._outgoing.popleft())
+        return Future(self, entry)
 
     def fetch(self, entry: _Entry) -> Tensor:
-        """The tensor of an entry; begins to copy those before it."""
-        self._owner.check()
+        """Return an entry's tensor, and start to copy those before it."""
+        self._state.check()
         with self._lock:
-            self._sweep()
+            self._clean_up()
             entry.check()
-            held, coming = entry.flat, None
-            if held is None:
-                coming = entry.back or self._begin(entry)
-                entry.back = None
-            self._copy_before(entry)
+            data, coming = entry.data, None
+            if data is None:
+                coming = entry.prefetched or self._copy_in(entry)
+                entry.prefetched = None
+            self._prefetch_before(entry)
             if coming is not None:
-                held, copy = coming
-                self.traffic.waited("back", copy.join(held))
-            assert held is not None
-            return entry.form.tensor(held)
+                data, copy = coming
+                self.stats.add_wait("in", copy.join(data))
+            assert data is not None
+            return entry.meta.view(data)
 
     def forget(self, entry: _Entry) -> None:
-        """Give an entry's place back."""
-        if not self._owner.here or self._owner.closed:
-            return
-        with self._lock:
-            self._drop(entry)
+        if self._state.usable:
+            with self._lock:
+                self._drop(entry)
 
     def metrics(self) -> dict[str, float]:
-        """See `Traffic.metrics`; seconds are the device's, of what it has done until now."""
-        return self.traffic.metrics()
+        """See `longspan.memory.offload.Store`. Seconds are device time, of work that is done."""
+        return self.stats.metrics()
 
     def reset(self) -> None:
-        """Count from zero."""
-        self.traffic.reset()
+        self.stats.reset()
 
     def close(self) -> None:
-        """Give the host's memory back; what is stored is gone. A second time does nothing."""
-        if not self._owner.here or self._owner.closed:
+        """Free the host memory. A second call does nothing."""
+        if not self._state.usable:
             return
         with self._lock:
-            for entry in list(self._shelf):
+            for entry in list(self._queue):
                 self._drop(entry)
-            while self._leaving:
-                self._release(self._leaving.popleft())
-            self._owner.closed = True
-            self._pool = _Pool(self._copier)
+            while self._outgoing:
+                self._release(self._outgoing.popleft())
+            self._state.closed = True
+            self._pool = _PinnedPool(self._copier)
 
-    # --- with the lock held
+    # Below: with the lock held.
 
-    def _sweep(self) -> None:
+    def _clean_up(self) -> None:
+        """Drop abandoned entries, release what has been copied out, and read the timers."""
         while self.abandoned:
             self._drop(self.abandoned.popleft())
-        while self._leaving and (copy := self._leaving[0].copy) is not None and copy.done():
-            self._leaving.popleft().release()
-        self.traffic.settle()
+        while self._outgoing and (copy := self._outgoing[0].copy_out) is not None and copy.done():
+            self._outgoing.popleft().release()
+        self.stats.collect()
 
     def _release(self, entry: _Entry) -> None:
-        """Let the device's memory go: what takes it next runs after the copy."""
-        assert entry.copy is not None and entry.flat is not None
-        self.traffic.waited("away", entry.copy.join(entry.flat))
+        """Free the device memory; whoever reuses it runs after the copy."""
+        assert entry.copy_out is not None and entry.data is not None
+        self.stats.add_wait("out", entry.copy_out.join(entry.data))
         entry.release()
 
     def _drop(self, entry: _Entry) -> None:
         if entry.dropped:
             return
         entry.dropped = True
-        self._shelf.remove(entry)
-        self._cancel(entry)
-        if entry.place is None:
-            entry.flat = None
+        self._queue.remove(entry)
+        self._cancel_prefetch(entry)
+        if entry.memory is None:
+            entry.data = None
             return
-        entry.place = None
-        self._pool.give(entry.chunk, entry.at, entry.nbytes)
+        entry.memory = None
+        self._pool.free(entry.chunk, entry.offset, entry.nbytes)
 
-    def _begin(self, entry: _Entry) -> tuple[Tensor, Copy]:
-        assert entry.place is not None
-        target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.form.device)
-        copy = self._copier.begin(entry.place, target)
-        self.traffic.moved("back", entry.nbytes, copy)
+    def _copy_in(self, entry: _Entry) -> tuple[Tensor, Copy]:
+        assert entry.memory is not None
+        target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.meta.device)
+        copy = self._copier.begin(entry.memory, target)
+        self.stats.add_transfer("in", entry.nbytes, copy)
         return target, copy
 
-    def _copy_before(self, entry: _Entry) -> None:
-        """Copy ahead, and let go of what was copied ahead and is not what comes next."""
-        coming = self._shelf.next_after(entry)
-        for other in self._shelf:
-            if other.back is not None and other not in coming:
-                self._cancel(other)
+    def _prefetch_before(self, entry: _Entry) -> None:
+        """Prefetch what a backward reads next, and cancel every other prefetch."""
+        coming = self._queue.next_in_backward(entry)
+        for other in self._queue:
+            if other.prefetched is not None and other not in coming:
+                self._cancel_prefetch(other)
         for other in coming:
-            if other.flat is None and other.back is None and not other.problem:
-                other.back = self._begin(other)
+            if other.data is None and other.prefetched is None and not other.error:
+                other.prefetched = self._copy_in(other)
 
-    def _cancel(self, entry: _Entry) -> None:
-        if entry.back is not None:
-            target, copy = entry.back
+    def _cancel_prefetch(self, entry: _Entry) -> None:
+        if entry.prefetched is not None:
+            target, copy = entry.prefetched
             copy.join(target)
-            entry.back = None
+            entry.prefetched = None
 
 
-class _Pool:
-    """Pinned memory: few large chunks that stay, since pinning is slow; no entry pins any after the first step."""
+class _PinnedPool:
+    """A few large chunks of pinned memory. They stay, because pinning is slow."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._chunks: list[tuple[Tensor, Slots]] = []
+        self._chunks: list[tuple[Tensor, Allocator]] = []
 
     def reserve(self, nbytes: int) -> None:
         """Have `nbytes` free, or raise LongspanError."""
-        missing = nbytes - sum(slots.size - slots.used for _, slots in self._chunks)
+        missing = nbytes - sum(allocator.size - allocator.used for _, allocator in self._chunks)
         if missing > 0:
             self._check(missing)
             for size in _powers(missing):
                 self._add(size)
 
-    def take(self, nbytes: int) -> tuple[int, int, Tensor]:
-        """The chunk, the start in it, and the memory: uint8 `[nbytes]`."""
-        for number, (memory, slots) in enumerate(self._chunks):
-            at = slots.take(nbytes)
-            if at is not None:
-                return number, at, memory[at : at + nbytes]
+    def allocate(self, nbytes: int) -> tuple[int, int, Tensor]:
+        """Return the chunk, the offset in it, and the memory, uint8 `[nbytes]`."""
+        for number, (memory, allocator) in enumerate(self._chunks):
+            offset = allocator.allocate(nbytes)
+            if offset is not None:
+                return number, offset, memory[offset : offset + nbytes]
         size = _power_above(nbytes)
         self._check(size)
         self._add(size)
-        return self.take(nbytes)
+        return self.allocate(nbytes)
 
-    def give(self, chunk: int, at: int, nbytes: int) -> None:
-        """Give a place back."""
-        self._chunks[chunk][1].give(at, nbytes)
+    def free(self, chunk: int, offset: int, nbytes: int) -> None:
+        self._chunks[chunk][1].free(offset, nbytes)
 
     def _check(self, needed: int) -> None:
         free = free_memory()
         if free is not None and needed > free:
-            raise LongspanError(_format_memory_full(needed, free))
+            raise LongspanError(_out_of_memory(needed, free))
 
     def _add(self, size: int) -> None:
         try:
             memory = self._copier.memory(size)
-        except RuntimeError as error:  # what CUDA gives where it cannot pin
-            raise LongspanError(f"{_format_memory_full(size, free_memory())} ({error})") from error
-        slots = Slots(_ALIGN)
-        slots.grow(size)
-        self._chunks.append((memory, slots))
+        except RuntimeError as error:  # CUDA cannot pin it
+            raise LongspanError(f"{_out_of_memory(size, free_memory())} ({error})") from error
+        allocator = Allocator(_ALIGN)
+        allocator.grow(size)
+        self._chunks.append((memory, allocator))
 
 
-def _format_memory_full(needed: int, free: int | None) -> str:
-    has = "an unknown number of" if free is None else f"{free:,}"
+def _out_of_memory(needed: int, free: int | None) -> str:
+    available = "an unknown number of" if free is None else f"{free:,}"
     return (
-        f"activations do not fit in the host's memory: {needed:,} bytes more are needed for this rank, and {has} "
-        "bytes are free for all ranks of this machine; use offload='disk', keep less (checkpointing='full'), or "
-        "share the sequence among more ranks"
+        f"activations do not fit in host memory: this rank needs {needed:,} bytes more, and {available} bytes are free "
+        "for all ranks of this machine; use offload='disk', save less (checkpointing='full'), or shard the sequence "
+        "over more ranks"
     )
 
 
@@ -262,73 +257,66 @@ def _power_above(nbytes: int) -> int:
 
 
 def _powers(nbytes: int) -> list[int]:
-    """Powers of two that make `nbytes` and at most an eighth more, the largest first: torch's allocator of pinned
-    memory rounds up to them, which would nearly double one chunk."""
+    """Return powers of two, largest first, that sum to `nbytes` and at most an eighth more.
+
+    torch's pinned allocator rounds up to powers of two, which would nearly double a single chunk.
+    """
     least = max(_SMALLEST, _power_above(nbytes) // 16)
-    found = []
+    sizes = []
     while nbytes > 0:
         size = max(least, 1 << (nbytes.bit_length() - 1))
-        found.append(size)
+        sizes.append(size)
         nbytes -= size
-    return found
-
-
-# --- CUDA
+    return sizes
 
 
 class CudaCopier:
-    """The side stream of a GPU."""
+    """The side stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def memory(self, nbytes: int) -> Tensor:
-        """Pinned."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def begin(self, source: Tensor, into: Tensor) -> Copy:
-        """By an asynchronous copy of the driver."""
-        here = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(here)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            began = _event(self._stream)
+            start = _event(self._stream)
             into.copy_(source, non_blocking=True)
-            ended = _event(self._stream)
-        return _CudaCopy(here, began, ended)
+            end = _event(self._stream)
+        return _CudaCopy(current, start, end)
 
 
-class _CudaSpan:
-    def __init__(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        self._began, self._ended = began, ended
+class _CudaTimer:
+    def __init__(self, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._start, self._end = start, end
 
     def done(self) -> bool:
-        """Asks, and does not wait."""
-        return bool(self._ended.query())
+        return bool(self._end.query())
 
     def seconds(self) -> float:
-        """Between the two events."""
-        return float(self._began.elapsed_time(self._ended)) / 1000
+        return float(self._start.elapsed_time(self._end)) / 1000
 
 
-class _CudaCopy(_CudaSpan):
-    def __init__(self, stream: Any, began: torch.cuda.Event, ended: torch.cuda.Event) -> None:
-        super().__init__(began, ended)
-        self._from = stream
+class _CudaCopy(_CudaTimer):
+    def __init__(self, stream: Any, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        super().__init__(start, end)
+        self._started_on = stream
 
-    def join(self, tensor: Tensor) -> Span:
-        """By an event; the tensor's memory belongs to the stream that it was made on."""
-        here = torch.cuda.current_stream(tensor.device)
-        began = _event(here)
-        here.wait_event(self._ended)
-        if here != self._from:
-            self._from.wait_event(self._ended)
-            tensor.record_stream(here)
-        return _CudaSpan(began, _event(here))
+    def join(self, tensor: Tensor) -> DeviceTimer:
+        current = torch.cuda.current_stream(tensor.device)
+        start = _event(current)
+        current.wait_event(self._end)
+        if current != self._started_on:  # the tensor's memory belongs to the stream that allocated it
+            self._started_on.wait_event(self._end)
+            tensor.record_stream(current)
+        return _CudaTimer(start, _event(current))
 
     def wait(self) -> None:
-        """By an event."""
-        self._ended.synchronize()
+        self._end.synchronize()
 
 
 def _event(stream: Any) -> torch.cuda.Event:

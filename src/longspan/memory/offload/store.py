@@ -1,4 +1,4 @@
-"""What stores of activations have in common: a tensor as bytes and back, entries in the order in which they came."""
+"""What both stores share: a tensor as bytes and back, entries in the order of `put`, futures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from longspan.core.errors import LongspanError
 
 
 @dataclass(frozen=True)
-class Form:
-    """What it takes to make a tensor of its bytes again.
+class TensorMeta:
+    """Metadata that rebuilds a tensor from its bytes.
 
     Attributes:
-        order: the dims from the slowest to the fastest in memory. A tensor without gaps comes back with its strides,
-            since what is laid out for a kernel or for a projection is so for a reason.
+        order: dims from the slowest to the fastest in memory. A dense tensor gets its strides back, because a kernel or
+            a projection chose that layout.
     """
 
     dtype: torch.dtype
@@ -30,69 +30,64 @@ class Form:
     shape: tuple[int, ...]
     order: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor without gaps."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-    def tensor(self, flat: Tensor) -> Tensor:
-        """The tensor in uint8 `[nbytes]`, whose memory it shares."""
-        laid = flat.view(self.dtype).view([self.shape[d] for d in self.order])
-        return laid.permute([self.order.index(d) for d in range(len(self.order))])
+    def view(self, data: Tensor) -> Tensor:
+        """Return the tensor whose bytes are `data`, uint8 `[nbytes]`; they share memory."""
+        ordered = data.view(self.dtype).view([self.shape[d] for d in self.order])
+        return ordered.permute([self.order.index(d) for d in range(len(self.order))])
 
 
-def flattened(tensor: Tensor) -> tuple[Form, Tensor]:
-    """A tensor's form, and its bytes, uint8 `[nbytes]`: the same memory where it has no gaps, else a copy."""
+def to_bytes(tensor: Tensor) -> tuple[TensorMeta, Tensor]:
+    """Return a tensor's metadata and its bytes, uint8 `[nbytes]`: a view if the tensor is dense, else a copy."""
     if tensor.layout != torch.strided:
-        raise LongspanError(f"a tensor of layout {tensor.layout} cannot be offloaded, only a strided one")
+        raise LongspanError(f"a tensor of layout {tensor.layout} cannot be offloaded; only strided tensors can")
     x = tensor.detach().resolve_conj().resolve_neg()
     strides: tuple[int, ...] = x.stride()
     order = tuple(sorted(range(x.dim()), key=lambda d: -strides[d]))
-    form = Form(x.dtype, x.device, tuple(x.shape), order)
-    return form, x.permute(order).reshape(-1).view(torch.uint8)
+    meta = TensorMeta(x.dtype, x.device, tuple(x.shape), order)
+    return meta, x.permute(order).reshape(-1).view(torch.uint8)
 
 
 class Entry:
-    """A tensor that was put.
+    """A stored tensor.
 
     Attributes:
-        flat: its bytes, as long as they have to be held where they were.
-        nbytes: how many.
-        dropped: whether its place may be given back.
-        problem: why it is lost; empty where it is not.
+        data: its bytes on the original device, until they are stored.
+        number: its place in the order of `put`.
+        dropped: whether its space may be reused.
+        error: why it is lost; empty if it is not.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.form, flat = flattened(tensor)
-        self.flat: Tensor | None = flat
-        self.nbytes = flat.nbytes
+        self.meta, data = to_bytes(tensor)
+        self.data: Tensor | None = data
+        self.nbytes = data.nbytes
         self.number = -1
         self.dropped = False
-        self.problem = ""
-        self._version = -1 if flat.is_inference() else version_of(flat)
+        self.error = ""
+        self._version = -1 if data.is_inference() else version_of(data)
 
     def check(self) -> None:
-        """Refuse to give what is lost or dropped."""
+        """Raise if the entry is lost or dropped."""
         if self.dropped:
-            raise LongspanError("an activation was asked for after it had been dropped; a backward can run once only")
-        if self.problem:
-            raise LongspanError(self.problem)
+            raise LongspanError("an activation was read after it was dropped; a backward can run only once")
+        if self.error:
+            raise LongspanError(self.error)
 
     def release(self) -> None:
-        """Its bytes are elsewhere. Whether they are those that were put is only known if nothing was written there."""
-        if self.flat is not None and self._version >= 0 and version_of(self.flat) != self._version:
-            self.problem = (
-                "a tensor was written to while it was being moved away (offload); what a layer takes and gives must "
-                "not be changed in place, as autograd demands of what it saves"
+        """Free the original bytes. If they were written to since `put`, the stored copy cannot be trusted."""
+        if self.data is not None and self._version >= 0 and version_of(self.data) != self._version:
+            self.error = (
+                "a tensor was written to while it was being offloaded; do not change a layer's inputs or outputs in "
+                "place, as autograd demands of saved tensors"
             )
-        self.flat = None
+        self.data = None
 
 
 E = TypeVar("E", bound=Entry)
 
 
-class Shelf(Generic[E]):
-    """The entries of a store that have not been dropped, in the order in which they were put."""
+class EntryQueue(Generic[E]):
+    """The entries of a store that have not been dropped, in the order of `put`."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -101,59 +96,58 @@ class Shelf(Generic[E]):
     def __iter__(self) -> Iterator[E]:
         return iter(self._entries.values())
 
-    def add(self, entry: E) -> None:
-        """The last one now."""
+    def append(self, entry: E) -> None:
         entry.number = next(self._numbers)
         self._entries[entry.number] = entry
 
     def remove(self, entry: E) -> None:
-        """It is dropped."""
         self._entries.pop(entry.number, None)
 
-    def next_after(self, entry: E, ahead: int = 0) -> list[E]:
-        """The entries that a backward asks for after this one: those put before it, the latest first, until they
-        are half of the largest entry (a layer may keep something small beside what is large) and `ahead` bytes."""
+    def next_in_backward(self, entry: E, ahead: int = 0) -> list[E]:
+        """Return the entries that a backward reads after `entry`: those put before it, latest first.
+
+        The list ends when it reaches `ahead` bytes and half of the largest entry: a layer may save a small tensor next
+        to a large one.
+        """
         enough = max(ahead, max((e.nbytes for e in self._entries.values()), default=0) // 2)
-        found: list[E] = []
+        coming: list[E] = []
         total = 0
         for other in reversed(self._entries.values()):
             if other.number < entry.number:
-                if found and total >= enough:
+                if coming and total >= enough:
                     break
-                found.append(other)
+                coming.append(other)
                 total += other.nbytes
-        return found
+        return coming
 
 
-class Fetching(Protocol[E]):
-    """A store, as a `Handle` sees it.
+class EntryStore(Protocol[E]):
+    """A store as a `Future` sees it.
 
     Attributes:
-        abandoned: entries whose handle is gone without a `drop`, which the next call of the store drops: a destructor
-            may run anywhere, also while the store is in the middle of something.
+        abandoned: entries whose future was deleted without `drop`. The next call to the store drops them: a destructor
+            may run anywhere, even while the store holds its lock.
     """
 
     abandoned: deque[E]
 
     def fetch(self, entry: E) -> Tensor:
-        """The tensor, on its device."""
+        """Return the tensor on its device."""
 
     def forget(self, entry: E) -> None:
-        """Give its place back."""
+        """Free the entry's space."""
 
 
-class Handle(Generic[E]):
-    """What `put` returns."""
+class Future(Generic[E]):
+    """What `put` returns: see `longspan.memory.offload.StoredTensor`."""
 
-    def __init__(self, store: Fetching[E], entry: E) -> None:
+    def __init__(self, store: EntryStore[E], entry: E) -> None:
         self._store, self._entry = store, entry
 
     def get(self) -> Tensor:
-        """The tensor on its device again, equal to the bit, not to be written to; as often as asked, until `drop`."""
         return self._store.fetch(self._entry)
 
     def drop(self) -> None:
-        """Give its place back; a second time does nothing."""
         self._store.forget(self._entry)
 
     def __del__(self) -> None:
@@ -161,24 +155,28 @@ class Handle(Generic[E]):
             self._store.abandoned.append(self._entry)
 
 
-class Owner:
-    """The process that made a store: threads, streams and files' places are its own, and not a fork's."""
+class StoreState:
+    """Whether a store is usable: open, and in the process that made it. Threads, streams and files do not survive a
+    fork."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.closed = False
 
     @property
-    def here(self) -> bool:
-        """Whether this process is it."""
-        return os.getpid() == self._pid
+    def forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    @property
+    def usable(self) -> bool:
+        return not self.forked and not self.closed
 
     def check(self) -> None:
-        """Refuse a store that is closed, or that belongs to the process that this one was forked from."""
-        if not self.here:
+        """Raise if the store is closed, or belongs to the process that this one was forked from."""
+        if self.forked:
             raise LongspanError(
-                f"a store of activations was made by process {self._pid} and cannot be used in process {os.getpid()}, "
-                "which was forked from it; make the model there"
+                f"process {self._pid} made this activation store, and its fork, process {os.getpid()}, cannot use it; "
+                "build the model in the forked process"
             )
         if self.closed:
-            raise LongspanError("the store of activations is closed; what it held is gone")
+            raise LongspanError("the activation store is closed; its tensors are lost")

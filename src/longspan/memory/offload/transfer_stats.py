@@ -1,4 +1,4 @@
-"""What a store of activations counts: bytes that were moved, how long that took, and how long it was waited for."""
+"""Transfer statistics of a store: bytes moved, seconds of moving, and seconds that compute waited."""
 
 from __future__ import annotations
 
@@ -9,88 +9,92 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
-Way = Literal["away", "back"]
-_WAYS: tuple[Way, ...] = ("away", "back")
+Direction = Literal["out", "in"]
+"""Out of the memory that computes, and back in."""
+_DIRECTIONS: tuple[Direction, ...] = ("out", "in")
 
 
-class Span(Protocol):
-    """Something that a device does."""
+class DeviceTimer(Protocol):
+    """Times some work of a device."""
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the work has ended; do not wait."""
 
     def seconds(self) -> float:
-        """How long it took; asked only when it has ended."""
+        """Return how long it took; valid once `done`."""
 
 
-class Traffic:
-    """Counts, from any thread."""
+class TransferStats:
+    """Counts transfers; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active: dict[Way, int] = dict.fromkeys(_WAYS, 0)
-        self._since: dict[Way, float] = dict.fromkeys(_WAYS, 0.0)
-        self._spans: deque[tuple[str, Span]] = deque()
+        self._active: dict[Direction, int] = dict.fromkeys(_DIRECTIONS, 0)
+        self._since: dict[Direction, float] = dict.fromkeys(_DIRECTIONS, 0.0)
+        self._timers: deque[tuple[str, DeviceTimer]] = deque()
         self.reset()
 
     def reset(self) -> None:
-        """Begin at zero; what is being moved now counts from now."""
+        """Reset all counts to zero; transfers in flight count from now."""
         with self._lock:
-            self._found = {f"{what}_{way}": 0.0 for what in ("bytes", "seconds", "waited_seconds") for way in _WAYS}
-            self._spans.clear()
-            self._since = dict.fromkeys(_WAYS, time.perf_counter())
+            self._totals = {
+                f"{what}_{direction}": 0.0
+                for what in ("bytes", "seconds", "waited_seconds")
+                for direction in _DIRECTIONS
+            }
+            self._timers.clear()
+            self._since = dict.fromkeys(_DIRECTIONS, time.perf_counter())
 
     @contextlib.contextmanager
-    def moving(self, way: Way, nbytes: int) -> Iterator[None]:
-        """Around a move of `nbytes`. Moves that overlap count their time once: bytes / seconds is the bandwidth."""
+    def transfer(self, direction: Direction, nbytes: int) -> Iterator[None]:
+        """Time the body as a transfer. Overlapping transfers count once, so bytes / seconds is bandwidth."""
         with self._lock:
-            if not self._active[way]:
-                self._since[way] = time.perf_counter()
-            self._active[way] += 1
+            if not self._active[direction]:
+                self._since[direction] = time.perf_counter()
+            self._active[direction] += 1
         try:
             yield
             with self._lock:
-                self._found[f"bytes_{way}"] += nbytes
+                self._totals[f"bytes_{direction}"] += nbytes
         finally:
             with self._lock:
-                self._active[way] -= 1
-                if not self._active[way]:
-                    self._found[f"seconds_{way}"] += time.perf_counter() - self._since[way]
+                self._active[direction] -= 1
+                if not self._active[direction]:
+                    self._totals[f"seconds_{direction}"] += time.perf_counter() - self._since[direction]
 
     @contextlib.contextmanager
-    def waiting(self, way: Way) -> Iterator[None]:
-        """Around what the caller waits in."""
-        began = time.perf_counter()
+    def wait(self, direction: Direction) -> Iterator[None]:
+        """Time the body as waiting."""
+        start = time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self._found[f"waited_seconds_{way}"] += time.perf_counter() - began
+                self._totals[f"waited_seconds_{direction}"] += time.perf_counter() - start
 
-    def moved(self, way: Way, nbytes: int, span: Span) -> None:
-        """A device has been told to move `nbytes`."""
+    def add_transfer(self, direction: Direction, nbytes: int, timer: DeviceTimer) -> None:
+        """Count a transfer of `nbytes` that a device does asynchronously."""
         with self._lock:
-            self._found[f"bytes_{way}"] += nbytes
-            self._spans.append((f"seconds_{way}", span))
+            self._totals[f"bytes_{direction}"] += nbytes
+            self._timers.append((f"seconds_{direction}", timer))
 
-    def waited(self, way: Way, span: Span) -> None:
-        """A device has been told to wait."""
+    def add_wait(self, direction: Direction, timer: DeviceTimer) -> None:
+        """Count a wait that a device does asynchronously."""
         with self._lock:
-            self._spans.append((f"waited_seconds_{way}", span))
+            self._timers.append((f"waited_seconds_{direction}", timer))
 
-    def settle(self) -> None:
-        """Count what the device has done; to be called now and then, so that nothing piles up."""
+    def collect(self) -> None:
+        """Read the timers that are done. Call it now and then, so that timers do not pile up."""
         with self._lock:
-            for _ in range(len(self._spans)):
-                what, span = self._spans.popleft()
-                if span.done():
-                    self._found[what] += span.seconds()
+            for _ in range(len(self._timers)):
+                key, timer = self._timers.popleft()
+                if timer.done():
+                    self._totals[key] += timer.seconds()
                 else:
-                    self._spans.append((what, span))
+                    self._timers.append((key, timer))
 
     def metrics(self) -> dict[str, float]:
-        """`bytes_away`, `bytes_back`, `seconds_away`, `seconds_back` (of moving), `waited_seconds_away` and
-        `waited_seconds_back` (exposed: what was not hidden behind computing), since the last `reset`."""
-        self.settle()
+        """Return the totals since `reset`: see `longspan.memory.offload.Store.metrics`."""
+        self.collect()
         with self._lock:
-            return dict(self._found)
+            return dict(self._totals)

@@ -142,7 +142,7 @@ def _meshes(found: Search, top: int) -> Columns:
         Column("sent/layer", [size(plan.comm_bytes_per_gpu_per_layer) for plan in plans], spare=4, right=True),
     ]
     if len({plan.job.memory for plan in found.plans}) > 1:  # chosen per mesh
-        columns.append(Column("memory options", [plan.job.memory.described() for plan in plans], folds=True))
+        columns.append(Column("memory options", [plan.job.memory.describe() for plan in plans], folds=True))
     styles = ["bold green" if plan is found.recommended else None if plan.fits else "red" for plan in plans]
     return Columns("meshes, the fastest that fits first", columns, styles, captions=captions)
 

@@ -1,0 +1,159 @@
+"""Keys and values of one layer on one rank: its KV heads and its ring rank's tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from longspan.cache.codec import EXACT
+from longspan.core.errors import LongspanError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from longspan.cache.codec import Codec
+
+_SMALLEST = 64  # tokens of capacity
+_GROWTH = 8  # grow by an eighth
+
+
+class LayerCache:
+    """One layer's keys and values, in the order of their tokens.
+
+    They grow in place within a capacity. A full cache grows its capacity by an eighth, one layer at a time. When no
+    later token sees the first tokens any more, mostly empty capacity is freed.
+
+    Args:
+        room: initial capacity in tokens.
+        codec: how keys and values are stored.
+
+    Attributes:
+        shared: values are the first `shared` elements of the keys, and not stored; 0: they are stored.
+        start: the first token of the sequence that is cached, here or on another rank of the ring; equal on all.
+        count: tokens that are stored here.
+        heads: query heads and KV heads of the layer over all ranks.
+        local_kv_heads: KV heads [start, stop) that are stored here.
+    """
+
+    def __init__(self, room: int = 0, codec: Codec = EXACT) -> None:
+        self.room, self.codec = room, codec
+        self.start = self.count = self.shared = 0
+        self.heads, self.local_kv_heads = (0, 0), (0, 0)
+        self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, capacity, width]
+        self._at = 0  # index of the first token in them
+
+    def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+        """Copy the next tokens' keys and values into the cache.
+
+        Raises:
+            LongspanError: their dtype, rows, heads or head_dims differ from the cached ones.
+        """
+        new = self.encoded(k_BKTD, v_BKTD)
+        self.reserve(new, k_BKTD.shape[2])
+        span = slice(self._at + self.count, self._at + self.count + k_BKTD.shape[2])
+        for part, x in zip(self._parts, new, strict=True):
+            part[:, :, span] = x
+        self.count += k_BKTD.shape[2]
+
+    def encoded(self, k_BKTD: Tensor, v_BKTD: Tensor) -> list[Tensor]:
+        """Return the stored form of keys and values: the parts of the keys, then those of the values, if stored."""
+        return [*self.codec.encode(k_BKTD), *(() if self.shared else self.codec.encode(v_BKTD))]
+
+    def decoded(self, parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values from their stored form."""
+        if self.shared:
+            keys = self.codec.decode(parts, dtype)
+            return keys, keys[..., : self.shared]
+        half = len(parts) // 2
+        return self.codec.decode(parts[:half], dtype), self.codec.decode(parts[half:], dtype)
+
+    def reserve(self, new: list[Tensor], tokens: int) -> None:
+        """Make room for `tokens` more, of parts such as `new`; keep the cached ones."""
+        needed = self.count + tokens
+        if not self._parts:
+            self._parts = [self._empty(x, max(needed, self.room, _SMALLEST)) for x in new]
+            return
+        for part, x in zip(self._parts, new, strict=True):
+            if part.dtype != x.dtype or _shape_of_token(part) != _shape_of_token(x):
+                raise LongspanError(
+                    f"the cache contains {_describe(part)}, the new tokens have {_describe(x)} ([rows, KV heads, "
+                    f"head_dim]); call the model as before, or make a new cache"
+                )
+        capacity = self._parts[0].shape[2]
+        if self._at + needed > capacity:
+            fits = needed <= capacity
+            self._reallocate(capacity if fits else max(needed, capacity + capacity // _GROWTH, self.room))
+
+    def _reallocate(self, capacity: int) -> None:
+        """Move the cached tokens to the start of new tensors, one tensor at a time."""
+        for i, x in enumerate(self._parts):
+            self._parts[i] = self._empty(x, capacity)
+            self._parts[i][:, :, : self.count] = x[:, :, self._at : self._at + self.count]
+        self._at = 0
+
+    def fill(self, parts: list[Tensor], start: int) -> None:
+        """Replace the content by stored parts, of the tokens from `start` on."""
+        self.count, self.start, self._at = parts[0].shape[2], start, 0
+        self._parts = parts
+        if self.room > self.count:
+            self._reallocate(self.room)
+
+    def drop_before(self, start: int, count: int) -> None:
+        """Drop the tokens before `start`.
+
+        Args:
+            start: the first token that later ones see.
+            count: tokens of this rank from it on.
+        """
+        if start <= self.start:
+            return
+        self._at, self.count, self.start = self._at + self.count - count, count, start
+        if self._parts and self._parts[0].shape[2] > max(_SMALLEST, 2 * count):
+            self._reallocate(max(_SMALLEST, count + count // _GROWTH))
+
+    def crop(self, count: int) -> None:
+        """Keep the first `count` tokens only."""
+        self.count = min(self.count, count)
+
+    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys [B, K, T, D] and values [B, K, T, Dv] in `dtype`; views if they are stored so."""
+        return self.decoded(self.parts, dtype)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Views of what is stored: the parts of the keys, then those of the values."""
+        return [x[:, :, self._at : self._at + self.count] for x in self._parts]
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of the batch; None before the first tokens."""
+        return self._parts[0].shape[0] if self._parts else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached tokens."""
+        return sum(x[:, :, : self.count].nbytes for x in self._parts)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of the capacity."""
+        return sum(x.nbytes for x in self._parts)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Replace the rows of the batch by those of the indices `rows`, int64 (beam search)."""
+        for i, x in enumerate(self._parts):
+            self._parts[i] = x.index_select(0, rows.to(x.device))
+
+    def release(self) -> None:
+        """Called when the layer has attended, so that an offloaded cache can free its copy on the device."""
+
+    def _empty(self, x_BKTD: Tensor, capacity: int) -> Tensor:
+        return x_BKTD.new_empty(*x_BKTD.shape[:2], capacity, x_BKTD.shape[3])
+
+
+def _shape_of_token(x_BKTD: Tensor) -> list[int]:
+    return [*x_BKTD.shape[:2], x_BKTD.shape[3]]
+
+
+def _describe(x_BKTD: Tensor) -> str:
+    return f"{str(x_BKTD.dtype).removeprefix('torch.')} {_shape_of_token(x_BKTD)}"

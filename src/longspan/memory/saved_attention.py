@@ -1,0 +1,145 @@
+"""Attention in a checkpointed layer that saves everything and is not recomputed (`checkpointing="save_attention"`).
+
+The attention runs once, in an inner autograd graph whose saved tensors may be offloaded. The layer's recomputation
+takes the saved output. The gradient of the output enters the inner graph at its end, and the gradients of q, k and v
+are caught at its start:
+
+    layer:                q, k, v -> _SavedAttention -> out -> _CatchGradient -> ...
+    inner graph:  _CatchInputGradient -> plan(q, k, v) -> _ReceiveGradient
+
+The output's gradient is passed to the inner graph in a list: autograd holds a backward's arguments as long as it runs,
+which here is all of the attention's backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from longspan.compat.torch_api import graph_is_kept
+from longspan.memory.checkpointing import SMALL, OnDevice, put
+
+if TYPE_CHECKING:
+    from longspan.attn.prepare import AttentionPlan
+    from longspan.attn.score import Scores
+    from longspan.memory.checkpointing import LayerCall
+    from longspan.memory.offload import StoredTensor
+
+
+def saved_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores: Scores, call: LayerCall) -> Tensor:
+    """Return `plan(q, k, v, scores)`; run it once, and save everything for the backward.
+
+    Args:
+        plan: of the attention.
+        q: my tokens, `[B, L, H, D]`.
+        k: `[B, L, K, D]`.
+        v: `[B, L, K, Dv]`.
+        scores: of the layer.
+        call: of the layer.
+    """
+    passed: list[Tensor] = []
+    out: Tensor = _SavedAttention.apply(plan, scores, call, passed, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
+    result: Tensor = _CatchGradient.apply(out, passed)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SavedAttention(torch.autograd.Function):
+    """Holds the inner graph: the forward builds it, the backward runs through it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: AttentionPlan, scores: Scores, call: LayerCall, passed: list[Tensor], *inputs: Tensor | None
+    ) -> Tensor:
+        if call.recomputing:
+            (out,) = call.load_next().tensors()
+            return out.detach()
+        ctx.grads, ctx.anchor = {}, torch.empty(0, device=inputs[0].device, requires_grad=True)  # type: ignore[union-attr]
+        needs_grad = ctx.needs_input_grad[4:]
+
+        def inner(i: int, x: Tensor | None) -> Tensor | None:
+            if x is None or not needs_grad[i]:
+                return x
+            entered: Tensor = _CatchInputGradient.apply(ctx.anchor, x.detach(), ctx.grads, i)  # type: ignore[no-untyped-call]
+            return entered
+
+        # Do not offload a weight: FSDP frees its storage, and fills it again.
+        weight = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr()
+
+        def pack(x: Tensor) -> Any:
+            stays = x.nbytes < SMALL or x.untyped_storage().data_ptr() == weight
+            return OnDevice(x) if stays else _Dropping(put(call.store, x))
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
+            q, k, v, sinks = (inner(i, x) for i, x in enumerate(inputs))
+            assert q is not None and k is not None and v is not None
+            out = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
+            end: Tensor = _ReceiveGradient.apply(out, passed)  # type: ignore[no-untyped-call]
+        ctx.edge = get_gradient_edge(end)
+        ctx.saved = call.save([out])
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.saved.drop()  # the modules after attention have used the output
+        torch.autograd.grad([ctx.edge], [ctx.anchor], [grads[0]], retain_graph=graph_is_kept(), allow_unused=True)
+        found = dict(ctx.grads)
+        ctx.grads.clear()
+        return None, None, None, None, *(found.get(i) for i in range(4))
+
+
+class _CatchGradient(torch.autograd.Function):
+    """Catches the output's gradient, and passes on one that takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
+        ctx.passed = passed
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.passed.append(grads[0])
+        return grads[0].new_empty(()).expand(grads[0].shape), None
+
+
+class _ReceiveGradient(torch.autograd.Function):
+    """Replaces the gradient by the one that was caught, and keeps no reference to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
+        ctx.passed = passed
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        return ctx.passed.pop(), None
+
+
+class _CatchInputGradient(torch.autograd.Function):
+    """Catches the gradient of an input. A leaf instead would keep the input alive as long as the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, grads: dict[int, Tensor], i: int) -> Tensor:
+        ctx.grads, ctx.i = grads, i
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.grads[ctx.i] = grads[0]
+        return grads[0].new_empty(0), None, None, None
+
+
+class _Dropping:
+    """Drops a stored tensor when autograd releases it."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.stored = stored
+
+    def get(self) -> Tensor:
+        return self.stored.get()
+
+    def __del__(self) -> None:
+        self.stored.drop()
