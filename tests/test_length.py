@@ -185,8 +185,8 @@ def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
     ("use", "said"),
     [
         (lambda x: torch.softmax(x, -1), "calls softmax on logits"),
-        (lambda x: x.argmax(-1), r"asks for logits\.argmax"),
-        (lambda x: x[:, -1], r"looks at logits\["),
+        (lambda x: x.argmax(-1), r"reads logits\.argmax"),
+        (lambda x: x[:, -1], r"reads logits\["),
         (lambda x: x * torch.ones(V), r"multiplies logits by a tensor of shape \(37,\)"),
         (lambda x: torch.tanh(input=x), "calls tanh on logits"),
     ],
