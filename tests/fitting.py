@@ -73,7 +73,9 @@ def quiet() -> None:
     PrinterCallback.on_log = lambda *_, **__: None  # type: ignore[method-assign]
 
 
-def plain(out: Path, family: Any = "Llama", lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
+def plain(
+    out: Path, family: Any = "Llama", lora: bool = False, resume: str | None = None, **changes: Any
+) -> list[dict[str, Any]]:
     """The log of a run on one process, whose evaluation is one batch: its loss is then the mean over all tokens."""
     from transformers import Trainer
 
@@ -85,7 +87,7 @@ def plain(out: Path, family: Any = "Llama", lora: bool = False, **changes: Any) 
         Samples(64, 1),  # type: ignore[arg-type]
         Samples(10, 2),  # type: ignore[arg-type]
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return list(trainer.state.log_history)
 
 

@@ -115,7 +115,7 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
         _parse("--qqqq")
     with pytest.raises(LongspanError, match=r"did you mean --from run.toml\?"):
         _parse("run.toml")
-    assert _parse("--data=--learning_rate").data == "--learning_rate"  # a value, not an option
+    assert _parse("--data=--learning_rate").data.data == "--learning_rate"  # a value, not an option
 
 
 # --- files of flags

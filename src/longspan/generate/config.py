@@ -84,8 +84,8 @@ class ModelFlags(RopeFlags):
 class GenerateConfig(ModelFlags):
     """Continue a text, or answer a question about it, with a KV cache sharded over all ranks.
 
-    The text streams to stdout; progress and the report go to stderr. The command starts its ranks; under torchrun
-    (several machines) it joins them. Ctrl-C ends all ranks and keeps the text written so far.
+    The text streams to stdout; progress and the report go to stderr. The command starts its ranks, or joins them under
+    torchrun, on several machines. Ctrl-C ends all ranks and keeps the text written so far.
     """
 
     prompt: str | None = None

@@ -84,6 +84,9 @@ class Generation:
             try:
                 if config.cache_dir is not None and self.prompt.text_tokens:
                     self._read_text(ids[:, : self.prompt.text_tokens], config.cache_dir / self.prompt.key)
+                    # Some versions of transformers ignore what a cache holds when they read a prompt in chunks.
+                    self._read(ids[:, self.prompt.text_tokens : -1])
+                    settings.prefill_chunk_size = None
                 self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)
                 ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
                 why = "the model" if stream.ids and stream.ids[-1] in ends else "--max-new-tokens"
@@ -113,11 +116,15 @@ class Generation:
             self._reused = self._cache.get_seq_length()
             self._progress.at(self._reused)
             return
+        self._read(ids)
+        self._cache.save(folder)
+
+    def _read(self, ids: Tensor) -> None:
+        """Run the model on more tokens of the prompt, chunk by chunk, to fill the cache. Collective."""
         name = cache_name(type(self.model).forward)
         with torch.no_grad():
-            for chunk in ids.split(self.config.chunk, dim=1):
+            for chunk in ids.split(self.config.chunk, dim=1) if ids.shape[1] else ():
                 self.model(input_ids=chunk, use_cache=True, logits_to_keep=1, **{name: self._cache})
-        self._cache.save(folder)
 
     def settings(self) -> Any:
         """Return the model's generation config, updated by the flags."""

@@ -90,6 +90,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @checked_call(sp=lambda _, sp: check_sharding(sp))
     def __init__(self, *args: Any, sp: SequenceSharding, **kwargs: Any) -> None:
+        if sp.tensor_size > 1:
+            raise LongspanError(
+                f"`tensor={sp.tensor_size}`: a Trainer does not know of ranks that are given the same batch and hold "
+                f"parts of its weights; use tensor=1, ulysses={sp.ulysses_size * sp.tensor_size}, `longspan train "
+                f"--tensor {sp.tensor_size}`, or a loop of your own"
+            )
         self.longspan_sp = sp
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval = _Tally()
@@ -124,12 +130,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _refuse(self) -> None:
         """What does not go together with a cut sequence."""
         args, sp = self.args, self.longspan_sp
-        if sp.tensor_size > 1:
-            raise LongspanError(
-                f"`tensor={sp.tensor_size}`: a Trainer does not know of ranks that are given the same batch and hold "
-                f"parts of its weights; use tensor=1, ulysses={sp.ulysses_size * sp.tensor_size}, `longspan train "
-                f"--tensor {sp.tensor_size}`, or a loop of your own"
-            )
         if args.world_size != sp.world_size:
             raise LongspanError(
                 f"the mesh has {sp.world_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "
