@@ -30,7 +30,7 @@ import torch.distributed as dist
 import longspan
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.digests import Digester
-from longspan.hf.checks.batches import _content, _form, _number, _wide
+from longspan.hf.checks.batches import _call_facts, _content, _number, _structure
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama-tiny.json"
 EVERY = 100  # forwards from one comparison of weights to the next, by default
@@ -65,11 +65,17 @@ def measure(context: int, repeats: int) -> dict[str, Any]:
     digester = Digester(torch.device("cpu"))
 
     def agree() -> None:
-        numbers = [0, _number(_wide(model, batch, False)), _number(_form(batch)), _content(batch, False) or 0, 0]
+        numbers = [
+            0,
+            _number(_call_facts(model, batch, False)),
+            _number(_structure(batch)),
+            _content(batch, False) or 0,
+            0,
+        ]
         gather_numbers(numbers, group, torch.device("cpu"))
 
     def local() -> None:
-        _number(_wide(model, batch, False)), _number(_form(batch)), _content(batch, False)
+        _number(_call_facts(model, batch, False)), _number(_structure(batch)), _content(batch, False)
 
     def digest() -> None:
         int(digester.joint(parameters))

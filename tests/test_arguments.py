@@ -98,7 +98,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_batch(labels=5), r"`labels` must be a tensor, got int"),
         (_loss(logits=torch.zeros(5)), r"`logits` must be a floating tensor \[batch, tokens, vocabulary\]"),
         (_loss(shifted_labels=torch.zeros(1, 8)), r"`shifted_labels` must be a tensor of integers"),
-        (_loss(shifted_labels=IDS), r"3 labels are no entries .*, the first is 5; labels are 0 to 4, or -100"),
+        (_loss(shifted_labels=IDS), r"3 labels are outside .*, the first is 5; labels are 0 to 4, or -100"),
         (_loss(num_items_in_batch=math.nan), r"num_items_in_batch must be at least 0"),
         (_loss(num_items_in_batch=torch.ones(2)), r"`num_items_in_batch` must be one number"),
         (lambda _: plan.Job(4096, mode=None), r"mode=None is unknown; choose train"),  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
         (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_table(None), r"`path` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_with_lse(3), r"function must be a function \(q, k, v, .*\), got 3"),
-        (lambda m, sp, to: longspan.Mask(mod=lambda i: i), r"must be a function \(b, h, q, kv\), this one takes \(i\)"),
+        (lambda m, sp, to: longspan.Mask(mask_mod=lambda i: i), r"must be a function \(b, h, q, kv\), this one takes \(i\)"),
         (lambda m, sp, to: m(input_ids=IDS.float()), r"`input_ids` must be a tensor of integers"),
         (lambda m, sp, to: m.generate("text"), r"`inputs` must be a tensor, got 'text'"),
         (lambda m, sp, to: checkpoint.save(to, 1, m, None, {}), r"`optimizer` must be a torch.optim.*None"),

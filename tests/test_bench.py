@@ -532,7 +532,7 @@ def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> No
     from longspan.cli import parse
 
     path = tmp_path / "bench.toml"
-    path.write_text("ulysses = 2\nsizes = [1024, 2048, 4096]\n")
+    path.write_text("sizes = [1024, 2048, 4096]\n[parallel]\nulysses = 2\n")
     config = parse(BenchConfig, ["link", "--from", str(path), "--rounds", "3"], prog="longspan bench", summary="x y")
     assert (config.what, config.parallel.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)
 

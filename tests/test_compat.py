@@ -303,7 +303,7 @@ def _parallelized_untested(ring: int, **changes: Any) -> list[str]:
         patch.setitem(TESTED, "transformers", ("5.5", "5.4"))
         patch.setattr(version, "_checked", set())
         for name, value in changes.items():
-            patch.setattr(registry, name, value)
+            patch.setattr(f"longspan.hf.forward.{name}", value)
         try:
             for _ in range(2):
                 longspan.parallelize(build("Llama"), sp, fsdp=False)
@@ -333,8 +333,8 @@ def test_an_untested_version_is_named_and_checked_once(pool4: RankPool) -> None:
         found = pool4.run(_parallelized_untested, ring)
         assert found == [[warning, ""], [""], [""], [""]]
     for changes, what in (
-        ({"cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
-        ({"_mask": _without_padding}, r"logits of Llama with padding differ by"),
+        ({"stage.cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
+        ({"registry._mask": _without_padding}, r"logits of Llama with padding differ by"),
     ):
         errors = [said[-1] for said in pool4.run(partial(_parallelized_untested, 2, **changes))]
         assert all(e.startswith(f"{warning}. A check of small models failed") and re.search(what, e) for e in errors)

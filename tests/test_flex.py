@@ -145,7 +145,7 @@ def test_a_mask_function_is_asked_for_no_pair_beforehand() -> None:
         of_q, of_k = (torch.nn.functional.embedding(at, table)[..., 0] for at in (q, kv))  # refuses what it has not
         return (of_q + of_k) % 3 > 0
 
-    blocks = _blocks(Mask(mod=mod), 2, (n, n), Layout(ring=2, kind="zigzag"), 1)
+    blocks = _blocks(Mask(mask_mod=mod), 2, (n, n), Layout(ring=2, kind="zigzag"), 1)
     plain = flex.FLEX.prepare(_blocks(Mask(), 2, (n, n), Layout(ring=2, kind="zigzag"), 1))
     made = flex.FLEX.prepare(blocks)
     assert not asked

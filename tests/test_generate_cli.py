@@ -251,7 +251,7 @@ def test_scores_are_those_of_one_process(folder: Path, pool2: RankPool, tmp_path
     [
         ({"model": ""}, "generate needs --model"),
         ({"file": Path("x")}, "--prompt and --file both give a text"),
-        ({"temperature": 0, "top_k": 3}, "--temperature 0 draws nothing"),
+        ({"temperature": 0, "top_k": 3}, "--temperature 0 does not sample"),
         ({"top_p": 1.5}, "--top-p must be at most 1"),
         ({"out": Path("/")}, "--out / is a folder"),
     ],
@@ -262,7 +262,7 @@ def test_what_makes_no_sense_is_refused(folder: Path, changes: dict[str, Any], m
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(folder: Path) -> None:
-    said = r"--max-new-tokens 4000 behind .* 4,096 positions .* give --max-new-tokens \d+ or less.*--rope-scaling auto"
+    said = r"--max-new-tokens 4000 and .* 4,096 positions .* give --max-new-tokens \d+ or less.*--rope-scaling auto"
     with pytest.raises(LongspanError, match=said):
         open_fitting_prompt(_config(folder, max_new_tokens=4000))
     with pytest.raises(LongspanError, match=r"the text has [\d,]+ tokens, .* 4,096 positions .*a factor of 4"):

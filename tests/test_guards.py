@@ -269,7 +269,7 @@ def test_memory_that_changes_between_steps(pool4: RankPool, fsdp: bool) -> None:
         messages = set(pool4.run(_at_rest, fsdp, when))
         assert len(messages) == 1, messages
         expected = (
-            f"{step} rank 1 refused its batch: the weights of model.layers.1.mlp.up_proj.weight on this rank have"
+            f"{step} rank 1 refused its batch: the weights of model.layers.1.mlp.up_proj.weight on this rank changed"
         )
         assert messages.pop().startswith(expected)
     assert set(pool4.run(_at_rest, fsdp, "nothing")) == {""}

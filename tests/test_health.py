@@ -113,7 +113,7 @@ def test_a_rank_whose_memory_changes_is_named(config: TrainConfig, pool2: RankPo
         pool2.run(_flip, replace(config, ulysses=2, check_at_rest=True), timeout=240)
     assert len(error.value.failures) == 2
     for failure in error.value.failures.values():
-        assert "rank 1 refused its batch: the weights of model.norm.weight on this rank have changed" in failure.message
+        assert "rank 1 refused its batch: the weights of model.norm.weight on this rank changed" in failure.message
 
 
 def _flip(config: TrainConfig) -> None:

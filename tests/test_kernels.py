@@ -110,7 +110,7 @@ ON_A_GPU = [
     ({"scores": Scores(sinks=torch.zeros(4))}, "flash"),
     ({"scores": Scores(softcap=3.0)}, "flex"),
     ({"scores": Scores(alibi=torch.ones(4)), "ring": 2}, "flex"),
-    ({"mask": Mask(mod=lambda b, h, q, kv: q >= kv)}, "flex"),
+    ({"mask": Mask(mask_mod=lambda b, h, q, kv: q >= kv)}, "flex"),
     ({"mask": DOCUMENTS, "dtype": torch.float32}, "sdpa"),
     ({"mask": LONG, "dtype": torch.float32}, "tiled"),
     ({"mask": LONG, "head_dims": (512, 512)}, "tiled"),

@@ -450,7 +450,7 @@ def test_masks_that_are_something_else() -> None:
 
 def test_a_mask_is_no_tensor() -> None:
     mask = longspan_mask()
-    with pytest.raises(longspan.LongspanError, match="a layer uses .dtype of its attention mask, so it makes"):
+    with pytest.raises(longspan.LongspanError, match="a layer uses .dtype of its attention mask, so it derives"):
         _ = mask.dtype
     with pytest.raises(longspan.LongspanError, match="a layer slices its attention mask"):
         _ = mask[:, :3]

@@ -275,9 +275,9 @@ def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch
 ON_ONE = """
 import pickle, sys
 from longspan.hf.weights import fsdp
-from longspan.hf import parallelize
+from longspan.hf import preconditions
 from longspan.train.loop import Trainer
-fsdp.check_cpu_offload = parallelize.check_cpu_offload = lambda *_: None  # a CPU has nothing to move
+fsdp.check_cpu_offload = preconditions.check_cpu_offload = lambda *_: None  # a CPU has nothing to move
 fsdp.CPUOffloadPolicy = fsdp.OffloadPolicy
 for config in pickle.loads(bytes.fromhex(sys.argv[1])):
     trainer = Trainer(config)

@@ -449,7 +449,9 @@ def test_what_is_no_hugging_face_model() -> None:
         },
         vision_config=tower,
     )  # fmt: skip
-    with pytest.raises(LongspanError, match="Qwen2VLForConditionalGeneration is a vision-language model, and only models of tokens"):
+    with pytest.raises(
+        LongspanError, match="Qwen2VLForConditionalGeneration is a vision-language model, and only models of tokens"
+    ):
         longspan.parallelize(transformers.Qwen2VLForConditionalGeneration(text), sp)
     with pytest.raises(
         LongspanError, match=r"encoder_attn \(WhisperAttention\) of WhisperForCausalLM is cross attention"

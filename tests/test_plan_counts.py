@@ -117,8 +117,8 @@ def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[
 MHA, GQA, MQA, UNEVEN = (8, 8, 4, 4), (8, 2, 4, 4), (4, 1, 4, 4), (6, 3, 4, 4)
 RING_MESHES = [Mesh(ring=2), Mesh(ring=4), Mesh(ring=8), Mesh(ring=2, ulysses=2), Mesh(ring=4, ulysses=2)]
 RING_MESHES += [Mesh(ring=2, ulysses=4), Mesh(ring=3, ulysses=2)]
-MASKS: dict[str, Any] = {"": Causal, "window": Window, "chunk": Chunk}
-MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk": 9}]
+KEYS: dict[str, Any] = {"": Causal, "window": Window, "chunk_size": Chunk}
+MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk_size": 9}]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> Non
             by_rank = [
                 attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.gpus)
             ]
-            keys = MASKS[next(iter(mask), "")](*mask.values())
+            keys = KEYS[next(iter(mask), "")](*mask.values())
             model = a_model(*shape, keys=keys)
             job = Job(context=n, dtype="bf16" if n == 37 else "fp32", layout=layout, ring_impl=impl)
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
@@ -371,7 +371,7 @@ def step_sent(
 
 
 def a_mask(keys: AttendedKeys) -> AttentionMask:
-    return AttentionMask(**{name: keys.limit for name, of in MASKS.items() if name and isinstance(keys, of)})
+    return AttentionMask(**{name: keys.limit for name, of in KEYS.items() if name and isinstance(keys, of)})
 
 
 @settings(max_examples=150, deadline=None)

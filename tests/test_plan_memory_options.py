@@ -424,7 +424,7 @@ def test_the_table_of_memory_options(capsys: pytest.CaptureFixture[str], monkeyp
     assert rows["longest"]["max_context"] > rows["none"]["max_context"]
     assert {row["method"] for row in report["memory_options"]["published"]} == {"ALST", "UPipe"}
     assert main(["plan", "--model", "llama-3.1-8b", "--mode", "prefill", "--memory-options"]) == 2
-    assert "take --mode train" in capsys.readouterr().err
+    assert "use --mode train" in capsys.readouterr().err
 
 
 def test_every_memory_option_alone() -> None:

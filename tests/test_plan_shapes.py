@@ -339,7 +339,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert _unreadable(file).startswith(f"{file} is not JSON (Expecting property name")
     assert _unreadable(file).endswith("; give the config.json of a Hugging Face model")
     file.write_bytes(b"\xff\xfe{}")
-    assert _unreadable(file).startswith(f"--model {file} cannot be read: not UTF-8 text")
+    assert _unreadable(file).startswith(f"--model {file} cannot be read: it is not UTF-8 text")
     file.write_text("[1, 2]")
     assert says(_unreadable(file), f"{file} holds a JSON list ... give the config.json of a Hugging Face model")
 

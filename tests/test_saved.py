@@ -68,7 +68,7 @@ def test_a_gpu_without_a_ring_packs_only_what_would_keep_more(
     """Keys and values lie where the exchange, or the model, put them, unless v would keep a fused projection whole."""
     made: list[int] = []
     of = ring._KVBlock.of
-    monkeypatch.setattr(ring, "_reads_again", lambda device: False)
+    monkeypatch.setattr(ring, "_kernel_rereads_kv", lambda device: False)
     monkeypatch.setattr(ring._KVBlock, "of", lambda *args: made.append(1) or of(*args))
     with fake_world(0, ulysses):
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=ulysses))

@@ -379,7 +379,7 @@ def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, t
     first = replace(config, steps=2, ulysses=2)
     _on(pool2, first)
     second = replace(first, config=None, model=str(first.out / "hf"), out=tmp_path / "second")
-    assert second.tokenizer_name == second.model
+    assert second.model.tokenizer_name == second.model.model
     _on(pool2, second)
     assert losses_of(second.out)[1] < losses_of(first.out)[1]
 
@@ -672,7 +672,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
         offload_folder=str(tmp_path),
         out=tmp_path / "fails",
     )
-    with pytest.raises(LongspanError, match=r"activations that lie in offload_folder=.*Input/output error"):
+    with pytest.raises(LongspanError, match=r"activations in offload_folder=.*Input/output error"):
         launch.launch(_rank_with_a_bad_disk, config, nproc=2)
     assert losses_of(config.out).keys() >= {1, 2}
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -377,7 +378,7 @@ def _use_my_own_block_twice(patch: pytest.MonkeyPatch) -> None:
 
     def stuck(mine: Any, of: Any) -> Any:
         for step, here in original(mine, of):
-            yield step, [replace(visitor, kv=mine) for visitor in here]
+            yield step, [dataclasses.replace(visitor, kv=mine) for visitor in here]
 
     patch.setattr(ring, "_kv_blocks", stuck)
 
@@ -685,12 +686,12 @@ def test_arithmetic_that_is_not_fp32_is_no_proof(capsys: pytest.CaptureFixture[s
     assert report.passed and report.wide_limit is None
     off = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e8, elements=10)  # 1e-4 each, as with products in bf16
     names = [check.name for check in report.checks if check.name != "logits, worst token"]
-    blind = replace(report, checks=judge({name: [off, off] for name in names}, report.criterion))
+    blind = dataclasses.replace(report, checks=judge({name: [off, off] for name in names}, report.criterion))
     assert all(check.passed for check in blind.checks)
     assert not blind.passed and blind.exit_code == 1 and blind.wide_limit == pytest.approx(4e-4, rel=0.01)
     text = _table(blind, capsys)
     assert "fault of 0.0001" in text and "ONEDNN_DEFAULT_FPMATH_MODE" in text and "disagree" not in text
-    bf16 = replace(blind, setup={**blind.setup, "dtype": "bf16"})
+    bf16 = dataclasses.replace(blind, setup={**blind.setup, "dtype": "bf16"})
     assert bf16.passed
 
 
@@ -700,7 +701,7 @@ def test_arithmetic_that_is_not_fp32_is_no_proof(capsys: pytest.CaptureFixture[s
 def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     """A report of many ranks and layers, where `wrong` ranks have one wrong gradient."""
     good = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, max_abs=1e-6, worst_row=0)
-    bad = replace(good, sharded=1e6)
+    bad = dataclasses.replace(good, sharded=1e6)
     names = [f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(layers) for x in "qkvo"]
     sums = {name: [good] * ranks for name in ["loss", "logits", *names]}
     sums[names[-1]] = [bad if rank in wrong else good for rank in range(ranks)]
@@ -732,7 +733,7 @@ def test_exit_code_follows_the_report(
 def test_equality_names_the_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     losses = [2.5, 2.5, 2.25, 2.25, 2.25, 2.5, 2.0]
     unequal = equality("loss", losses, [str(loss) for loss in losses])
-    report = replace(_made_up(7, 1, ()), equalities=(unequal,))
+    report = dataclasses.replace(_made_up(7, 1, ()), equalities=(unequal,))
     assert "differs on ranks 2-4, 6" in _table(report, capsys)
     print_json(report)
     assert json.loads(capsys.readouterr().out)["equal"][0]["values"] == [

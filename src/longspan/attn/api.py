@@ -165,7 +165,7 @@ def attention(
             - q_start: position of the first query among the keys: `kv_length - length` for chunked prefill.
             - mask_mod: a function `(b, h, q, kv) -> bool tensor` that must be true too (FlexAttention's form). Heads
               and positions are those of the whole model and sequence; it must be the same on every rank.
-            - mask: a `longspan.Mask`, or a subclass (docs/extending.md), instead of these options.
+            - mask: a `longspan.Mask`, or a subclass (docs/how-to/extend.md), instead of these options.
 
             Sequence:
 

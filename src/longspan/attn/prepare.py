@@ -128,7 +128,7 @@ class AttentionPlan:
                 "require gradients, outside of torch.no_grad"
             )
         if scores.kind != self.kind:
-            pairs = zip(ScoreKind._fields, self.kind, scores.kind, strict=True)
+            pairs = zip(ScoreKind.__annotations__, self.kind, scores.kind, strict=True)
             different = [name for name, made_with, used_with in pairs if made_with != used_with]
             raise LongspanError(
                 f"the plan was made with another {' and '.join(different)}; make one with these options"

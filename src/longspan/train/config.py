@@ -365,10 +365,10 @@ class TrainConfig:
         if options.grad_dtype != "fp32" and (not self.fsdp or parallel.fsdp_ranks == 1):
             why = "with --no-fsdp gradients are summed in fp32"
             if parallel.fsdp_ranks == 1:
-                ranks = "one rank" if parallel.ranks == 1 else "the tensor axis alone"
-                why = f"{ranks} sums no gradients"
+                ranks = "one rank sums" if parallel.ranks == 1 else f"the ranks of --tensor {parallel.tensor} sum"
+                why = f"{ranks} no gradients"
             raise LongspanError(
-                f"--grad-dtype {options.grad_dtype} is of FSDP's sums over ranks, and {why}; leave it out"
+                f"--grad-dtype {options.grad_dtype} applies to FSDP's sums over ranks, and {why}; leave it out"
             )
         if options.optimizer_in_backward:
             self._check_optimizer_in_backward()

@@ -307,9 +307,13 @@ def _local_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = T
     A ring of one packs them on a CPU, whose kernel reads them once per block of queries and gains from contiguous
     heads, and if saving them would keep a larger buffer alive.
     """
-    if ring.size == 1 and k.device.type != "cpu" and (not saved or owns_storage(q, k, v)):
+    if ring.size == 1 and not _kernel_rereads_kv(k.device) and (not saved or owns_storage(q, k, v)):
         return _KVBlock(k, v)
     return _KVBlock.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+
+
+def _kernel_rereads_kv(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def owns_storage(*xs: Tensor) -> bool:
