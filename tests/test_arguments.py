@@ -146,7 +146,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
         (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_table(None), r"`path` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_with_lse(3), r"function must be a function \(q, k, v, .*\), got 3"),
-        (lambda m, sp, to: longspan.Mask(mask_mod=lambda i: i), r"must be a function \(b, h, q, kv\), this one takes \(i\)"),
+        (lambda m, sp, to: longspan.Mask(mask_mod=lambda i: i), r"be a function \(b, h, q, kv\), this one takes \(i\)"),
         (lambda m, sp, to: m(input_ids=IDS.float()), r"`input_ids` must be a tensor of integers"),
         (lambda m, sp, to: m.generate("text"), r"`inputs` must be a tensor, got 'text'"),
         (lambda m, sp, to: checkpoint.save(to, 1, m, None, {}), r"`optimizer` must be a torch.optim.*None"),

@@ -333,7 +333,7 @@ def test_an_untested_version_is_named_and_checked_once(pool4: RankPool) -> None:
         found = pool4.run(_parallelized_untested, ring)
         assert found == [[warning, ""], [""], [""], [""]]
     for changes, what in (
-        ({"stage.cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
+        ({"binding.cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
         ({"registry._mask": _without_padding}, r"logits of Llama with padding differ by"),
     ):
         errors = [said[-1] for said in pool4.run(partial(_parallelized_untested, 2, **changes))]

@@ -76,7 +76,7 @@ def test_a_ring_is_explained_and_sends_nothing_for_it(pool2: RankPool) -> None:
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    kernels.tell.cache_clear()
+    kernels.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="longspan"):
         for _ in range(3):
             longspan.attention(*_qkv(), one_device(), prefix=2)
@@ -346,7 +346,7 @@ def test_a_gpus_flash_attention_takes_what_it_is_given(
         for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
     )
     q, k, v = tiles.TILED.to_kernel_layout([q, k, v], v_dim, Scores())
-    how = tiles.How(kind, None, 0.125, None)
+    how = tiles.TileScores(kind, None, 0.125, None)
     out, lse = tiles._forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
@@ -415,7 +415,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prefix": 9}, "prefix=9 is longer than the 8 keys"),
     ({"prefix": (1, 2)}, "`prefix` has 2 entries, the tensors have a batch of 1"),
     ({"prefix": 2, "causal": False}, "`prefix` needs a causal mask"),
-    ({"prefix": 2, "window": 3}, "prefix together with window or chunk .* mask_mod"),
+    ({"prefix": 2, "window": 3}, "`prefix` cannot be combined with `window` .* `mask_mod`"),
     (
         {"cu_seqlens": torch.tensor([0, 3, 7])},
         "documents of `cu_seqlens` have 7 tokens together, the sequence has 8; .*8",
