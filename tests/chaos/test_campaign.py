@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import slow_link
+from longspan.cli import parse
 from longspan.train import TrainConfig
 from tests.chaos import __main__ as campaign
 from tests.chaos import disks, network, ranks
@@ -123,10 +124,8 @@ def test_cuts_and_disks_can_be_drawn_again_and_flags_say_all(tmp_path: Path) -> 
     full = [disks.draw(random.Random(seed), config) for seed in (3, 3, 4)]
     assert cuts[0] == cuts[1] != cuts[2] and full[0] == full[1] != full[2]
     assert cuts[0][1].seconds is None and 0 < (cuts[0][0].seconds or 0) < ranks.TIMEOUT_S / 2
-    import tyro
-
     changed = ranks.base_config(tmp_path, fsdp=False, layout="zigzag")
-    assert tyro.cli(TrainConfig, args=ranks.flags(changed)) == changed
+    assert parse(TrainConfig, ranks.flags(changed), prog="longspan train", summary="") == changed
 
 
 def test_a_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
