@@ -161,11 +161,11 @@ FAULTS = (
     Fault("shared_tokenizing_shifts_ids", "data/rounds.py", "whole[int(ends[number]) - len(ids) : int(ends[number])]",
           "whole[: len(ids)]", "tests/test_data.py -k tokenise_a_share"),
     # ranks
-    Fault("silent_rank_not_noticed", "ranks/heartbeat.py", "now - self._heard[rank] > self._timeout_s]",
-          "now - self._heard[rank] > 100 * self._timeout_s]", "tests/test_heartbeat.py -k not_heard"),
-    Fault("ranks_with_other_flags_accepted", "ranks/agreement.py", "differences(every, range(len(every)))", "{}",
+    Fault("silent_rank_not_noticed", "ranks/heartbeat.py", "now - self._beat_at[rank] > self._timeout_s]",
+          "now - self._beat_at[rank] > 100 * self._timeout_s]", "tests/test_heartbeat.py -k without_a_heartbeat"),
+    Fault("ranks_with_other_flags_accepted", "ranks/agreement.py", "differences(messages, range(len(messages)))", "{}",
           "tests/test_agreement.py -k named_by_rank"),
-    Fault("rank_beyond_the_world_accepted", "ranks/rendezvous.py", '_integer("RANK", 0, world_size - 1)',
+    Fault("rank_beyond_the_world_accepted", "ranks/job.py", '_integer("RANK", 0, world_size - 1)',
           '_integer("RANK", 0, None)', "tests/test_agreement.py -k variables"),
     # plan
     Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", '"weights of a layer", shard * (f - 1)',

@@ -1,4 +1,4 @@
-"""Who is alive, and whether the job gets on: the rules, and the threads that follow them."""
+"""The heartbeat's rules for lost and stuck ranks, and the threads that apply them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STEP = Beat(
 
 
 def _judge(watch: Watch, seconds: int, *beats: Beat, cpu: float = 0.0) -> str:
-    """What the watch says after so many seconds in which all ranks beat, but nothing else changes."""
-    said = ""
+    """Return the verdict after some seconds in which all ranks beat, but nothing else changes."""
+    verdict = ""
     for second in range(seconds + 1):
         beats = tuple(replace(beat, number=beat.number + 1, cpu_s=beat.cpu_s + cpu) for beat in beats)
-        said = said or watch.judge(watch._seen + (second > 0), dict(enumerate(beats)))
-    return said
+        verdict = verdict or watch.judge(watch._judged + (second > 0), dict(enumerate(beats)))
+    return verdict
 
 
 def _watch(timeout_s: float = 10.0, *, cpu: bool = True, stalls: bool = True) -> Watch:
@@ -38,49 +38,50 @@ def _watch(timeout_s: float = 10.0, *, cpu: bool = True, stalls: bool = True) ->
 # --- the rules
 
 
-def test_a_rank_that_is_not_heard_is_named_with_its_place() -> None:
+def test_a_rank_without_a_heartbeat_is_named_with_its_place() -> None:
     watch, silent = _watch(), replace(STEP, place="step 2, forward and backward", number=5)
     for second in range(11):
         beat = replace(STEP, number=second, moves=second, cpu_s=float(second))
         assert not watch.judge(second, {0: beat, 1: silent, 2: beat})
-    said = watch.judge(11, {0: replace(beat, number=11), 1: silent, 2: replace(beat, number=11)})
-    assert said.startswith("rank 1 of 3: no sign of life for 10 s")
-    assert "rank 1: step 2, forward and backward, at loop.py:1 in run" in said and "rank 0: step 3, optimizer" in said
+    verdict = watch.judge(11, {0: replace(beat, number=11), 1: silent, 2: replace(beat, number=11)})
+    assert verdict.startswith("rank 1 of 3: no heartbeat for 10 s")
+    assert "rank 1: step 2, forward and backward, at loop.py:1 in run" in verdict
+    assert "(the others: rank 0: step 3, optimizer" in verdict
 
 
-def test_a_rank_that_never_beats_or_stops_in_a_long_phase_is_lost_too() -> None:
-    assert "rank 2 of 3: no sign of life" in _silent(Beat())
-    assert "rank 2 of 3: no sign of life" in _silent(replace(STEP, place="save", long=True))
+def test_a_rank_that_never_beats_or_stops_in_a_long_phase_is_lost() -> None:
+    assert "rank 2 of 3: no heartbeat" in _silent(Beat())
+    assert "rank 2 of 3: no heartbeat" in _silent(replace(STEP, place="save", long=True))
     assert not _silent(replace(STEP, done=True))
 
 
 def _silent(third: Beat) -> str:
-    watch, said = _watch(), ""
+    watch, verdict = _watch(), ""
     for second in range(13):
         beat = replace(STEP, number=second, moves=second)
-        said = said or watch.judge(second, {0: beat, 1: beat, 2: third})
-    return said
+        verdict = verdict or watch.judge(second, {0: beat, 1: beat, 2: third})
+    return verdict
 
 
-def test_ranks_that_all_wait_and_compute_nothing_do_not_get_on() -> None:
+def test_ranks_that_all_wait_and_compute_nothing_are_stuck() -> None:
     hung = replace(STEP, waits=False, where="model.py:9 in forward")
     assert not _judge(_watch(), 9, STEP, hung, STEP)
-    said = _judge(_watch(), 11, STEP, hung, STEP)
-    assert said.startswith("rank 1 of 3 does not take part") and "model.py:9 in forward" in said
-    assert _judge(_watch(), 11, STEP, STEP, STEP).startswith("ranks 0, 1, 2 of 3 do not get on")
+    verdict = _judge(_watch(), 11, STEP, hung, STEP)
+    assert verdict.startswith("rank 1 of 3 is stuck") and "model.py:9 in forward" in verdict
+    assert _judge(_watch(), 11, STEP, STEP, STEP).startswith("ranks 0, 1, 2 of 3 are stuck")
 
 
 def test_ranks_that_compute_have_ten_times_their_longest_phase() -> None:
     slow = replace(STEP, longest_s=4.0)
     assert not _judge(_watch(), 39, slow, STEP, STEP, cpu=0.5)
-    assert "do not get on" in _judge(_watch(), 41, slow, STEP, STEP, cpu=0.5)
+    assert "are stuck" in _judge(_watch(), 41, slow, STEP, STEP, cpu=0.5)
     assert not _judge(_watch(cpu=False), 39, slow, STEP, STEP)  # on GPUs a rank that waits looks busy
     first = replace(STEP, longest_s=0.0)
     assert not _judge(_watch(), 1799, first, first, first, cpu=0.5)
     assert "for 1801 s" in _judge(_watch(), 1801, first, first, first, cpu=0.5)
 
 
-def test_long_phases_and_other_ranks_judges_have_no_such_limit() -> None:
+def test_long_phases_have_no_limit_and_only_rank_0_judges_stalls() -> None:
     export = replace(STEP, place="export", long=True)
     assert not _judge(_watch(), 20_000, export, STEP, STEP)
     assert not _judge(_watch(stalls=False), 20_000, STEP)
@@ -96,52 +97,52 @@ def test_a_job_that_was_suspended_as_a_whole_is_not_lost() -> None:
 
 
 class _Rank(Heartbeat):
-    """A heartbeat of which a test can see what it found, and that can fall silent."""
+    """A heartbeat that stores its verdicts, and that can fall silent."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.found: list[tuple[str, bool]] = []
+        self.verdicts: list[tuple[str, bool]] = []
         self.ended = threading.Event()
         super().__init__(Peers(rank, 3, 1.0, store.clone(), "session"), self._end)
 
-    def _end(self, message: str, told: bool) -> None:
-        self.found.append((message, told))
+    def _end(self, message: str, stored: bool) -> None:
+        self.verdicts.append((message, stored))
         self.ended.set()
         self._stop.set()
 
 
-def test_all_ranks_hear_which_one_fell_silent_and_where(store: Any) -> None:
+def test_all_ranks_end_with_the_name_and_place_of_a_silent_one(store: Any) -> None:
     ranks = [_Rank(store, rank) for rank in range(3)]
     for rank in ranks:
         rank.at("forward and backward", 5)
         rank.__enter__()
     time.sleep(0.5)
-    assert not any(rank.found for rank in ranks)
+    assert not any(rank.verdicts for rank in ranks)
     ranks[1].at("optimizer", 5)
     time.sleep(0.5)
     ranks[1]._stop.set()  # without its last beat, as a process that is stopped
     for rank in (ranks[0], ranks[2]):
         assert rank.ended.wait(30)
-        assert "rank 1 of 3: no sign of life for 1 s" in rank.found[0][0]
-        assert "rank 1: step 5, optimizer" in rank.found[0][0] and rank.found[0][1]
-    assert store.get("longspan/last-word").decode() == ranks[0].found[0][0]
+        assert "rank 1 of 3: no heartbeat for 1 s" in rank.verdicts[0][0]
+        assert "rank 1: step 5, optimizer" in rank.verdicts[0][0] and rank.verdicts[0][1]
+    assert store.get("longspan/end-reason").decode() == ranks[0].verdicts[0][0]
 
 
-def test_ranks_that_are_done_are_not_missed_and_one_that_failed_is(store: Any) -> None:
+def test_a_rank_that_is_done_is_not_lost_and_one_that_failed_is(store: Any) -> None:
     ranks = [_Rank(store, rank) for rank in range(3)]
     for rank in ranks:
         rank.__enter__()
     ranks[2].__exit__(None)
     time.sleep(2.0)
-    assert not ranks[0].found and not ranks[1].found
+    assert not ranks[0].verdicts and not ranks[1].verdicts
     ranks[1].__exit__(ValueError)
     assert ranks[0].ended.wait(30)
-    assert "rank 1 of 3: no sign of life" in ranks[0].found[0][0] and "ended by ValueError" in ranks[0].found[0][0]
+    assert "rank 1 of 3: no heartbeat" in ranks[0].verdicts[0][0] and "ended by ValueError" in ranks[0].verdicts[0][0]
 
 
-def test_a_rank_that_is_cut_off_ends_itself() -> None:
+def test_a_rank_without_an_answering_store_ends_itself() -> None:
     import torch.distributed as dist
 
-    # A store that stops answering: a relay that no longer passes anything on.
+    # A relay that stops sending makes a store that stops answering.
     server = socket.create_server(("127.0.0.1", 0))
     behind = dist.TCPStore(
         "127.0.0.1", server.getsockname()[1], is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
@@ -154,10 +155,10 @@ def test_a_rank_that_is_cut_off_ends_itself() -> None:
     rank.peers.world_size = 1
     rank.__enter__()
     time.sleep(1.5)
-    assert not rank.found
+    assert not rank.verdicts
     cut.set()
     assert rank.ended.wait(30)
-    assert "cut off from the job" in rank.found[0][0] and not rank.found[0][1]
+    assert "cut off from the job" in rank.verdicts[0][0] and not rank.verdicts[0][1]
 
 
 def _relay(front: socket.socket, port: int, cut: threading.Event) -> None:
@@ -195,15 +196,15 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     found: list[tuple[str, bool]] = []
 
     def sample() -> None:
-        alike, store_here = 0, store.clone()
-        store_here.wait(["hangs"])
-        for _ in range(400):  # a rank that waits stays where it is
+        unchanged, own_store = 0, store.clone()
+        own_store.wait(["hangs"])
+        for _ in range(400):  # a rank that waits stays in its line
             found.append(_line_of(main))
-            alike = alike + 1 if found[-1] == found[-2:][0] else 0
-            if alike == 10:
+            unchanged = unchanged + 1 if found[-1] == found[-2:][0] else 0
+            if unchanged == 10:
                 break
             time.sleep(0.05)
-        store_here.set(f"seen/{rank}", "yes")
+        own_store.set(f"seen/{rank}", "yes")
 
     def hang(*_: Any) -> None:
         store.set("hangs", "yes")
@@ -228,6 +229,6 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     ],
     ids=["ring", "overlap_chunks", "offload"],
 )
-def test_a_rank_that_waits_for_a_hung_one_says_so(pool2: RankPool, case: Any) -> None:
+def test_a_waiting_rank_is_told_apart_from_a_hung_one(pool2: RankPool, case: Any) -> None:
     (where, waits), (hung_at, hung) = pool2.run(_who_waits, *case)
     assert waits and not hung, (where, hung_at)

@@ -87,7 +87,7 @@ def _print_about(version: bool) -> None:
 
 
 def _run(command: str, args: list[str]) -> int:
-    from longspan.ranks.launch import RankFailed, Stopped, is_first_rank_here, let_first_rank_speak
+    from longspan.ranks.launch import RankFailed, Stopped, is_first_local_rank, let_first_rank_report
 
     code, why = 0, ""
     origins: dict[str, str] = {}
@@ -116,7 +116,7 @@ def _run(command: str, args: list[str]) -> int:
     except RankFailed as error:
         code, why = 1, f"{error.details}longspan: error: {error}\n"
     except Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks
-        if is_first_rank_here():
+        if is_first_local_rank():
             print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
         return 128 + stop.signum
     except SystemExit as end:  # by tyro after --help or wrong flags; a text is a message and means code 1
@@ -126,7 +126,7 @@ def _run(command: str, args: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     if code:
-        let_first_rank_speak()
+        let_first_rank_report()
     sys.stderr.write(why)
     return code
 
@@ -172,7 +172,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     from longspan.cli_file import expand_home, read_flags
     from longspan.cli_help import documented, wrapped
     from longspan.cli_values import value_rule
-    from longspan.ranks.launch import is_first_rank_here
+    from longspan.ranks.launch import is_first_local_rank
 
     path, flags = _split_from(args)
     for flag in flags:
@@ -210,7 +210,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     defaults = make(config_class, **{**dict.fromkeys(required, tyro.MISSING), **from_file})
-    prints_here = is_first_rank_here()
+    prints_here = is_first_local_rank()
     with registry, wrapped():
         found = tyro.cli(
             whole,

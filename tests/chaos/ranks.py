@@ -30,7 +30,7 @@ from typing import Any
 
 from longspan.cli import main as cli_main
 from longspan.core.sections import make, replace, values
-from longspan.ranks.rendezvous import VARIABLES
+from longspan.ranks.job import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
 from tests.training import write_config

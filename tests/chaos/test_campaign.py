@@ -80,7 +80,7 @@ def test_a_part_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_cuts_are_judged() -> None:
     short, long = Cut(1, 3, 0.1, 2.0, True), Cut(1, 3, 0.1, None, False)
     lost, alone = (
-        "longspan: error: rank 1 of 2: no sign of life for 20 s",
+        "longspan: error: rank 1 of 2: no heartbeat for 20 s",
         "rank 1 of 2: cut off from the job: its store",
     )
     assert network.verdict(short, [0, 0], ["", ""], True) == "survived"

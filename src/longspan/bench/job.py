@@ -11,7 +11,7 @@ from longspan.bench.config import BenchConfig
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
 from longspan.ranks import launch
-from longspan.ranks.rendezvous import read_job
+from longspan.ranks.job import read_job
 from longspan.tracing.drawing import check_matplotlib
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.routes import AllToAllLink
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
-from longspan.ranks.rendezvous import read_job, wait_for_ranks
+from longspan.ranks.job import read_job
+from longspan.ranks.rendezvous import wait_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -36,7 +36,7 @@ def run(config: GenerateConfig) -> int:
     try:
         report: dict[str, Any] = launch.launch(_generate_rank, config, prompt, nproc=config.parallel.ranks)
     except launch.Stopped as stop:
-        if stop.why_not:
+        if stop.not_saved:
             print("longspan: the ranks were ended while they computed; the text stops here", file=sys.stderr)
         raise
     if not config.json and launch.is_first_rank():

@@ -23,9 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         launch.check_nproc(ranks, None, f"a mesh of {ranks}")
         return int(launch.launch(_rank, given, nproc=ranks) or 0)
     except (LongspanError, launch.RankFailed) as error:
-        if launch.is_first_rank_here():
+        if launch.is_first_local_rank():
             sys.stderr.write(f"longspan: error: {error}\n")
-        launch.let_first_rank_speak()
+        launch.let_first_rank_report()
         return 2 if isinstance(error, LongspanError) else 1
 
 

@@ -1,7 +1,7 @@
-"""What must be alike on every rank is compared before the first collective, and a difference named by rank and key.
+"""Compare what must be equal on every rank before the first collective, and name each difference by rank and key.
 
-Ranks that differ would train wrongly without a word (another learning rate), or wait for one another without end
-(another number of steps, layers or ranks). They are compared over the job's store, which needs no process group.
+Ranks that differ would train wrongly without an error (another learning rate), or wait for each other forever (another
+number of steps, layers or ranks). The comparison uses the job's store, which needs no process group.
 """
 
 from __future__ import annotations
@@ -18,44 +18,41 @@ from longspan.core.rank_differences import differences, format_ranks, listed
 from longspan.core.sections import values
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
 
-#: What a value is cut to, so that a rank says a few kilobytes in all; a checksum then stands for the rest.
+#: Longer values are cut to this many characters, with a checksum, so that a rank sends a few kilobytes at most.
 _LONGEST = 80
-#: Differences that are named; of the rest their number.
-_NAMED = 6
+#: The most differences in a message; the rest is counted.
+_LISTED = 6
 _REFUSED = "refused"
-#: Seconds that rank 0 stays for the others to hear a refusal.
-_LEAVE_S = 3.0
-
-Facts = Mapping[str, Any]
+#: Seconds that rank 0, which may host the store, waits for the others to read a refusal.
+_READ_S = 3.0
 
 
-def agree(peers: Peers, facts: Facts, *, alive: bool = False) -> None:
-    """Compare `facts` over all ranks. Every rank calls this, in the same order.
+def agree(peers: Peers, facts: Mapping[str, Any], *, alive: bool = False) -> None:
+    """Compare `facts` over all ranks. Collective.
 
     Args:
         peers: the ranks.
-        facts: what must be alike, by name; values are compared by their text.
-        alive: whether a heartbeat watches the ranks meanwhile, so that one which is merely slow may be waited for;
-            without one, a rank that says nothing for the peers' time-out is refused.
+        facts: values by name, compared as text.
+        alive: whether a heartbeat watches the ranks, so that this may wait for a slow one; otherwise a rank that does
+            not answer within the peers' timeout is an error.
 
     Raises:
-        LongspanError: the same on every rank: each key that differs, and which rank has which value; or what a rank
-            refused to start with; or the ranks that said nothing.
+        LongspanError: the same on every rank: each key that differs, with ranks and values; or the errors of ranks in
+            `refusing_together`; or the ranks that did not answer.
     """
     if peers.alone:
         return
-    said = {key: short(value) for key, value in facts.items()}
     try:
-        verdict = _exchange(peers, json.dumps(said), alive)
+        verdict = _exchange(peers, {key: short(value) for key, value in facts.items()}, alive)
     except RuntimeError as error:  # of the store's connection
-        raise LongspanError(f"the job's store is gone, so the rank that holds it has ended: {error}") from error
+        raise LongspanError(f"the job's store is gone, so the rank that hosts it has ended: {error}") from error
     if verdict:
         raise LongspanError(verdict)
 
 
 @contextlib.contextmanager
 def refusing_together(peers: Peers, *, alive: bool = False) -> Iterator[None]:
-    """End all ranks with whatever this rank raises inside: tell the others, which wait in `agree`.
+    """Send an exception that this rank raises inside to the others, which wait in `agree`, so that all ranks end.
 
     Raises:
         LongspanError: as it was raised inside; on the others by `agree`.
@@ -67,73 +64,69 @@ def refusing_together(peers: Peers, *, alive: bool = False) -> Iterator[None]:
         if peers.alone:
             raise
         verdict = str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):  # the store is gone: what was refused matters more
-            verdict = _exchange(peers, json.dumps({_REFUSED: verdict}), alive)
+        with contextlib.suppress(RuntimeError):  # without a store, this rank's error matters more
+            verdict = _exchange(peers, {_REFUSED: verdict}, alive)
         if not isinstance(error, LongspanError):
             raise
         raise LongspanError(verdict) from error
 
 
-def _exchange(peers: Peers, said: str, alive: bool) -> str:
-    """Rank 0 reads what all ranks have said, and tells them what it makes of it: empty if they agree."""
-    number = peers.next_round()
-    key = f"agreement/{number}"
+def _exchange(peers: Peers, message: Mapping[str, str], alive: bool) -> str:
+    """Rank 0 reads the messages of all ranks and writes its verdict: empty if they agree."""
+    key = f"agreement/{peers.next_round()}"
     limit_s = GROUP_TIMEOUT_S if alive else peers.timeout_s
     deadline = time.monotonic() + limit_s
-    peers.set(f"{key}/{peers.rank}", said)
-    if peers.rank == 0:
-        waiting = list(range(peers.world_size))
-
-        def heard_all() -> bool:
-            waiting[:] = [rank for rank in waiting if peers.get(f"{key}/{rank}") is None]
-            return not waiting
-
-        if poll(heard_all, deadline):
-            every = peers.get_all([f"{key}/{rank}" for rank in range(peers.world_size)])
-            verdict = compare([json.loads(text) for text in every])
-        else:
-            verdict = _nothing_from(waiting, peers, limit_s)
-        peers.set(f"{key}/verdict", verdict)
-        if verdict:  # this rank may hold the store, and ends now
-            poll(lambda: peers.missing(f"{key}/heard") == [0], time.monotonic() + _LEAVE_S)
+    peers.set(f"{key}/{peers.rank}", json.dumps(message))
+    if peers.rank:
+        if not poll(lambda: peers.get(f"{key}/verdict") is not None, deadline + 1.0):
+            return _no_answer(peers.missing(key) or [0], peers, limit_s)
+        verdict = peers.get(f"{key}/verdict") or ""
+        peers.set(f"{key}/read/{peers.rank}", "yes")
         return verdict
-    if not poll(lambda: peers.get(f"{key}/verdict") is not None, deadline + 1.0):
-        return _nothing_from(peers.missing(key) or [0], peers, limit_s)
-    verdict = peers.get(f"{key}/verdict") or ""
-    peers.set(f"{key}/heard/{peers.rank}", "yes")
+    waiting = list(range(peers.world_size))
+
+    def all_answered() -> bool:
+        waiting[:] = [rank for rank in waiting if peers.get(f"{key}/{rank}") is None]
+        return not waiting
+
+    if poll(all_answered, deadline):
+        messages = peers.get_all([f"{key}/{rank}" for rank in range(peers.world_size)])
+        verdict = compare([json.loads(text) for text in messages])
+    else:
+        verdict = _no_answer(waiting, peers, limit_s)
+    peers.set(f"{key}/verdict", verdict)
+    if verdict:
+        poll(lambda: peers.missing(f"{key}/read") == [0], time.monotonic() + _READ_S)
     return verdict
 
 
-def _nothing_from(ranks: list[int], peers: Peers, limit_s: float) -> str:
+def _no_answer(ranks: list[int], peers: Peers, limit_s: float) -> str:
     return (
-        f"{format_ranks(ranks)} of {peers.world_size} said nothing of what must be alike on all ranks for {limit_s:g} "
-        "s; see what keeps them, or give a longer --timeout"
+        f"{format_ranks(ranks)} of {peers.world_size} did not answer within {limit_s:g} s when settings were compared; "
+        "check what those ranks are doing, or give a longer --timeout"
     )
 
 
-def compare(every: list[dict[str, str]]) -> str:
-    """What differs between ranks, given what each of them said; empty if nothing does."""
-    refused = {rank: said[_REFUSED] for rank, said in enumerate(every) if set(said) == {_REFUSED}}
+def compare(messages: list[dict[str, str]]) -> str:
+    """Return what differs between the messages of ranks 0, 1, ...; empty if nothing does."""
+    refused = {rank: message[_REFUSED] for rank, message in enumerate(messages) if set(message) == {_REFUSED}}
     if refused:
-        texts = set(refused.values())
-        if len(refused) == len(every) and len(texts) == 1:
-            return texts.pop()
-        return "; ".join(f"{format_ranks(_having(refused, text))}: {text}" for text in sorted(texts))
-    different = differences(every, range(len(every)))
+        texts = sorted(set(refused.values()))
+        if len(refused) == len(messages) and len(texts) == 1:
+            return texts[0]
+        ranks = {text: [rank for rank, other in refused.items() if other == text] for text in texts}
+        return "; ".join(f"{format_ranks(ranks[text])}: {text}" for text in texts)
+    different = differences(messages, range(len(messages)))
     if not different:
         return ""
     return (
-        f"the ranks were not given the same: {listed(different, _NAMED)}; start every rank with the same command, "
+        f"the ranks were started differently: {listed(different, _LISTED)}; start every rank with the same command, "
         "files and versions"
     )
 
 
-def _having(values: Mapping[int, str | None], value: str | None) -> list[int]:
-    return [rank for rank, other in values.items() if other == value]
-
-
 def short(value: Any) -> str:
-    """A value as text; long ones cut, with a checksum of the whole."""
+    """Return a value as text; a long one is cut, with a checksum of all of it."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     if len(text) <= _LONGEST:
         return text
@@ -141,16 +134,16 @@ def short(value: Any) -> str:
 
 
 def settings(config: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    """Every setting of a configuration but those that may differ from machine to machine."""
-    return {name: _plain(value) for name, value in values(config).items() if name not in {"nproc", *leave_out}}
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else str(value)
+    """Return the settings of a configuration, without `nproc`, which may differ between machines."""
+    return {
+        name: value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else str(value)
+        for name, value in values(config).items()
+        if name not in {"nproc", *leave_out}
+    }
 
 
 def versions() -> dict[str, str]:
-    """The libraries whose versions decide what is computed and sent, and the device that it runs on."""
+    """Return the versions of the libraries that decide what is computed and sent, and the kind of device."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -161,10 +154,10 @@ def versions() -> dict[str, str]:
     with contextlib.suppress(PackageNotFoundError):
         found["transformers"] = version("transformers")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {**{f"version of {name}": said for name, said in found.items()}, "device": device}
+    return {**{f"version of {name}": number for name, number in found.items()}, "device": device}
 
 
 def model_facts(model_config: Any) -> dict[str, Any]:
-    """A Hugging Face config, key by key; not where it was read from."""
-    values = model_config.to_dict()
-    return {f"model config's {key}": value for key, value in sorted(values.items()) if key != "_name_or_path"}
+    """Return a Hugging Face config key by key, without the path that it was read from."""
+    keys = model_config.to_dict()
+    return {f"model config's {key}": value for key, value in sorted(keys.items()) if key != "_name_or_path"}

@@ -1,17 +1,17 @@
-"""Which ranks are alive, and whether the job gets on: told over the job's store, beside whatever collectives do.
+"""The heartbeat: which ranks are alive, and whether the job makes progress, over the job's store.
 
-Each rank has a thread that says every second how many beats it has made and where the rank is (step, phase, line of
-code). Rank 0 judges all of them, the others judge rank 0; what is found ends all ranks with one message that names the
-rank and its last known place. The rules, with T the time-out in seconds (`Watch` holds them):
+Each rank has a thread that every second writes a beat: a number and where the rank is (step, phase, line of code). Rank
+0 judges all beats, the other ranks judge rank 0's. A verdict ends all ranks with one message, which names the rank and
+its last known place. The rules, with the timeout T in seconds (`Watch` implements them):
 
-1. A rank whose beat is not heard for T is lost: stopped, hung below Python, or cut off.
-2. In a step, nothing has moved on any rank for T, and no rank has computed meanwhile: everybody waits. (On CPUs only:
-   a rank that waits for a GPU looks busy.)
-3. In a step, nothing has moved on any rank for 10 times as long as the longest phase so far, and at least T; before the
-   second step for 30 T, and at least half an hour.
-4. In a long phase (start, data, save, export) a rank whose beat is heard is alive, however long it takes.
+1. A rank without a new beat for T is lost: stopped, hung below Python, or cut off.
+2. In a step, if no rank has begun a phase or computed for T, all wait for each other. (On CPUs only: a rank that waits
+   for a GPU looks busy.)
+3. In a step, no rank may stay in a phase for longer than 10 times the longest phase so far, and at least T; before the
+   second step 30 T, and at least half an hour.
+4. In a long phase (start, data, save, export) only rule 1 holds.
 
-Time counts only while the judge itself is awake: a job that was suspended as a whole is not lost.
+Time counts only while the judge itself runs: a job that was suspended as a whole is not lost.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from longspan.ranks.rendezvous import Peers
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits
 _LONG_STEPS = 10
 _FIRST_STEPS, _FIRST_STEPS_S = 30, 1800
+_LISTED = 8
 # Waits inside torch itself (by FSDP, say); longspan's own are marked by `waiting`.
 _WAITING_FILES = ("torch/distributed/", "torch/cuda/")
 _waiting_threads: set[int] = set()
@@ -40,7 +41,7 @@ _waiting_threads: set[int] = set()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Mark a wait for other ranks, so that the heartbeat knows that this rank is not the one that hangs.
+    """Mark a wait for other ranks, so that the heartbeat does not take this rank for the one that hangs.
 
     Put it around every `work.wait()`. On a GPU a backward waits in a thread of autograd, so any thread counts.
     """
@@ -54,18 +55,18 @@ def waiting() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """The state of a rank.
 
     Attributes:
-        number: how often it has said something.
-        place: the phase it is in, with the step.
-        moves: how many phases it has begun.
-        long: whether the phase may last as long as it likes.
-        longest_s: its longest phase of a step so far, in seconds; 0 before the second step.
-        cpu_s: seconds of processor time it has used.
-        where: the line of Python its main thread is in.
-        waits: whether that is a line that waits for other ranks.
-        done: whether it has ended as it should.
+        number: of the beat.
+        place: phase, with the step.
+        moves: phases begun so far.
+        long: whether the phase has no time limit.
+        longest_s: longest phase of a step so far, in seconds; 0 before the second step.
+        cpu_s: processor seconds used.
+        where: line of Python that the main thread is in.
+        waits: whether that line waits for other ranks.
+        done: whether the job has ended without an error here.
     """
 
     number: int = 0
@@ -83,7 +84,7 @@ class Beat:
 
 
 class AwakeClock:
-    """Seconds in which this process ran: what passes while it is suspended counts as two ticks at most."""
+    """Seconds in which this process ran: a suspension counts as two ticks at most."""
 
     def __init__(self, tick_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self._tick_s, self._now = tick_s, now
@@ -102,80 +103,83 @@ class Watch:
     Args:
         world_size: ranks of the job.
         timeout_s: T.
-        cpu: whether processor time tells that a rank computes.
-        stalls: whether all ranks are judged here, so that rules 2 and 3 can be; else only rule 1 is.
+        cpu: whether processor time shows that a rank computes (rule 2).
+        stalls: whether to apply rules 2 and 3, for which the beats of all ranks are needed.
     """
 
     def __init__(self, world_size: int, timeout_s: float, *, cpu: bool, stalls: bool) -> None:
         self._world_size, self._timeout_s, self._cpu, self._stalls = world_size, timeout_s, cpu, stalls
         self._last: dict[int, Beat] = {}
-        self._heard: dict[int, float] = {}
-        self._moved = self._busy = self._seen = 0.0
+        self._beat_at: dict[int, float] = {}
+        self._moved = self._busy = self._judged = 0.0
 
     def judge(self, now: float, beats: dict[int, Beat]) -> str:
-        """What is wrong with the job, given the ranks' latest beats; empty if nothing is.
+        """Return what is wrong with the job; empty if nothing is.
 
         Args:
-            now: seconds, of a clock that stands still while this process does.
-            beats: by rank; one that has said nothing yet counts from its first call.
+            now: seconds by an `AwakeClock`.
+            beats: latest beat of each rank; for a rank without one, time counts from the first call.
         """
         for rank, beat in beats.items():
             before = self._last.get(rank)
             if before is None or before.number != beat.number:
-                self._heard[rank] = now
+                self._beat_at[rank] = now
             if before is None or (before.moves, before.done) != (beat.moves, beat.done):
                 self._moved = now
-            if before is None or beat.cpu_s - before.cpu_s > _BUSY * (now - self._seen):
+            if before is None or beat.cpu_s - before.cpu_s > _BUSY * (now - self._judged):
                 self._busy = now
         self._last |= beats
-        self._seen = now
-        return self._lost(now) or (self._stalled(now) if self._stalls else "")
+        self._judged = now
+        running = {rank: beat for rank, beat in self._last.items() if not beat.done}
+        return self._lost(now, running) or (self._stalled(now, running) if self._stalls and running else "")
 
-    def _lost(self, now: float) -> str:
-        living = {rank: beat for rank, beat in self._last.items() if not beat.done}
-        lost = [rank for rank in living if now - self._heard[rank] > self._timeout_s]
+    def _lost(self, now: float, running: dict[int, Beat]) -> str:
+        lost = [rank for rank in running if now - self._beat_at[rank] > self._timeout_s]
         if not lost:
             return ""
-        places = "; ".join(f"rank {rank}: {living[rank]}" for rank in lost[:8])
-        others = [f"rank {rank}: {beat}" for rank, beat in living.items() if rank not in lost][:4]
+        others = [rank for rank in running if rank not in lost][: _LISTED // 2]
         return (
-            f"{format_ranks(lost)} of {self._world_size}: no sign of life for {self._timeout_s:g} s (stopped, hung or "
-            f"cut off); last known place: {places}{' (meanwhile ' + '; '.join(others) + ')' if others else ''}"
+            f"{format_ranks(lost)} of {self._world_size}: no heartbeat for {self._timeout_s:g} s (stopped, hung or cut "
+            f"off); last known place: {_places(running, lost)}"
+            f"{f' (the others: {_places(running, others)})' if others else ''}"
         )
 
-    def _stalled(self, now: float) -> str:
-        living = {rank: beat for rank, beat in self._last.items() if not beat.done}
-        if not living or any(beat.long for beat in living.values()):
+    def _stalled(self, now: float, running: dict[int, Beat]) -> str:
+        if any(beat.long for beat in running.values()):
             return ""
-        if any(now - self._heard[rank] > self._timeout_s / 4 for rank in living):
-            return ""  # one is perhaps lost, and then it is that one
+        if any(now - self._beat_at[rank] > self._timeout_s / 4 for rank in running):
+            return ""  # that rank may be lost, and then rule 1 names it
         still_s, idle_s = now - self._moved, now - max(self._moved, self._busy)
-        if not (self._cpu and idle_s > self._timeout_s) and still_s <= self._patience(living):
+        idle = self._cpu and idle_s > self._timeout_s
+        if not idle and still_s <= self._patience(running):
             return ""
-        suspects = [rank for rank, beat in living.items() if not beat.waits]
-        named = suspects if 0 < len(suspects) < len(living) else list(living)
-        what = "does not take part" if len(named) == 1 else "do not get on"
-        places = "; ".join(f"rank {rank}: {living[rank]}" for rank in [*named, *(set(living) - set(named))][:8])
-        idle = " or computed anything" if self._cpu and idle_s > self._timeout_s else ""
+        suspects = [rank for rank, beat in running.items() if not beat.waits]
+        named = suspects if 0 < len(suspects) < len(running) else list(running)
+        others = [rank for rank in running if rank not in named]
+        stuck = f"{format_ranks(named)} of {self._world_size} {'is' if len(named) == 1 else 'are'} stuck"
+        what = "begun a phase or computed anything" if idle else "begun a phase"
         return (
-            f"{format_ranks(named)} of {self._world_size} {what}: no rank has moved on{idle} for {still_s:.0f} s; last "
-            f"known places: {places}"
+            f"{stuck}: no rank has {what} for {still_s:.0f} s; last known places: {_places(running, [*named, *others])}"
         )
 
-    def _patience(self, living: dict[int, Beat]) -> float:
-        longest = max(beat.longest_s for beat in living.values())
+    def _patience(self, running: dict[int, Beat]) -> float:
+        longest = max(beat.longest_s for beat in running.values())
         if longest == 0.0:
             return max(_FIRST_STEPS * self._timeout_s, _FIRST_STEPS_S)
         return max(_LONG_STEPS * longest, self._timeout_s)
 
 
+def _places(beats: dict[int, Beat], ranks: list[int]) -> str:
+    return "; ".join(f"rank {rank}: {beats[rank]}" for rank in ranks[:_LISTED])
+
+
 class Heartbeat:
-    """This rank's beat, while a job lasts: a context manager around all of it. Does nothing for a rank alone.
+    """This rank's heartbeat: a context manager around a whole job. Does nothing on a single rank.
 
     Args:
         peers: the ranks.
-        on_lost: called in a thread, with what is wrong and whether the job's store knows it, to end this process (the
-            main thread may wait without end).
+        on_lost: called in a thread, as the main thread may wait forever, to end this process: with the message, and
+            whether the job's store has it.
     """
 
     def __init__(self, peers: Peers, on_lost: Callable[[str, bool], None]) -> None:
@@ -188,33 +192,27 @@ class Heartbeat:
         self._step = self._first_step = -1
         self._main = threading.get_ident()
         self._threads: list[threading.Thread] = []
-        self._answered = 0  # rounds of the store that were answered
+        self._answered = 0  # beats that the store has answered
         self._watch = Watch(
             peers.world_size, peers.timeout_s, cpu=not torch.cuda.is_available(), stalls=peers.rank == 0
         )
 
     def __enter__(self) -> Heartbeat:
-        if self.beats:
-            for work in (self._tell, self._see_that_the_store_answers):
-                self._threads.append(threading.Thread(target=work, name="longspan-heartbeat", daemon=True))
-                self._threads[-1].start()
+        for work in () if self.peers.alone else (self._run, self._watch_store):
+            self._threads.append(threading.Thread(target=work, name="longspan-heartbeat", daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Who ends with an error is not done: others that wait for it must hear of it.
+        # After an error this rank is not done, so that ranks that wait for it are ended.
         error = "" if kind is None else f", ended by {kind.__name__}"
         self._beat = replace(self._beat, place=self._beat.place + error, done=kind is None)
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=2 * self._tick_s + 1)
 
-    @property
-    def beats(self) -> bool:
-        """Whether there is anybody to hear it."""
-        return not self.peers.alone
-
     def at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
-        """Say where this rank is: a phase begins. `long`: it may last, as loading, a save or an export does."""
+        """Begin a phase; `long` for one without a time limit, such as loading, a save or an export."""
         now, beat = time.monotonic(), self._beat
         longest_s = beat.longest_s
         if not beat.long and self._step > self._first_step:  # the first step also compiles and allocates
@@ -226,13 +224,14 @@ class Heartbeat:
         self._beat = replace(beat, place=place, moves=beat.moves + 1, long=long, longest_s=longest_s)
         self._began = now
 
-    # --- in threads of their own
+    # --- in threads
 
-    def _tell(self) -> None:
+    def _run(self) -> None:
+        """Write a beat and judge the others', once per tick."""
         try:
             peers, clock = self.peers.clone(), AwakeClock(self._tick_s)
         except RuntimeError:
-            return  # the other thread finds that nothing is answered
+            return  # `_watch_store` notices that nothing is answered
         number, known = 0, {peers.rank}
         while True:
             number += 1
@@ -243,19 +242,19 @@ class Heartbeat:
                 peers.set(f"beat/{peers.rank}", json.dumps(asdict(beat)))
                 if leaving:
                     return self._leave_last(peers)
-                verdict = peers.get("verdict") or self._watch.judge(clock(), self._hear(peers, known))
+                verdict = peers.get("verdict") or self._watch.judge(clock(), self._read_beats(peers, known))
                 if verdict:
                     peers.set("verdict", verdict)
                     peers.set_end_reason(verdict)
                     return self._on_lost(verdict, True)
                 self._answered = number
-            except RuntimeError:  # the store does not answer; the other thread counts how long
+            except RuntimeError:  # the store does not answer; `_watch_store` counts for how long
                 if leaving:
                     return
             self._stop.wait(self._tick_s)
 
-    def _hear(self, peers: Peers, known: set[int]) -> dict[int, Beat]:
-        """The beats of those that this rank judges: rank 0 all, the others rank 0. Who never beat counts as well."""
+    def _read_beats(self, peers: Peers, known: set[int]) -> dict[int, Beat]:
+        """Return the beats that this rank judges: all on rank 0, else rank 0's; an empty one before the first."""
         judged = range(peers.world_size) if peers.rank == 0 else (0,)
         known.update(rank for rank in judged if rank not in known and peers.get(f"beat/{rank}") is not None)
         ranks = [rank for rank in judged if rank in known]
@@ -263,7 +262,7 @@ class Heartbeat:
         return {rank: Beat(**json.loads(beats[rank])) if rank in beats else Beat() for rank in judged}
 
     def _leave_last(self, peers: Peers) -> None:
-        """Rank 0 may hold the store: it leaves when the others have."""
+        """Wait on rank 0, which may host the store, until the others have left."""
         deadline = time.monotonic() + 5.0
         while self._beat.done and peers.rank == 0 and peers.job is not None and time.monotonic() < deadline:
             texts = peers.get_all([f"beat/{rank}" for rank in range(peers.world_size)])
@@ -271,7 +270,8 @@ class Heartbeat:
                 return
             time.sleep(0.05)
 
-    def _see_that_the_store_answers(self) -> None:
+    def _watch_store(self) -> None:
+        """End this rank if the store does not answer for T."""
         clock, seen, since = AwakeClock(self._tick_s), 0, 0.0
         while not self._stop.wait(self._tick_s):
             now = clock()
@@ -288,7 +288,7 @@ class Heartbeat:
 
 
 def _line_of(thread: int) -> tuple[str, bool]:
-    """Return the line of Python that the main thread is in, and whether this process waits for other ranks."""
+    """Return the line of Python that a thread is in, and whether this process waits for other ranks."""
     frame: Any = sys._current_frames().get(thread)
     if frame is None:
         return "", False
@@ -303,7 +303,7 @@ def _line_of(thread: int) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def ending_with_the_agent() -> Iterator[None]:
-    """Under torchrun: end this process when the agent that started it is gone (killed, so that it could end nobody)."""
+    """Under torchrun: end this process if its agent is gone, as a killed agent ends nobody."""
     agent, stop = os.getppid(), threading.Event()
 
     def watch() -> None:
@@ -311,9 +311,8 @@ def ending_with_the_agent() -> Iterator[None]:
             if os.getppid() != agent:
                 os._exit(1)
 
-    thread = threading.Thread(target=watch, name="longspan-agent", daemon=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        thread.start()
+        threading.Thread(target=watch, name="longspan-agent", daemon=True).start()
     try:
         yield
     finally:

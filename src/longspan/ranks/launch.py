@@ -1,8 +1,8 @@
 """Start one process per rank on this machine, or join the job that torchrun or srun has started.
 
-Alone, the ranks are processes that `longspan.ranks.supervisor` starts and ends. Under torchrun or srun, which start the
-ranks of several machines, the job runs in this very process. Either way a job runs inside `joined`: the ranks have met,
-and a heartbeat names the one that is lost.
+Without torchrun or srun, `longspan.ranks.supervisor` starts and ends the ranks. Under them, which start the ranks of
+several machines, the job runs in this process. Either way it runs inside `joined`: the rendezvous is done, and a
+heartbeat names a rank that is lost.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
-from longspan.ranks.rendezvous import VARIABLES, read_job, wait_for_ranks
-from longspan.ranks.slurm import adopt_step
+from longspan.ranks.job import VARIABLES, adopt_step, read_job
+from longspan.ranks.rendezvous import wait_for_ranks
 from longspan.ranks.supervisor import (
     GRACE_S,
     LOST_CODE,
     SUPERVISED,
     RankFailed,
+    Signals,
     Stopped,
-    be_quiet,
+    silence_libraries,
     supervise,
     threads_per_rank,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
 __all__ = ["GRACE_S", "RankFailed", "StopRequest", "Stopped", "joined", "launch", "threads_per_rank"]
 
-#: Seconds that a rank which ends with an error leaves the machine's first rank to say it, under torchrun.
+#: Seconds that a rank with an error waits for the machine's first rank to print it, under torchrun.
 FIRST_RANK_WAIT_S = 30
-#: The same for what a heartbeat found, which the first rank may be unable to say.
+#: The same for a heartbeat's verdict, which the first rank may be unable to print.
 LOST_WAIT_S = 3
 
 
-class StopRequest:
-    """Catches SIGTERM and SIGINT, so that a job can end at a moment of its own choosing.
+class StopRequest(Signals):
+    """Catches SIGTERM and SIGINT, so that a job can end at a convenient point: a context manager around the job.
 
-    A second signal, later than `repeat_s` after the first, is no longer caught: it acts as it would have without
-    this. (Ctrl-C reaches a rank twice at once, from the terminal and from the launcher.) A job that has not left this
-    context `grace_s` seconds after the first signal is ended as it is, and `late` says what it has not done, and what
-    comes of it. The job's first rank says at once that it stops, and when (`stops`).
+    A second signal, later than `repeat_s` after the first, acts as it would without this. (Ctrl-C reaches a rank twice
+    at once, from the terminal and from the launcher.) A job that is still inside `grace_s` seconds after the first
+    signal is ended; `late` is what it has not done, and the consequence. The job's first rank prints `stops` on the
+    first signal.
     """
 
     def __init__(
@@ -56,115 +56,98 @@ class StopRequest:
         stops: str = "stopping",
         repeat_s: float = 2.0,
         grace_s: float = GRACE_S,
-        late: tuple[str, str] = (
-            "not saved",
-            "what was done since the last checkpoint is lost (--grace gives it longer)",
-        ),
+        late: tuple[str, str] = ("not saved", "progress since the last checkpoint is lost (--grace gives it longer)"),
     ) -> None:
-        self.signum: int | None = None
-        self._stops, self._repeat_s, self._grace_s, self._late = stops, repeat_s, grace_s, late
+        super().__init__((signal.SIGTERM, signal.SIGINT), repeat_s)
+        self._stops, self._grace_s, self._late = stops, grace_s, late
         self._timer: threading.Timer | None = None
-        self._since = 0.0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        with contextlib.suppress(ValueError):  # not in the main thread: signals are not ours to catch
-            for signum in (signal.SIGTERM, signal.SIGINT):
-                self._previous[signum] = signal.signal(signum, self._on_signal)
-        return self
 
     def __exit__(self, *_: object) -> None:
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-        self._previous.clear()
+        super().__exit__()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _on_signal(self, signum: int, _: FrameType | None) -> None:
-        if self.signum is None:
-            self.signum, self._since = signum, time.monotonic()
-            self._timer = threading.Timer(self._grace_s, self._give_up, (signum,))
-            self._timer.daemon = True
-            self._timer.start()
-            if is_first_rank():
-                # Not by sys.stderr, which a signal may have interrupted in the middle of a write.
-                os.write(2, f"longspan: {self._stops}; a second signal ends it at once\n".encode())
-        elif time.monotonic() - self._since > self._repeat_s:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
+    def on_first(self, signum: int) -> None:
+        """Start the timer, and print that the job stops."""
+        self._timer = threading.Timer(self._grace_s, self._end_late, (signum,))
+        self._timer.daemon = True
+        self._timer.start()
+        if is_first_rank():
+            # Not by sys.stderr: the signal may have interrupted one of its writes.
+            os.write(2, f"longspan: {self._stops}; a second signal ends it at once\n".encode())
 
-    def _give_up(self, signum: int) -> None:
-        if SUPERVISED not in os.environ:  # else the launcher says it
-            _write_error(
-                f"{self._late[0]} within {self._grace_s:g} s of {signal.Signals(signum).name}; {self._late[1]}"
-            )
+    def on_second(self, signum: int) -> None:
+        """Act as without this context."""
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    def _end_late(self, signum: int) -> None:
+        if SUPERVISED not in os.environ:  # otherwise the launcher prints it
+            what, consequence = self._late
+            _print(f"error: {what} within {self._grace_s:g} s of {signal.Signals(signum).name}; {consequence}")
         os._exit(128 + signum)
 
 
 def under_torchrun() -> bool:
-    """Whether this process is already a rank of a job: its environment says where the ranks meet, or it is srun's."""
+    """Return whether the environment describes a job: this process is a rank, of torchrun, `srun` or the launcher."""
     adopt_step()
     return all(name in os.environ for name in VARIABLES)
 
 
 def started_elsewhere() -> bool:
-    """Whether torchrun or a scheduler has started this rank, so that no launcher here has checked anything first."""
+    """Return whether torchrun or a scheduler started this rank, so that no launcher has checked anything before."""
     return under_torchrun() and SUPERVISED not in os.environ
 
 
 def is_first_rank() -> bool:
-    """Whether this process should print what the job found: rank 0, or the only process."""
+    """Return whether this process prints the job's results: rank 0, or the only process."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def is_first_rank_here() -> bool:
-    """Whether this process should say on this machine why the job ends: its first rank, or the only process."""
+def is_first_local_rank() -> bool:
+    """Return whether this process prints on this machine why the job ends: its first rank, or the only process."""
     return not under_torchrun() or os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
 
 
-def _write_error(text: str) -> None:
-    _say(f"error: {text}")
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"longspan: {text}\n")
         sys.stderr.flush()
 
 
-def let_first_rank_speak() -> None:
-    """Called by every rank that is about to end with an error: the others wait for the machine's first rank.
+def let_first_rank_report() -> None:
+    """Wait, before this rank ends with an error, so that the machine's first rank can print it.
 
-    torchrun ends all ranks as soon as one has failed, so a rank that ended at once could end the one that was about to
-    say why. The first rank returns at once, says it and fails; torchrun then ends the others in their wait. If they are
-    still there after `FIRST_RANK_WAIT_S` seconds, the error was not that of all ranks, and they should say it.
+    torchrun ends all ranks as soon as one has failed, so a rank that ended at once could end the one that is about to
+    print the cause. The first rank returns at once, prints and fails; torchrun then ends the others in their wait. If
+    they are still running after `FIRST_RANK_WAIT_S` seconds, the error was not that of all ranks, and they print it.
     """
-    if not is_first_rank_here() and "LOCAL_RANK" in os.environ:  # else nobody is ended by an agent
+    if not is_first_local_rank() and "LOCAL_RANK" in os.environ:  # no agent without LOCAL_RANK
         time.sleep(FIRST_RANK_WAIT_S)
 
 
 def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
-    """Refuse a number of processes that is not the number of ranks of the mesh, before any of them starts.
+    """Raise if the number of processes is not the number of ranks of the mesh, before any of them starts.
 
     Args:
         needed: ranks of the mesh.
-        nproc: processes asked for on this machine, or None for as many as the mesh needs.
-        mesh: how the mesh was spelled, for the message.
+        nproc: processes on this machine, or None for as many as the mesh needs.
+        mesh: its flags, for the message.
 
     Raises:
         LongspanError: with both numbers; or for variables that describe no possible job.
     """
     job = read_job()
     if job is not None:
-        world, here = job.world_size, job.ranks_here
+        world, local = job.world_size, job.local_world_size
         if world != needed:
             raise LongspanError(
                 f"{job.started_by} started {world} processes, but {mesh} needs {needed}; start {needed}, or choose "
                 f"degrees whose product is {world}"
             )
-        if nproc is not None and here and nproc != here:
+        if nproc is not None and local and nproc != local:
             raise LongspanError(
-                f"--nproc {nproc} does not match the {here} processes that {job.started_by} started on this machine; "
+                f"--nproc {nproc} does not match the {local} processes that {job.started_by} started on this machine; "
                 f"leave --nproc out under {job.started_by}"
             )
     elif nproc is not None and nproc != needed:
@@ -175,41 +158,40 @@ def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
 
 
 def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = GRACE_S) -> Any:
-    """Run `entry(*args)` on `nproc` ranks and return what rank 0 returned.
+    """Run `entry(*args)` on `nproc` ranks and return rank 0's result.
 
-    One rank runs in this process, with no process group. Several are started here (`longspan.ranks.supervisor`), unless
-    torchrun has started this process as one of them already. `entry` finds the job in torchrun's environment variables
-    (`longspan.init_mesh` reads them). A script that calls this needs the usual `if __name__ == "__main__":`, and
-    `entry` and `args` must be picklable.
+    One rank runs in this process, without a process group. Several are started by `longspan.ranks.supervisor`, unless
+    torchrun has already started this process as one of them. `entry` reads the job from torchrun's environment
+    variables (as `longspan.init_mesh` does). A script that calls this needs `if __name__ == "__main__":`, and `entry`
+    and `args` must be picklable.
 
     Args:
         entry: what every rank runs.
         args: its arguments.
         nproc: ranks of the job.
-        grace_s: seconds that the ranks get to end after this process was told to stop.
+        grace_s: seconds for the ranks to end after a signal.
 
     Raises:
-        LongspanError: raised by a rank (the earliest one's), for a wrong number of processes under torchrun, or for
+        LongspanError: raised by a rank (the first one's), for a wrong number of processes under torchrun, or for
             variables that describe no possible job.
-        RankFailed: a rank died of anything else, ended early, or was found lost by its heartbeat; the others have been
-            ended.
-        Stopped: the job was told to stop by a signal; `why_not` says what kept it from saving, if anything did.
+        RankFailed: a rank died of anything else, ended early, or lost its heartbeat; the others have been ended.
+        Stopped: a signal ended the job; `not_saved` says why its state could not be saved, if so.
     """
     if read_job() is not None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         check_nproc(nproc, None, f"a mesh of {nproc}")
         if nproc > 1 and is_first_rank():
-            _say(f"waiting for {nproc} ranks")
-        return record(_noticing_an_early_end)(entry, *args)
+            _print(f"waiting for {nproc} ranks")
+        return record(_run_in_this_process)(entry, *args)
     if nproc == 1:
         return entry(*args)
-    _say(f"starting {nproc} ranks")
+    _print(f"starting {nproc} ranks")
     return supervise(entry, args, nproc, grace_s)
 
 
-def _noticing_an_early_end(entry: Callable[..., Any], *args: Any) -> Any:
-    """`sys.exit(0)` inside a job is no success: torchrun would think this rank is done, and the others would wait."""
+def _run_in_this_process(entry: Callable[..., Any], *args: Any) -> Any:
+    """Run `entry`; `sys.exit(0)` in it is an error, as torchrun would count this rank as done and the others wait."""
     try:
         return entry(*args)
     except Stopped:
@@ -221,37 +203,37 @@ def _noticing_an_early_end(entry: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Heartbeat]:
-    """Around all that a rank of a job does: it has met the others, and from then on its heart beats.
+    """Wait for the other ranks, and run a heartbeat while this context lasts: put it around a rank's whole job.
 
     A rank that is stopped, hung or cut off is named within `timeout_s` (by default 60, with GPUs 300), and every rank
-    ends; `longspan.ranks.heartbeat` has the rules. Alone, nothing beats.
+    ends; `longspan.ranks.heartbeat` has the rules.
 
     Raises:
-        LongspanError: if a rank does not come within `start_s` (by default 600 seconds), or there is no such job.
+        LongspanError: if a rank does not arrive within `start_s` (by default 600 seconds), or there is no such job.
     """
     if started_elsewhere() and not is_first_rank():
-        be_quiet()
+        silence_libraries()
     with ending_with_the_agent():
         peers = wait_for_ranks(timeout_s, start_s)
-        with Heartbeat(peers, _end_of_a_lost_job) as heartbeat:
+        with Heartbeat(peers, _end_lost_job) as heartbeat:
             yield heartbeat
 
 
-def _end_of_a_lost_job(message: str, told: bool) -> None:
-    """End this rank, whose main thread may wait without end, from a thread. `told`: the launcher knows the message."""
+def _end_lost_job(message: str, stored: bool) -> None:
+    """End this process from a thread, as its main thread may wait forever; `stored`: the launcher has the message."""
     if SUPERVISED in os.environ:
-        if not told:
-            _write_error(message)
+        if not stored:
+            _print(f"error: {message}")
         os._exit(LOST_CODE)
-    if not is_first_rank_here():
-        time.sleep(LOST_WAIT_S)  # it may be the one that is lost
-    _write_error(message)
+    if not is_first_local_rank():
+        time.sleep(LOST_WAIT_S)  # the first rank may be the lost one
+    _print(f"error: {message}")
     os._exit(1)
 
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """What libraries write to stdout (gloo greets there, from C++) goes to stderr: stdout is for what was asked for."""
+    """Send what libraries write to stdout (gloo does, from C++) to stderr: stdout is for results."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

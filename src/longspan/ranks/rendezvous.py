@@ -1,7 +1,7 @@
 """Rendezvous: the ranks of a job connect to one store, before any process group exists.
 
-What keeps them from it (no such job, a missing rank, a port in use) is raised within a time-out, with the environment
-variables and the fix. Later messages over the same store are text, never pickled.
+If they cannot (no such job, a missing rank, a port in use), raise within a timeout, with the environment variables and
+the fix. Later messages over the same store are text, never pickled.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import format_ranks
-from longspan.ranks.slurm import adopt_step
+from longspan.ranks.job import VARIABLES, Job, read_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Default of --timeout in seconds: without and with GPUs.
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
 #: Default of --start-timeout in seconds: on a busy machine, importing torch and transformers can take minutes.
@@ -37,83 +34,9 @@ GROUP_TIMEOUT_S = 24 * 3600
 #: Timeout in seconds of gloo's collectives in a job with GPUs, where one host may wait for another to write a model.
 HOST_TIMEOUT_S = 2 * 3600
 #: Key of the store under which a rank writes why the job ends, for the process that hosts the store.
-END_REASON_KEY = "longspan/last-word"
+END_REASON_KEY = "longspan/end-reason"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job as torchrun's or Slurm's variables describe it to one rank; `ranks_here` is 0 if they do not say."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    ranks_here: int
-    address: str
-    port: int
-
-    @property
-    def on_one_machine(self) -> bool:
-        return self.ranks_here == self.world_size
-
-    @property
-    def started_by(self) -> str:
-        return "srun" if "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ else "torchrun"
-
-    def __str__(self) -> str:
-        return f"RANK={self.rank}, WORLD_SIZE={self.world_size}, MASTER_ADDR={self.address} and MASTER_PORT={self.port}"
-
-
-def read_job() -> Job | None:
-    """Return the job that the environment describes, or None.
-
-    In a step of `srun`, set torchrun's variables first (`longspan.ranks.slurm`).
-
-    Raises:
-        LongspanError: if variables are missing or impossible, naming them.
-    """
-    adopt_step()
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return None
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if missing:
-        there = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name))
-        raise LongspanError(
-            f"the environment describes a job in part: it has {there or 'empty variables'}, but no "
-            f"{', '.join(missing)}; {_fix()}"
-        )
-    world_size = _integer("WORLD_SIZE", 1, None)
-    return Job(
-        rank=_integer("RANK", 0, world_size - 1),
-        world_size=world_size,
-        local_rank=_integer("LOCAL_RANK", 0, None, "0"),
-        ranks_here=_integer("LOCAL_WORLD_SIZE", 0, None, "0"),
-        address=os.environ["MASTER_ADDR"],
-        port=_integer("MASTER_PORT", 1, 65535),
-    )
-
-
-def _integer(name: str, least: int, most: int | None, default: str | None = None) -> int:
-    text = os.environ.get(name) or default or ""
-    number = int(text) if text.strip().lstrip("+-").isdecimal() else None
-    if number is None or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise LongspanError(f"the environment has {name}={text}, which is no integer {limits}; {_fix()}")
-    return number
-
-
-def _fix() -> str:
-    return (
-        f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"
-    )
-
-
-def default_timeout() -> int:
-    """Return the default of --timeout in seconds."""
-    import torch
-
-    return GPU_TIMEOUT_S if torch.cuda.is_available() else CPU_TIMEOUT_S
 
 
 class Peers:
@@ -142,7 +65,6 @@ class Peers:
         return Peers(self.rank, self.world_size, self.timeout_s, self._store.clone(), self._session, self.job)
 
     def set(self, key: str, text: str) -> None:
-        """Set a key of this job's store."""
         self._store.set(f"{self._session}/{key}", text)
 
     def get(self, key: str) -> str | None:
@@ -217,15 +139,12 @@ def device_index(job: Job, gpus: int) -> int:
     if gpus == 1:
         return 0
     if job.local_rank >= gpus:
+        option = "srun --ntasks-per-node" if job.started_by == "srun" else "torchrun --nproc-per-node"
         raise LongspanError(
             f"rank {job.rank} is number {job.local_rank + 1} on its machine, where it sees {gpus} GPUs; start at most "
-            f"{gpus} ranks there ({_per_machine(job)}), or show each rank one GPU of its own"
+            f"{gpus} ranks there ({option}), or let each rank see one other GPU"
         )
     return job.local_rank
-
-
-def _per_machine(job: Job) -> str:
-    return "srun --ntasks-per-node" if job.started_by == "srun" else "torchrun --nproc-per-node"
 
 
 def use_loopback() -> None:
@@ -248,11 +167,13 @@ def wait_for_ranks(timeout_s: float | None = None, start_s: float | None = None)
         LongspanError: within about `start_s` seconds, naming the missing ranks, or the variables if there is no such
             job.
     """
+    import torch
     import torch.distributed as dist
 
     from longspan.compat.torch_api import default_store
 
-    timeout_s, start_s = timeout_s or default_timeout(), start_s or START_TIMEOUT_S
+    timeout_s = timeout_s or (GPU_TIMEOUT_S if torch.cuda.is_available() else CPU_TIMEOUT_S)
+    start_s = start_s or START_TIMEOUT_S
     if dist.is_initialized():
         rank, world, job = dist.get_rank(), dist.get_world_size(), None
         store = default_store() if world > 1 else None
@@ -273,39 +194,40 @@ def _connect(job: Job, timeout_s: float) -> Any:
     """Connect to the job's store. Under torchrun its agent hosts it, else rank 0."""
     import torch.distributed as dist
 
-    held_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     options: dict[str, Any] = {"is_master": False}
-    if job.rank == 0 and not held_elsewhere:
-        listening = _listen(job).detach()
-        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listening}
+    if job.rank == 0 and not agent_hosts_store:
+        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": _listen(job).detach()}
     else:
         _wait_until_listening(job, timeout_s)
     # Any server may listen on that port, and torch would wait for its answer forever.
-    made: list[Any] = []
+    stores: list[Any] = []
 
     def connect() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
             limit = timedelta(seconds=timeout_s)
-            made.append(dist.TCPStore(job.address, job.port, timeout=limit, **options))  # type: ignore[attr-defined]
+            stores.append(dist.TCPStore(job.address, job.port, timeout=limit, **options))  # type: ignore[attr-defined]
 
     thread = threading.Thread(target=connect, name="longspan-connect", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if not made:
+    if not stores:
         raise _no_such_job(job, timeout_s, "what listens there is not the store of a job")
-    return made[0]
+    return stores[0]
 
 
 def _listen(job: Job) -> socket.socket:
     """Return a socket on the interface of MASTER_ADDR only; torch's store would listen on all interfaces."""
     refused: OSError | None = None
     try:
-        found = socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(job.address, job.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise LongspanError(f"MASTER_ADDR={job.address} is no address: {error}; {_fix()}") from error
-    here = job.on_one_machine or job.address in ("localhost", "::1") or job.address.startswith("127.")
-    for family, _, _, _, address in found:
-        if not here and ipaddress.ip_address(address[0]).is_loopback:
+        raise LongspanError(
+            f"MASTER_ADDR={job.address} is no address: {error}; set it to the host of rank 0"
+        ) from error
+    local = job.on_one_machine or job.address in ("localhost", "::1") or job.address.startswith("127.")
+    for family, _, _, _, address in addresses:
+        if not local and ipaddress.ip_address(address[0]).is_loopback:
             continue  # many machines resolve their own name to 127.0.1.1, which others cannot reach
         try:
             return socket.create_server(address[:2], family=family, backlog=max(128, job.world_size))
@@ -339,8 +261,8 @@ def _wait_until_listening(job: Job, timeout_s: float) -> None:
 def _no_such_job(job: Job, timeout_s: float, reason: str) -> LongspanError:
     return LongspanError(
         f"no connection to the job of {job} within {timeout_s:g} s, {reason}; if there is no such job, run `unset "
-        f"{' '.join(VARIABLES)}`; if there is, see that rank 0 was started and that a firewall lets "
-        f"{job.address}:{job.port} through, or wait longer with --start-timeout"
+        f"{' '.join(VARIABLES)}`; if there is, check that rank 0 was started and that no firewall blocks "
+        f"{job.address}:{job.port}, or wait longer with --start-timeout"
     )
 
 
@@ -365,14 +287,14 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None
         absent = [0]
         if answered:
             session = str(store.get(f"longspan/welcome/{greeting}").decode())
-            store.set(f"{session}/here/{rank}", "yes")
+            store.set(f"{session}/arrived/{rank}", "yes")
             poll(lambda: store.check([f"{session}/met"]) or store.check([f"{session}/absent"]), deadline)
             if store.check([f"{session}/met"]):
                 return session
-            absent = [other for other in range(1, world) if not store.check([f"{session}/here/{other}"])] or [0]
-    job_said = f"; the job is {job}, and if there is no such job, run `unset {' '.join(VARIABLES)}`" if job else ""
+            absent = [other for other in range(1, world) if not store.check([f"{session}/arrived/{other}"])] or [0]
+    hint = f"; the job is {job}, and if there is no such job, run `unset {' '.join(VARIABLES)}`" if job else ""
     raise LongspanError(
-        f"{format_ranks(absent)} of {world} did not arrive within {timeout_s:g} s{job_said}; if the ranks need longer "
+        f"{format_ranks(absent)} of {world} did not arrive within {timeout_s:g} s{hint}; if the ranks need longer "
         "to start, give a longer --start-timeout (init_mesh: timeout=)"
     )
 
@@ -381,26 +303,21 @@ def _welcome(store: Any, world: int, session: str, deadline: float) -> list[int]
     """On rank 0: answer the greetings, and return the ranks that are missing at the deadline."""
     absent, answered = list(range(1, world)), dict.fromkeys(range(world), b"")
 
-    def all_here() -> bool:
+    def all_arrived() -> bool:
         for other in list(absent):
             key = f"longspan/hello/{other}"
             if store.check([key]) and (greeting := store.get(key)) != answered[other]:
                 store.set(f"longspan/welcome/{greeting.decode()}", session)
                 answered[other] = greeting
-            if store.check([f"{session}/here/{other}"]):
+            if store.check([f"{session}/arrived/{other}"]):
                 absent.remove(other)
         return not absent
 
-    poll(all_here, deadline)
-    twice = [other for other in range(1, world) if other not in absent and _changed(store, other, answered[other])]
-    if twice:
-        raise LongspanError(f"two processes have RANK={twice[0]}; every rank of a job needs a RANK of its own")
+    poll(all_arrived, deadline)
+    for other in set(range(1, world)) - set(absent):
+        if store.get(f"longspan/hello/{other}") != answered[other]:
+            raise LongspanError(f"two processes have RANK={other}; give every rank of a job a different RANK")
     return absent
-
-
-def _changed(store: Any, rank: int, greeting: bytes) -> bool:
-    found: bytes = store.get(f"longspan/hello/{rank}")
-    return found != greeting
 
 
 def poll(condition: Callable[[], bool], deadline: float) -> bool:

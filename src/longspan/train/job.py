@@ -53,8 +53,8 @@ def run(config: TrainConfig) -> int:
     try:
         _train(config)
     except launch.Stopped as stop:
-        if stop.why_not:
-            print(f"longspan: {stop.why_not}", file=sys.stderr)
+        if stop.not_saved:
+            print(f"longspan: {stop.not_saved}", file=sys.stderr)
         raise
     return 0
 

@@ -74,7 +74,7 @@ class Trainer:
         heartbeat: tells the other ranks where this one is; without one, nobody is told.
 
     Raises:
-        LongspanError: for what `open_inputs` refuses, ranks that were not given the same, a model that cannot be
+        LongspanError: for what `open_inputs` refuses, ranks that were started differently, a model that cannot be
             sharded, or another model's checkpoint.
     """
 
