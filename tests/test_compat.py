@@ -1,4 +1,4 @@
-"""`compat` is the only place of private and version-bound names, and says what is done when one is gone."""
+"""Only `compat` uses private and version-bound names, and each has a fallback or a clear error if it is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 import longspan
 from longspan.attn.mask import Mask
 from longspan.compat import torch_api, torch_attention, torch_checkpoint, transformers_api
-from longspan.compat.gone import TESTED, gone
+from longspan.compat.versions import TESTED, missing
 from longspan.core.errors import LongspanError
 from longspan.hf.checks import version
 from longspan.hf.forward import registry
@@ -32,7 +32,7 @@ from tests.pool import RankPool
 ROOT = Path(__file__).parents[1]
 SOURCES = Path(longspan.__file__).parent
 
-#: Public, but not in every version that longspan runs on, or of a library's inside all the same.
+#: Public names that some versions lack, or that belong to the inside of a library.
 VERSION_BOUND = {
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
     "activation_checkpointing_enable", "gradient_checkpointing_enable", "set_force_sum_reduction_for_comms",
@@ -46,7 +46,7 @@ def _is_private(name: str) -> bool:
 
 
 def _own_names(tree: ast.Module) -> set[str]:
-    """Private names that a module makes itself: functions, classes, variables, attributes of `self`."""
+    """Return private names that a module defines: functions, classes, variables, attributes of `self`."""
     own = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -59,7 +59,7 @@ def _own_names(tree: ast.Module) -> set[str]:
 
 
 def private_names(source: str) -> list[str]:
-    """Every private or version-bound name that a module uses and has not made itself, as `line: name`."""
+    """Return every private or version-bound name that a module uses and does not define, as `line: name`."""
     tree = ast.parse(source)
     own = _own_names(tree)
 
@@ -77,8 +77,8 @@ def private_names(source: str) -> list[str]:
                 if not of_python:  # os._exit
                     yield node.lineno, node.attr
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "attr" in node.func.id:
-                said = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-                yield from ((node.lineno, name) for name in said if is_foreign(name))
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+                yield from ((node.lineno, name) for name in texts if is_foreign(name))
 
     return [f"{line}: {name}" for line, name in sorted(found())]
 
@@ -92,78 +92,59 @@ def test_no_other_module_uses_a_private_name_of_torch_or_transformers() -> None:
     assert {name: names for name, names in used.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_private_names_of_others_are_found() -> None:
+    for line in (
         "from torch.distributed.checkpoint._nested_dict import flatten_state_dict",
         "from torch.distributed.checkpoint.filesystem import _StorageInfo",
         "import torch.distributed._tensor",
-        "from torch.utils._pytree import tree_leaves",
         "torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)",
         "mesh['ring', 'ulysses']._flatten('sequence')",
-        "model.config._attn_implementation = 'longspan'",
         "local = getattr(p, '_local_tensor', p)",
         "if hasattr(dist, 'all_gather_single'): pass",
         "engine.queue_callback(self._finish)",
         "from transformers.masking_utils import causal_mask_function",
         "class A:\n    def f(self): return self._version",
-    ],
-)
-def test_a_private_name_is_found(line: str) -> None:
-    assert private_names(line)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+    ):
+        assert private_names(line), line
+    for line in (
         "os._exit(1)",
         "class A:\n    def f(self): self._x = 1; return self._x",
         "def _f(): pass\nmodule._f()",
         "x.__dict__, type(x).__name__",
         "from torch.distributed.tensor import DTensor",
-    ],
-)
-def test_what_is_not_foreign_is_not_found(line: str) -> None:
-    assert private_names(line) == []
+    ):
+        assert private_names(line) == [], line
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is said of each.
-
-
-def _said(path: Path) -> dict[str, str]:
-    """Docstrings of what a module offers: functions, classes, and the text below a constant."""
+def _docstrings(path: Path) -> dict[str, str]:
+    """Return the docstrings of a module's public functions, classes and constants."""
     tree = ast.parse(path.read_text())
-    said = {n.name: ast.get_docstring(n) or "" for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    docs = {n.name: ast.get_docstring(n) or "" for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     for node, after in zip(tree.body, tree.body[1:], strict=False):
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Name) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            said[target.id] = str(after.value.value)
-    return {name: text for name, text in said.items() if not name.startswith("_")}
+            docs[target.id] = str(after.value.value)
+    return {name: text for name, text in docs.items() if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("module", ["torch_api", "torch_checkpoint", "transformers_api"])
-def test_everything_says_its_versions_the_public_way_and_what_is_done_when_it_is_gone(module: str) -> None:
-    said = _said(SOURCES / "compat" / f"{module}.py")
-    assert len(said) >= 3
-    for name, text in said.items():
-        flat = " ".join(text.split())
-        assert re.search(r"Versions: (all|(torch|transformers) \d)", flat), name
-        assert "Public way: " in flat and re.search(r"When gone( \(.*\))?: ", flat), name
+@pytest.mark.parametrize("module", ["torch_api", "torch_checkpoint", "transformers_api", "trl_api", "lm_eval_api"])
+def test_every_docstring_has_the_consequence_of_a_missing_name(module: str) -> None:
+    docs = _docstrings(SOURCES / "compat" / f"{module}.py")
+    assert docs and [name for name, text in docs.items() if "When gone" not in text] == []
 
 
-def test_the_versions_are_those_that_are_tested() -> None:
-    """From the oldest that pyproject.toml allows to the newest that constraints.txt pins."""
+def test_tested_versions_are_those_of_the_constraints() -> None:
+    """The oldest that pyproject.toml allows, and the newest that constraints.txt pins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = "\n".join([*project["dependencies"], *project["optional-dependencies"]["hf"]])
     pinned = (ROOT / "constraints.txt").read_text()
-    for library, said in TESTED.items():
+    for library, versions in TESTED.items():
         floor, top = (
             re.search(rf"^{library}>=([\d.]+)", wanted, re.M),
             re.search(rf"^{library}==(\d+\.\d+)", pinned, re.M),
         )
         assert floor is not None and top is not None
-        assert said == (floor[1], top[1])
+        assert versions == (floor[1], top[1])
     major, minor = TESTED["transformers"][1].split(".")
     assert f"<{major}.{int(minor) + 1}\n" in wanted + "\n"
 
@@ -183,7 +164,7 @@ def test_a_cache_is_accepted_by_either_name() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A version that does not have it.
+# A version without a name.
 
 _LINEAR = torch.nn.Linear(1, 1)
 
@@ -191,7 +172,7 @@ GONE: dict[str, tuple[Any, str, Callable[[], Any], str]] = {
     "groups": (
         dist.distributed_c10d, "_resolve_process_group", lambda: torch_api.find_group("0"), "torch 2.11 to 2.13",
     ),
-    "store": (dist.distributed_c10d, "_get_default_store", torch_api.default_store, "call longspan.init_mesh before"),
+    "store": (dist.distributed_c10d, "_get_default_store", torch_api.default_store, "call longspan.init_mesh instead"),
     "mesh": (
         torch.distributed.device_mesh.DeviceMesh,
         "_flatten",
@@ -234,17 +215,17 @@ GONE: dict[str, tuple[Any, str, Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", GONE)
-def test_what_is_gone_is_named_with_the_versions_that_have_it(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    where, name, call, way_out = GONE[what]
+def test_a_missing_name_is_an_error_with_versions_that_have_it(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    where, name, call, hint = GONE[what]
     monkeypatch.delattr(where, name)
     with pytest.raises(LongspanError) as error:
         call()
-    said = str(error.value)
-    assert name in said and way_out in said, said
-    assert re.search(r"^(torch|transformers) \d+\.\d+", said), said
+    message = str(error.value)
+    assert name in message and hint in message, message
+    assert re.search(r"^(torch|transformers) \d+\.\d+", message), message
 
 
-def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_module_or_attribute_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module, call in (
         ("torch.distributed.checkpoint._nested_dict", lambda: torch_checkpoint.flat_names({})),
         ("torch.nn.attention.flex_attention", torch_attention.flex),
@@ -254,16 +235,15 @@ def test_a_module_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             patch.delattr(torch.nn.attention, "flex_attention", raising=False)
             with pytest.raises(LongspanError, match=f"has no {re.escape(module)}, .*torch 2.11 to 2.13"):
                 call()
-
-
-def test_a_writer_without_a_file_system_of_its_own_is_refused(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path)
     del writer.fs
     with pytest.raises(LongspanError, match=r"has no FileSystemWriter.fs, .*torch 2.11 to 2.13"):
         torch_checkpoint.write_through(writer, torch_checkpoint.FileSystem())
+    with pytest.raises(LongspanError, match=r"no aten::_no_such, .*torch 2.11 to 2.13, or kernel='eager'"):
+        torch_attention._aten("_no_such")(1, scale=2)
 
 
-def test_a_tensor_without_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_without_versions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2)
     before = torch_api.version_of(x)
     x[:1].add_(1)
@@ -273,20 +253,14 @@ def test_a_tensor_without_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -
         torch_api.version_of(x)
 
 
-def test_an_operator_that_is_gone_is_named_when_it_is_called() -> None:
-    missing = torch_attention._aten("_no_such_attention")
-    with pytest.raises(LongspanError, match=r"no aten::_no_such_attention, .*torch 2.11 to 2.13, or kernel='eager'"):
-        missing(1, scale=2)
-
-
-def test_a_library_of_no_known_version_is_named_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.compat import gone as module
+def test_a_library_without_metadata_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.compat import versions as module
 
     def unknown(name: str) -> str:
         raise module.PackageNotFoundError(name)
 
     monkeypatch.setattr(module, "version", unknown)
-    assert str(gone("torch", "a.b", "this", "that")) == (
+    assert str(missing("torch", "a.b", "this", "that")) == (
         "torch of an unknown version has no a.b, which longspan needs for this; use torch 2.11 to 2.13, or that"
     )
 
@@ -296,7 +270,7 @@ def test_a_library_of_no_known_version_is_named_all_the_same(monkeypatch: pytest
 
 
 def _parallelized_untested(ring: int, **changes: Any) -> list[str]:
-    """Parallelize twice on a version that counts as untested; return the warnings, and the error."""
+    """Parallelize twice on a version that counts as untested; return the warnings and the error."""
     sp = sharding(ring=ring)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -336,7 +310,7 @@ def test_an_untested_version_is_named_and_checked_once(pool4: RankPool) -> None:
         ({"binding.cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
         ({"registry._mask": _without_padding}, r"logits of Llama with padding differ by"),
     ):
-        errors = [said[-1] for said in pool4.run(partial(_parallelized_untested, 2, **changes))]
+        errors = [texts[-1] for texts in pool4.run(partial(_parallelized_untested, 2, **changes))]
         assert all(e.startswith(f"{warning}. A check of small models failed") and re.search(what, e) for e in errors)
 
 
@@ -364,15 +338,15 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_operators_have_the_schemas_that_are_described(name: str) -> None:
-    """A newer torch may add keywords; what is passed by place must stay where it is."""
-    by_place, keywords, results = SCHEMAS[name]
+def test_operators_have_the_described_schemas(name: str) -> None:
+    """A newer torch may add keywords; positional arguments must keep their places."""
+    positional, keywords, results = SCHEMAS[name]
     schema = getattr(torch_attention, name).default._schema
-    assert [x.name for x in schema.arguments if not x.kwarg_only] == by_place.split()
+    assert [x.name for x in schema.arguments if not x.kwarg_only] == positional.split()
     assert [x.name for x in schema.arguments if x.kwarg_only][: len(keywords.split())] == keywords.split()
     assert len(schema.returns) == results
 
 
-def test_flex_and_trees_are_torchs() -> None:
+def test_flex_and_trees_are_those_of_torch() -> None:
     assert callable(torch_attention.flex().BlockMask) and callable(torch_attention.flex().flex_attention)
-    assert torch_attention.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]
+    assert torch_api.tree_leaves({"a": [1, (2,)], "b": 3}) == [1, 2, 3]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.torch_attention import tree_leaves
+from longspan.compat.torch_api import tree_leaves
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region

@@ -1,6 +1,6 @@
-"""What longspan uses of torch and transformers that is private, or that only some of their versions have; nothing else.
+"""Every private or version-bound name of torch, transformers and their friends that longspan uses; nothing else.
 
-Everything here says for which versions it is (those that the tests run with), what the public way would be, and what is
-done when the name is gone: the public way, or a `LongspanError` that says which versions have it. No other module uses
-a private name of the two.
+"When gone" in a docstring is what happens if a version lacks the name: a fallback, or a `LongspanError` that names
+versions that have it. "Versions" are those that have it, by default all that longspan supports. "Public way" is the
+public API for the same, by default none.
 """

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 
 class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
-    """An Accelerator whose processes are replicas: the ranks of a sequence group read the same batches, and count once.
+    """An Accelerator that counts the ranks of a sequence group, which read the same batches, as one process.
 
-    `of` makes one of an Accelerator that somebody else has made (transformers' Trainer). It overrides public methods
-    alone; what it calls besides is accelerate's `prepare_data_loader`.
+    It overrides public methods alone, and calls accelerate's `prepare_data_loader`.
 
     Versions: accelerate 1.10.1 to 1.15. When gone: an ImportError, or accelerate's own error for an argument it lacks.
     """
@@ -32,19 +31,19 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: Accelerator, sp: SequenceSharding) -> ReplicaAccelerator:
-        """The same accelerator, as one of these."""
-        made: Any = accelerator
-        made.__class__, made.longspan_sp = cls, sp
-        return made  # type: ignore[no-any-return]
+        """Change the class of an existing accelerator, such as that of transformers' Trainer, and return it."""
+        changed: Any = accelerator
+        changed.__class__, changed.longspan_sp = cls, sp
+        return changed  # type: ignore[no-any-return]
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Mixed precision and compilation alone: the model places its weights and sums its gradients by itself."""
+        """Apply mixed precision and compilation alone, as longspan shards the weights and sums the gradients."""
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader of this replica's batches."""
+        """Return a loader of this replica's batches."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         _seed_workers_by_replica(data_loader, self.longspan_sp.data_rank)
@@ -56,7 +55,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             split_batches=self.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
-            dispatch_batches=False,  # each rank reads: a dispatcher counts every process of the job
+            dispatch_batches=False,  # a dispatcher would count every process of the job
             even_batches=self.even_batches,
             use_seedable_sampler=self.use_seedable_sampler,
             data_seed=self.dataloader_config.data_seed,
@@ -67,28 +66,24 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's, which steps once for each process: here once for each replica."""
+        """Return a scheduler that steps once per replica; accelerate's steps once per process."""
         made = super().prepare_scheduler(scheduler)
         made.__class__, made.split_batches, made.replicas = _ReplicaScheduler, True, self.longspan_sp.data_size
         return made
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As accelerate's. Its callers count on gradients that are averaged over the processes; here they are summed
-        over the ranks, and averaged over the replicas.
-        """
+        """Average gradients over the replicas, as callers expect; longspan sums them over the ranks."""
         super().backward(loss / self.longspan_sp.data_size, **kwargs)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """What the replicas have, one after the other, without the samples that fill up the last batch; numbers of all
-        of them.
-        """
+        """Return the replicas' tensors in order, without the samples that pad the last batch."""
         real = self.real_samples()
         return recursively_apply(
             lambda x: self.gather_over_replicas(x)[: real if x.dim() else None], input_data, error_on_other_type=True
         )
 
     def gather_over_replicas(self, x: Tensor) -> Tensor:
-        """`[n, ...]` of each replica as one `[replicas * n, ...]`, numbers as `[replicas]`. Collective."""
+        """Return `[n, ...]` of each replica as one `[replicas * n, ...]`, scalars as `[replicas]`. Collective."""
         size = self.longspan_sp.data_size
         mine = x.contiguous() if x.dim() else x.reshape(1)
         if size == 1:
@@ -99,9 +94,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return torch.cat(parts)
 
     def real_samples(self) -> int | None:
-        """In the last batch of a loader, where samples were repeated to fill it: the number of those that were not, of
-        all replicas; else None.
-        """
+        """Return the samples, over all replicas, of a loader's last batch if repeated ones pad it; else None."""
         state = self.gradient_state
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
@@ -115,7 +108,7 @@ class _ReplicaScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
 
 def _seed_workers_by_replica(loader: DataLoader[Any], replica: int) -> None:
-    """Ranks of a sequence group need the same batch, so their workers the same seed: transformers takes the rank's."""
+    """Seed workers by replica, not by rank as transformers does: a sequence group needs equal batches."""
     init = loader.worker_init_fn
     if isinstance(init, functools.partial) and "rank" in init.keywords:
         loader.worker_init_fn = functools.partial(init.func, *init.args, **{**init.keywords, "rank": replica})

@@ -8,7 +8,7 @@ from longspan.core.errors import LongspanError, require
 
 
 def harness_command_line() -> Any:
-    """The class of the harness's command line, to be run on every rank with a model of ours registered.
+    """Return the class of the harness's command line, which every rank runs after it has registered longspan's model.
 
     Versions: lm-eval 0.4.13. Public way: the command `lm_eval`, which knows no models of other packages. When gone, or
     not installed: LongspanError.

@@ -1,4 +1,4 @@
-"""torch's private and version-bound names outside of attention and checkpoints."""
+"""torch's private and version-bound names, without those of attention and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,46 +14,41 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.compat.gone import gone
+from longspan.compat.versions import missing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 NO_GROUP_WARNING = "torch.distributed is disabled"
-"""How the warning begins that Distributed Checkpoint gives where there is no process group.
-
-Versions: all. Public way: none, it has no category of its own. When gone: the warning is shown.
-"""
+"""How Distributed Checkpoint's warning begins if there is no process group. When gone: the warning is shown."""
 
 WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What `torch.compile` and torch's checkpoint wrapper put into the names of parameters.
+"""What `torch.compile` and torch's checkpoint wrapper insert into names of parameters.
 
-Versions: all. Public way: none. When gone: a model that was wrapped after `parallelize` is refused, as
-one whose parameters have other names.
+When gone: a model that is wrapped after `parallelize` is refused, as its parameters have other names.
 """
 
 
 def not_compiled(function: Function) -> Function:
-    """`torch.compiler.disable`, which has no types: a compiler runs `function` as it is.
+    """`torch.compiler.disable` with types: a compiler runs `function` as it is.
 
-    Versions: all. Public way: this one. When gone: an AttributeError at the import.
+    Public way: this one. When gone: an AttributeError at import.
     """
     disabled: Function = torch.compiler.disable(function)
     return disabled
 
 
 def waits_for_gradient(x: Tensor) -> bool:
-    """Whether somebody asked for the gradient of a tensor that is no leaf: by a hook, or `retain_grad`.
+    """Return whether the gradient of a non-leaf tensor is needed, by a hook or `retain_grad`.
 
-    Versions: torch 2.11 to 2.13 (`_backward_hooks`). Public way: none for hooks. When gone: an AttributeError.
+    Public way: none for hooks. When gone: an AttributeError.
     """
     return bool(x._backward_hooks) or x.retains_grad
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range of this name in a profiler's trace; nothing where none records, or where a compiler looks on.
+    """Return a range for a profiler's trace; a null context if none records, or in a compiler.
 
-    Versions: torch 2.11 to 2.13 (`record_function` is public; whether a profiler is on is not). Public way: the range
-    without asking, which costs microseconds in every layer. When gone: the range is always made.
+    Public way: always make the range, which costs microseconds in every layer. When gone: that.
     """
     if torch.compiler.is_compiling() or not getattr(torch._C._autograd, "_profiler_enabled", lambda: True)():
         return contextlib.nullcontext()
@@ -61,9 +56,9 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward under way was asked to keep its graph (`retain_graph=True`); inside one alone.
+    """Return whether the running backward keeps its graph (`retain_graph=True`); call it inside of one.
 
-    Versions: all. Public way: none. When gone: it is not, and a second backward raises torch's error.
+    When gone: False, and a second backward raises torch's error.
     """
     found = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: False)
     return bool(found())
@@ -74,17 +69,16 @@ ELEMENTWISE: dict[str, Callable[[Any], Tensor]] = {
     "SiluBackward0": lambda node: F.silu(node._saved_self),
     "GeluBackward0": lambda node: F.gelu(node._saved_self, approximate=node._saved_approximate),
 }
-"""By the name of an operation's node in a graph, which holds what went in: its result, computed again.
+"""The result of an operation, recomputed from its autograd node, by the node's name.
 
-Versions: all. Public way: none (the names are in torch's notes on autograd). When gone: under another
-name of the node such a result is saved, as by torch itself; under another name of what it holds, an AttributeError.
+When gone: a node of another name is saved as by torch itself; other names of its inputs raise an AttributeError.
 """
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether hooks on what autograd saves are in force, such as a checkpointed layer's: only the innermost apply.
+    """Return whether saved-tensor hooks are active, such as a checkpointed layer's: only the innermost apply.
 
-    Versions: all. Public way: none. When gone: they always are, and whoever asks does without its own.
+    When gone: True, and callers install no hooks.
     """
     found = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: True)
     return found(True) is not None
@@ -92,68 +86,59 @@ def saved_tensors_are_hooked() -> bool:
 
 # --- collectives and groups
 
-# The public names of two collectives changed: torch 2.13 warns of the old ones, torch before it has only those.
+# Public names that changed: torch 2.13 warns of the old ones, older versions have only those.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-    """The backend's all-gather: every rank's `x` `[n, ...]` one after the other in `out` `[ranks * n, ...]`. What to
-    wait for, where it is to be under way (`async_op`).
+    """All-gather `x` `[n, ...]` in rank order into `out` `[ranks * n, ...]`; return the work if `async_op`.
 
-    Versions: torch 2.13 by the new name, 2.11 and 2.12 by the old. Public way: this one. When gone: an AttributeError.
+    Public way: this one. When gone: an AttributeError.
     """
     work: dist.Work | None = getattr(dist, _GATHER)(out, x, group=group, async_op=async_op)
     return work
 
 
 def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-    """The backend's reduce-scatter: my part `[n, ...]` of the sum of every rank's `x` `[ranks * n, ...]` in `out`. What
-    to wait for, where it is to be under way (`async_op`).
+    """Reduce-scatter `x` `[ranks * n, ...]`: `out` `[n, ...]` is my part of the sum; return as `gather_into`.
 
-    Versions: torch 2.13 by the new name, 2.11 and 2.12 by the old. Public way: this one. When gone: an AttributeError.
+    Public way: this one. When gone: an AttributeError.
     """
     work: dist.Work | None = getattr(dist, _SCATTER)(out, x, group=group, async_op=async_op)
     return work
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """The process group of a `group_name`: an operator takes plain values, and finds its group again by that.
-
-    Versions: all. Public way: none. When gone: LongspanError.
-    """
+    """Return the process group of a `group_name`, as operators take plain values only. When gone: LongspanError."""
     resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     if resolve is None:
-        raise gone("torch", "torch.distributed.distributed_c10d._resolve_process_group", "collectives in operators")
+        raise missing("torch", "torch.distributed.distributed_c10d._resolve_process_group", "collectives in operators")
     group: dist.ProcessGroup = resolve(name)
     return group
 
 
 def default_store() -> Any:
-    """The store by which the ranks of the default process group have met.
-
-    Versions: all. Public way: none for a group that somebody else made. When gone: LongspanError.
-    """
+    """Return the store of the default process group, which the user may have made. When gone: LongspanError."""
     found: Any = getattr(dist.distributed_c10d, "_get_default_store", None)
     if found is None:
-        raise gone(
+        raise missing(
             "torch",
             "torch.distributed.distributed_c10d._get_default_store",
-            "meeting the ranks of a process group that stands already",
-            "call longspan.init_mesh before torch.distributed.init_process_group, whose work it then does",
+            "the rendezvous of an existing process group",
+            "call longspan.init_mesh instead of torch.distributed.init_process_group",
         )
     return found()
 
 
 def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """All axes of `mesh` as one, called `axis`; one process group for each set of ranks, made once. Collective.
+    """Return all axes of `mesh` as one called `axis`, with one process group per set of ranks. Collective.
 
-    Versions: all. Public way: none (`DeviceMesh.from_group` makes meshes that know nothing of one
-    another). When gone: LongspanError.
+    Public way: none (`DeviceMesh.from_group` makes unrelated meshes). When gone: LongspanError.
     """
     flatten: Any = getattr(mesh, "_flatten", None)
     if flatten is None:
-        raise gone(
+        raise missing(
             "torch",
             "DeviceMesh._flatten",
             "one group over several axes",
@@ -164,11 +149,10 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
 
 def copy_job_timeout(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Let a group made from the default one have its time-out: torch gives each new group its own default (10 minutes
-    for NCCL), whatever the job's was set to. Groups of a kind that has no time-out are left alone.
+    """Give a group the default group's timeout; torch gives new groups its own default (10 minutes for NCCL).
 
-    Versions: all. Public way: none for groups that a DeviceMesh makes. When gone: such groups give up
-    after torch's own default.
+    Backends without a timeout are left alone. Public way: none for groups that a DeviceMesh makes. When gone: torch's
+    default.
     """
     try:
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
@@ -179,9 +163,9 @@ def copy_job_timeout(group: dist.ProcessGroup, device_type: str) -> dist.Process
 
 
 def give_hosts_time(timeout: timedelta) -> None:
-    """Let the default group's messages between hosts wait so long, beside those between its GPUs.
+    """Set the timeout of the default group's gloo backend, next to that of its NCCL backend.
 
-    Versions: all. Public way: none for one of two backends of a group. When gone: they give up as early.
+    When gone: both have the same timeout.
     """
     try:
         group: Any = dist.distributed_c10d._get_default_group()
@@ -196,14 +180,13 @@ _HAS_VERSIONS = hasattr(Tensor, "_version")
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call `callback` once, when the backward that is running has accumulated all its gradients.
+    """Call `callback` once, when the running backward has accumulated all its gradients.
 
-    Versions: all. Public way: none that knows the end (`register_multi_grad_hook` has to be told before
-    which gradients will come). When gone: LongspanError.
+    Public way: none (`register_multi_grad_hook` must know the gradients in advance). When gone: LongspanError.
     """
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if not hasattr(engine, "queue_callback"):
-        raise gone(
+        raise missing(
             "torch",
             "torch.autograd.Variable._execution_engine.queue_callback",
             "summing gradients when a backward ends",
@@ -213,13 +196,9 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
 
 def version_of(x: Tensor) -> int:
-    """How often `x`'s memory has been written to by operators; its views count with it.
-
-    Versions: all. Public way: none, though torch's pages on autograd speak of it. When gone:
-    LongspanError.
-    """
+    """Return how often operators have written to the memory of `x`, or of its views. When gone: LongspanError."""
     if not _HAS_VERSIONS:
-        raise gone("torch", "Tensor._version", "telling whether a tensor has been written to")
+        raise missing("torch", "Tensor._version", "checks that a tensor was not overwritten")
     return x._version
 
 
@@ -227,42 +206,39 @@ def version_of(x: Tensor) -> int:
 
 
 def wrapped_by_ddp(model: nn.Module) -> bool:
-    """Whether a DistributedDataParallel around `model`, or around what holds it, runs its forward now.
+    """Return whether DistributedDataParallel, around `model` or a module that contains it, runs its forward now.
 
-    Versions: all. Public way: none. When gone: False; `forbid_ddp` refuses such a wrapper before.
+    When gone: False; `forbid_ddp` refuses such a wrapper before.
     """
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return wrapper is not None and any(module is model for module in wrapper.module.modules())
 
 
 def forbid_ddp(model: nn.Module, refusal: Iterable[str]) -> None:
-    """Have DistributedDataParallel iterate over `refusal`, which raises, before it does anything with `model`.
+    """Make DistributedDataParallel iterate over `refusal`, which raises, before it changes `model`.
 
-    Versions: all. Public way: none. When gone: `wrapped_by_ddp` still refuses it in its first forward.
+    When gone: `wrapped_by_ddp` still refuses its first forward.
     """
     model._ddp_params_and_buffers_to_ignore = refusal  # type: ignore[assignment]
 
 
 def is_replica(model: nn.Module) -> bool:
-    """Whether `model` is a copy that `torch.nn.DataParallel` has made for one forward.
-
-    Versions: all. Public way: none. When gone: False.
-    """
+    """Return whether `model` is a copy that `torch.nn.DataParallel` made for one forward. When gone: False."""
     return bool(getattr(model, "_is_replica", False))
 
 
 def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]], None]) -> None:
-    """Call `check` with what `to`, `half`, `cuda` and their kin are about to do to every tensor of `model`.
+    """Call `check` with the function that `to`, `half`, `cuda` and similar are about to apply to every tensor.
 
-    Versions: all. Public way: none that meets all of them. When gone: LongspanError.
+    When gone: LongspanError.
     """
     apply: Any = getattr(type(model), "_apply", None)
     if apply is None:
-        raise gone("torch", "torch.nn.Module._apply", "refusing to cast a parallelized model")
+        raise missing("torch", "torch.nn.Module._apply", "refusing to cast a parallelized model")
 
     def checked(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         check(fn)
-        # Not `apply`: FSDP makes another class of the model afterwards.
+        # Not the `apply` above: FSDP changes the class of the model later.
         applied: nn.Module = type(model)._apply(model, fn, recurse)
         return applied
 
@@ -270,16 +246,15 @@ def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]
 
 
 def sum_gradients(module: Any) -> None:
-    """Have FSDP sum a module's gradients over the ranks, and not average them, by a plain sum: gloo has no other.
+    """Let FSDP sum a module's gradients over the ranks instead of averaging them, by the plain sum that gloo has.
+
+    Public way: this one. When gone: LongspanError.
 
     Args:
         module: an `FSDPModule`.
-
-    Versions: torch 2.11 to 2.13 (`set_force_sum_reduction_for_comms` is public, and newer than FSDP2). Public way: this
-    one. When gone: LongspanError.
     """
     if not hasattr(module, "set_force_sum_reduction_for_comms"):
-        raise gone("torch", "FSDPModule.set_force_sum_reduction_for_comms", "sums of gradients", "fsdp=False")
+        raise missing("torch", "FSDPModule.set_force_sum_reduction_for_comms", "sums of gradients", "fsdp=False")
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
@@ -287,24 +262,29 @@ def sum_gradients(module: Any) -> None:
 def register_tree(
     kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[list[Any], Any], Any]
 ) -> None:
-    """Let torch look inside values of a class: at the tensors in it, as at those in a list.
-
-    Versions: all. Public way: none yet. When gone: LongspanError.
-    """
+    """Let torch find the tensors in values of a class, as in a list. When gone: LongspanError."""
     try:
         from torch.utils import _pytree
     except ImportError as error:
-        raise gone("torch", "torch.utils._pytree", "training without logits", "logits=True") from error
+        raise missing("torch", "torch.utils._pytree", "training without logits", "logits=True") from error
     _pytree.register_pytree_node(kind, flatten, lambda leaves, rest: unflatten(list(leaves), rest))
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The dict in which a module keeps its own parameters, to put a tensor in a parameter's place for a while.
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the values in nested lists, tuples and dicts. When gone: LongspanError."""
+    try:
+        from torch.utils import _pytree
+    except ImportError as error:
+        raise missing("torch", "torch.utils._pytree", "nested values") from error
+    return list(_pytree.tree_leaves(tree))
 
-    Versions: torch 2.11 to 2.13, and what FSDP2 writes to as well. Public way: none (`register_parameter` takes leaves
-    alone). When gone: LongspanError.
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dict of a module's own parameters, to replace one by a tensor for a while; FSDP2 writes to it too.
+
+    Public way: none (`register_parameter` takes leaves alone). When gone: LongspanError.
     """
-    found: dict[str, Any] | None = getattr(module, "_parameters", None)
-    if found is None:
-        raise gone("torch", "nn.Module._parameters", "a layer cut over a tensor axis", "`tensor=1`")
-    return found
+    parameters: dict[str, Any] | None = getattr(module, "_parameters", None)
+    if parameters is None:
+        raise missing("torch", "nn.Module._parameters", "a layer sharded over a tensor axis", "`tensor=1`")
+    return parameters

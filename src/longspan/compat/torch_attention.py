@@ -1,7 +1,7 @@
 """torch's attention with log-sum-exp, forward and backward, and FlexAttention.
 
-`scaled_dot_product_attention` is public and gives the output alone; a ring adds blocks up by their log-sum-exps, which
-only the operators below it give. They are called as their schemas say, which a test compares.
+The public `scaled_dot_product_attention` returns the output alone. A ring merges blocks by their log-sum-exps, which
+only its private operators return. A test compares their schemas with the descriptions here.
 """
 
 from __future__ import annotations
@@ -15,27 +15,23 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from longspan.compat.gone import gone
+from longspan.compat.versions import missing
 from longspan.core.errors import LongspanError
 
 
 def _aten(name: str) -> Any:
-    """An operator; where torch has none of this name, something that says so when it is called.
+    """Return an operator; if torch lacks it, calling it raises, as a run on CPUs needs no operator for GPUs."""
+    operator = getattr(torch.ops.aten, name, None)
+    if operator is not None:
+        return operator
 
-    (Not at the import: a run on CPUs needs no operator for GPUs.)
-    """
-    found = getattr(torch.ops.aten, name, None)
-    if found is not None:
-        return found
+    def unavailable(*_: Any, **__: Any) -> NoReturn:
+        raise missing("torch", f"aten::{name}", "attention with its log-sum-exp", "kernel='eager'")
 
-    def missing(*_: Any, **__: Any) -> NoReturn:
-        raise gone("torch", f"aten::{name}", "attention with its log-sum-exp", "kernel='eager'")
-
-    return missing
+    return unavailable
 
 
-# Of each operator: versions: torch 2.11 to 2.13. Public way: none gives the log-sum-exp. When gone: LongspanError when
-# it is called.
+# Each operator, when gone: LongspanError when it is called.
 
 flash_cpu = _aten("_scaled_dot_product_flash_attention_for_cpu")
 """(q, k, v [B, H, S, D], dropout_p, is_causal, *, attn_mask, scale) -> (out, lse fp32 [B, H, S])."""
@@ -68,23 +64,21 @@ cudnn_backward = _aten("_scaled_dot_product_cudnn_attention_backward")
 dropout_p, is_causal, *, scale) -> (dq, dk, dv)."""
 
 
-# Implementations of flash attention that torch can put in the place of its own (FlashAttention-2), for the whole
-# process. Of all four functions: versions: torch 2.11 to 2.13 (FA3 not in every one). Public way:
-# `torch.nn.attention.activate_flash_attention_impl` and `current_flash_attention_impl`, a prototype.
-# When gone: the implementation is refused, and torch's own is used.
+# Implementations of flash attention that can replace torch's own (FlashAttention-2) in the whole process; FA3 not in
+# every version. Public way: this one, a prototype. When gone: they are refused, and torch's own is used.
 
 FLASH_IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
-"""Names of kernels, and torch's names of what they run."""
+"""Names of kernels, and torch's names of their implementations."""
 
 _PACKAGES = {
     "FA3": ("flash_attn_interface", "flash-attn-3", ((9, 0),)),
     "FA4": ("flash_attn.cute.interface", "flash-attn-4", ((9, 0), (10, 0), (10, 3))),
 }
-"""Of each the module that torch imports, the package that has it, and compute capabilities of GPUs that it runs on."""
+"""The module that torch imports, its package, and the compute capabilities that it supports."""
 
 
 def missing_flash(implementation: str, device: torch.device) -> str | None:
-    """Why "FA3" or "FA4" cannot be activated for a GPU, and how it can; None if it can. Nothing is imported."""
+    """Return why "FA3" or "FA4" cannot be activated for a GPU, with a fix; None if it can. Imports nothing."""
     module, package, capabilities = _PACKAGES[implementation]
     attention = torch.nn.attention
     known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
@@ -106,45 +100,43 @@ def missing_flash(implementation: str, device: torch.device) -> str | None:
 
 
 def active_flash() -> str | None:
-    """Which implementation torch runs in the place of its own; None for its own."""
+    """Return the implementation that replaces torch's own; None if none does."""
     current: Any = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     active: str | None = None if current is None else current()
     return active
 
 
 def activate_flash(implementation: str) -> None:
-    """Have torch run "FA3" or "FA4" wherever it runs flash attention, in this whole process.
+    """Replace torch's flash attention by "FA3" or "FA4" in the whole process.
 
-    `torch.nn.attention.restore_flash_attention_impl()` takes it back.
+    `torch.nn.attention.restore_flash_attention_impl()` undoes it.
     """
     if active_flash() != implementation:
         torch.nn.attention.activate_flash_attention_impl(implementation)
 
 
 def flex() -> Any:
-    """The module `torch.nn.attention.flex_attention`: `flex_attention`, `BlockMask`, `AuxRequest`.
+    """Return the module `torch.nn.attention.flex_attention`.
 
-    Versions: torch 2.11 to 2.13; public, but log-sum-exps were asked for otherwise before 2.9 (`AuxRequest`). Public
-    way: this one. When gone: LongspanError.
+    Versions: `AuxRequest`, which requests log-sum-exps, is newer than the rest. Public way: this one. When gone:
+    LongspanError.
     """
     try:
         from torch.nn.attention import flex_attention
     except ImportError as error:
-        raise gone("torch", "torch.nn.attention.flex_attention", "kernel='flex'", "kernel='auto'") from error
+        raise missing("torch", "torch.nn.attention.flex_attention", "kernel='flex'", "kernel='auto'") from error
     for name in ("flex_attention", "BlockMask", "AuxRequest"):
         if not hasattr(flex_attention, name):
-            raise gone("torch", f"torch.nn.attention.flex_attention.{name}", "kernel='flex'", "kernel='auto'")
+            raise missing("torch", f"torch.nn.attention.flex_attention.{name}", "kernel='flex'", "kernel='auto'")
     return flex_attention
 
 
 def flex_attend() -> Callable[..., tuple[Tensor, Tensor]]:
-    """FlexAttention's output and log-sum-exp, as one function that a compiler takes whole.
+    """Return a function of FlexAttention's output and log-sum-exp, without graph breaks.
 
-    It is given the tensors of a BlockMask and not the BlockMask, whose lengths are numbers: a compiler would make a
-    program for each. Tokens come in blocks, `[B, heads, blocks, block, D]`, so that a compiler which knows nothing of
-    the number of blocks still knows that they divide the length: FlexAttention then checks no borders.
-
-    Versions and public way: as `flex`.
+    It takes the tensors of a BlockMask, whose lengths are numbers, as a compiler would make a program for each. Tokens
+    come in blocks, `[B, heads, blocks, block, D]`, so that a compiler knows that blocks divide the length even if their
+    number is dynamic: FlexAttention then checks no borders.
     """
     module = flex()
 
@@ -165,67 +157,50 @@ def flex_attend() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 RECOMPILE_LIMIT = 64
-"""Programs of one function: each kind of layer needs two or three, and torch's own limit is 8."""
+"""Programs of one function: each kind of layer needs two or three; torch's default is 8."""
 
 
-def compiled_whole(function: Callable[..., Any], what: str, way_out: str, **options: Any) -> Callable[..., Any]:
-    """`torch.compile(function, fullgraph=True)` whose limit of programs is an error, not a fallback.
+def compiled_whole(function: Callable[..., Any], what: str, hint: str, **options: Any) -> Callable[..., Any]:
+    """Return `torch.compile(function, fullgraph=True)` that raises LongspanError at the limit of programs.
 
-    Without `fullgraph` torch runs a function that was compiled too often as it is: for FlexAttention with all scores
-    materialized, and a line in the log. A size that differs between calls is left open from the second program on, one
-    that is marked (`mark_dynamic`) from the first.
+    At the limit torch would run the plain function: for FlexAttention with all scores materialized, and a line in the
+    log. A size that differs between calls is dynamic from the second program on, a marked one (`mark_dynamic`) from the
+    first.
 
-    Versions: torch 2.11 to 2.13 (`torch._dynamo.config.recompile_limit`, `torch._dynamo.exc.FailOnRecompileLimitHit`).
-    Public way: `torch.compile(recompile_limit=)` from 2.13 on, for the number alone. When gone: torch's own limit, and
-    torch's own exception.
+    Public way: `torch.compile(recompile_limit=)` from 2.13 on, for the number alone. When gone: torch's own limit and
+    exception.
 
     Args:
         function: to compile.
         what: names it in the error.
-        way_out: ends the error.
+        hint: what the error suggests.
         options: `torch.compile`'s.
-
-    Returns:
-        A function like it, that raises LongspanError with the number of programs.
     """
     compiled = torch.compile(function, fullgraph=True, **options)
     dynamo = importlib.import_module("torch._dynamo")
-    at_limit: Any = getattr(dynamo.exc, "FailOnRecompileLimitHit", ())
+    limit_error: Any = getattr(dynamo.exc, "FailOnRecompileLimitHit", ())
 
     def run(*args: Any) -> Any:
-        theirs = getattr(dynamo.config, "recompile_limit", None)
-        limit = RECOMPILE_LIMIT if theirs is None else max(theirs, RECOMPILE_LIMIT)
-        wider = dynamo.config.patch(recompile_limit=limit) if theirs is not None else contextlib.nullcontext()
+        default = getattr(dynamo.config, "recompile_limit", None)
+        limit = RECOMPILE_LIMIT if default is None else max(default, RECOMPILE_LIMIT)
+        raised = dynamo.config.patch(recompile_limit=limit) if default is not None else contextlib.nullcontext()
         try:
-            with wider:
+            with raised:
                 return compiled(*args)
-        except at_limit as error:
+        except limit_error as error:
             raise LongspanError(
                 f"{what} has been compiled {limit} times in this process, each time for other arguments, and these "
-                f"need one more; {way_out}, or raise torch._dynamo.config.recompile_limit above {limit} "
-                f"(TORCH_LOGS=recompiles says what differs)"
+                f"need one more; {hint}, or raise torch._dynamo.config.recompile_limit above {limit} "
+                f"(TORCH_LOGS=recompiles shows what differs)"
             ) from error
 
     return run
 
 
 def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
-    """`x`, whose sizes in `dims` a compiler leaves open. Sizes of 0 and 1 it never does.
+    """Return `x` with dynamic sizes in `dims` for a compiler; sizes of 0 and 1 stay static.
 
-    Versions: torch 2.11 to 2.13 (`torch._dynamo.mark_dynamic`, documented). Public way: this one. When gone: an
-    AttributeError.
+    Public way: this one, documented. When gone: an AttributeError.
     """
     importlib.import_module("torch._dynamo").mark_dynamic(x, list(dims))
     return x
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """What stands at the ends of nested lists, tuples and dicts.
-
-    Versions: all. Public way: none yet. When gone: LongspanError.
-    """
-    try:
-        from torch.utils import _pytree
-    except ImportError as error:
-        raise gone("torch", "torch.utils._pytree", "looking at nested values") from error
-    return list(_pytree.tree_leaves(tree))

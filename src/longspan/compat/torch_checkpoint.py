@@ -1,4 +1,4 @@
-"""torch's Distributed Checkpoint: what longspan uses of it that has no public name."""
+"""Private names of torch's Distributed Checkpoint."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from longspan.compat.gone import gone
+from longspan.compat.versions import missing
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one piece lies, as torch's reader asks for it: stands in for torch's `_StorageInfo`.
+    """File and offset of one piece, for torch's reader, which only reads the attributes of its own `_StorageInfo`.
 
-    Versions: all. Public way: none; torch's own class is private, and only its attributes are looked at.
-    When gone: an AttributeError of torch's reader, which `load` makes a LongspanError.
+    When gone: an AttributeError of torch's reader, from which `load` makes a LongspanError.
     """
 
     relative_path: str
@@ -27,37 +26,32 @@ class Place:
 
 
 def flat_names(state: dict[str, Any]) -> dict[str, Any]:
-    """What a nested state holds, by the names under which torch saves it: keys and indices joined by dots.
+    """Return the values of a nested state by the names that torch saves them under: keys and indices joined by dots.
 
-    Versions: all. Public way: none. When gone: LongspanError.
+    When gone: LongspanError.
     """
     try:
         from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     except ImportError as error:
-        raise gone(
-            "torch", "torch.distributed.checkpoint._nested_dict", "knowing the names of what is saved"
-        ) from error
+        raise missing("torch", "torch.distributed.checkpoint._nested_dict", "the names of saved tensors") from error
     return dict(flatten_state_dict(state)[0])
 
 
 def keep_places(metadata: Metadata, written: list[list[WriteResult]]) -> None:
-    """Note in `metadata` where each piece was written, which is then what torch's `save` returns.
+    """Store in `metadata`, which torch's `save` then returns, where each piece was written.
+
+    Public way: this one; torch 2.11's writer stores it in a copy of the metadata, newer ones do the same as this. When
+    gone: an AttributeError.
 
     Args:
-        metadata: as the writer was given it to finish with.
-        written: by rank.
-
-    Versions: torch 2.11, whose own writer notes it in a copy; from 2.12 on this is what is noted already. Public way:
-    this one. When gone: an AttributeError.
+        metadata: as torch gives it to the writer's `finish`.
+        written: results by rank.
     """
     metadata.storage_data = {piece.index: piece.storage_data for rank in written for piece in rank}
 
 
 def write_through(writer: FileSystemWriter, files: FileSystem) -> None:
-    """Have torch's writer write by `files`.
-
-    Versions: all. Public way: none. When gone: LongspanError.
-    """
+    """Let torch's writer write by `files`. When gone: LongspanError."""
     if not isinstance(getattr(writer, "fs", None), FileSystem):
-        raise gone("torch", "FileSystemWriter.fs", "checksums of what is written")
+        raise missing("torch", "FileSystemWriter.fs", "checksums of written files")
     writer.fs = files

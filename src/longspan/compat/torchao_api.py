@@ -1,4 +1,4 @@
-"""torchao's optimizer states of 8 bits: a class of tensors, which checkpoints and meshes know nothing of."""
+"""torchao's 8-bit optimizer states: a tensor class that checkpoints and meshes do not support."""
 
 from __future__ import annotations
 
@@ -13,42 +13,40 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.core.errors import LongspanError
 
-_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")
-_FEWEST = 4096  # values of a weight whose states are worth blocks of 8 bits (as in bitsandbytes)
+_MODULES = ("torchao.optim", "torchao.prototype.low_bit_optim")
+_FEWEST = 4096  # elements of a weight for which 8-bit states pay (as in bitsandbytes)
 
 
 def check_torchao() -> str:
-    """The version of the torchao that there is.
-
-    Versions: torchao 0.9 to 0.18. Public way: this one. When gone: LongspanError.
+    """Return the installed version of torchao (0.9 to 0.18 are tested).
 
     Raises:
-        LongspanError: if there is none, or none with an AdamW of 8-bit states.
+        LongspanError: if it is missing, or has no AdamW with 8-bit states.
     """
     _adamw8bit()
     return importlib.metadata.version("torchao")
 
 
 def _adamw8bit() -> Any:
-    for home in _HOMES:
+    for module in _MODULES:
         try:
-            return importlib.import_module(home).AdamW8bit
+            return importlib.import_module(module).AdamW8bit
         except (ImportError, AttributeError):
             continue
     raise LongspanError(
-        "--optimizer adamw8bit needs torchao (torchao.optim.AdamW8bit), and it is not there or cannot be imported: "
-        'pip install ".[adamw8bit]" (torchao), on every machine; or leave --optimizer at adamw'
+        "--optimizer adamw8bit needs torchao (torchao.optim.AdamW8bit), which is missing or cannot be imported: "
+        'pip install ".[adamw8bit]" (torchao) on every machine, or leave --optimizer at adamw'
     )
 
 
 def adamw8bit(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit, with states that are alike on all ranks, so that a checkpoint can hold them.
+    """Return torchao's AdamW8bit, with the same kind of state on all ranks, so that a checkpoint can store it.
 
-    torchao decides about 8 bits by each rank's part of a weight, which may differ from rank to rank. Here a weight's
-    states have 8 bits if every rank's part of it is a number of whole blocks of 256 values.
+    torchao chooses 8 bits by each rank's part of a weight, and parts differ. Here a weight's states have 8 bits if
+    every rank's part consists of whole blocks of 256 elements.
 
-    Versions: torchao 0.9 to 0.18, whose `_new_buffer` makes a state. Public way: none. When gone: torchao's own states,
-    which `as_plain` refuses where ranks differ.
+    Versions: torchao 0.9 to 0.18, whose `_new_buffer` makes a state. When gone: torchao's own choice, which `as_plain`
+    refuses where ranks differ.
     """
     kind = _adamw8bit()
 
@@ -64,20 +62,20 @@ def adamw8bit(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float
 
 
 def as_plain(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict, with codes and scales for each tensor of 8 bits: plain tensors that share its memory.
+    """Return an optimizer's state dict with each 8-bit tensor as plain codes and scales that share its memory.
 
-    Codes have the weight's shape, and scales as many rows as there are rows of whole blocks: sharded like the weight,
-    they can be read on another mesh.
+    Codes have the weight's shape, and scales as many rows as there are rows of whole blocks. Sharded like the weight,
+    they can be loaded on another mesh.
 
-    Versions: torchao 0.9 to 0.18 (`codes`, `scale`). Public way: none. When gone: an AttributeError.
+    Versions: torchao 0.9 to 0.18 (`codes`, `scale`). When gone: an AttributeError.
     """
     if "state" not in state:
         return state
-    return {**state, "state": {name: _plain_values(values) for name, values in state["state"].items()}}
-
-
-def _plain_values(values: Any) -> Any:
-    return {key: _plain(x) for key, x in values.items()} if isinstance(values, dict) else values
+    plain = {
+        name: {key: _plain(x) for key, x in values.items()} if isinstance(values, dict) else values
+        for name, values in state["state"].items()
+    }
+    return {**state, "state": plain}
 
 
 def _plain(x: Any) -> Any:
@@ -88,19 +86,19 @@ def _plain(x: Any) -> Any:
     shape = _scale_shape(x, block)
     if shape is None:
         raise LongspanError(
-            f"an optimizer state of 8 bits and the shape {tuple(x.shape)} is not of whole blocks of {block} values on "
-            f"every rank, and cannot be kept in a checkpoint; make the optimizer by longspan train, or use AdamW"
+            f"an 8-bit optimizer state of shape {tuple(x.shape)} does not consist of whole blocks of {block} elements "
+            "on every rank, so a checkpoint cannot store it; make the optimizer by longspan train, or use AdamW"
         )
     scale = local.scale.view(-1, shape[1])
     return {"codes": _like(x, local.codes, tuple(x.shape)), "scale": _like(x, scale, shape)}
 
 
 def _scale_shape(x: Tensor, block: int) -> tuple[int, int] | None:
-    """Of the scales of a weight: rows of whole blocks, blocks in one. None where a rank's part is no whole blocks."""
+    """Return (rows of whole blocks, blocks in such a row), or None if a rank's part is not of whole blocks."""
     if not x.dim() or x.numel() < _FEWEST or x.numel() % block:
         return None
     width = math.prod(x.shape[1:])
-    rows = block // math.gcd(width, block)  # the fewest that are whole blocks
+    rows = block // math.gcd(width, block)  # the fewest with whole blocks
     if isinstance(x, DTensor):
         ranks = x.device_mesh.size()
         part = -(-x.shape[0] // ranks)
@@ -110,11 +108,11 @@ def _scale_shape(x: Tensor, block: int) -> tuple[int, int] | None:
 
 
 def _like(x: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A rank's part of what lies over the ranks as `x` does, and has `shape` in all."""
+    """Return `local` as a rank's part of a tensor of `shape` that is sharded like `x`."""
     if not isinstance(x, DTensor):
         return local
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    whole: Tensor = DTensor.from_local(
+    sharded: Tensor = DTensor.from_local(
         local, x.device_mesh, x.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-    return whole
+    return sharded

@@ -14,14 +14,14 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-from longspan.compat.gone import gone
+from longspan.compat.versions import missing
 
 _CACHE_NAMES = "cache", "past_key_values"
 
 LAYERS_DIFFER: tuple[type[Exception], ...] = ()
-"""What a config raises when a value is read that differs between its layers (`per_layer_config`).
+"""Errors of a config for a value that differs between its layers (`per_layer_config`).
 
-Versions: transformers 5.13 and newer. Public way: none. When gone: nothing, and the config's error is shown.
+Versions: transformers 5.13 and newer. When gone: empty, and the config's error is shown.
 """
 with contextlib.suppress(ImportError):
     from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
@@ -30,21 +30,21 @@ with contextlib.suppress(ImportError):
 
 
 def mask_function(kind: str) -> Any:
-    """The function of (batch, head, query, key) by which transformers says a "causal" or a "bidirectional" mask.
+    """Return transformers' function (batch, head, query, key) of a "causal" or "bidirectional" mask.
 
-    Versions: all. Public way: none. When gone: LongspanError.
+    When gone: LongspanError.
     """
     found = getattr(masking_utils, f"{kind}_mask_function", None)
     if found is None:
-        raise gone("transformers", f"masking_utils.{kind}_mask_function", "knowing the mask that a model asks for")
+        raise missing("transformers", f"masking_utils.{kind}_mask_function", "the mask that a model uses")
     return found
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
-    """Return the name of the argument that a forward takes its KV cache by.
+    """Return the name of a forward's argument for its KV cache.
 
-    Versions: transformers 5.5 to 5.23 say "past_key_values", 5.24 says "cache". Public way: this one. When gone: a
-    forward without a cache has neither argument, and gets none.
+    Versions: transformers 5.24 renamed "past_key_values" to "cache". Public way: this one. When gone: the old name; a
+    forward without a cache has neither.
     """
     parameters = inspect.signature(forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
@@ -54,9 +54,7 @@ def take_cache(arguments: dict[str, Any]) -> Any:
     """Remove the KV cache from the arguments of a forward or of `generate`, and return it; None if there is none.
 
     Both names are accepted on every version, so that a script runs on all of them. Two different caches are returned as
-    a tuple, which every caller refuses.
-
-    Versions: transformers 5.5 to 5.24. Public way: this one. When gone: None.
+    a tuple, which every caller refuses. When gone: None.
     """
     given = [cache for name in _CACHE_NAMES if (cache := arguments.pop(name, None)) is not None]
     if any(cache is not given[0] for cache in given):
@@ -65,10 +63,9 @@ def take_cache(arguments: dict[str, Any]) -> Any:
 
 
 def parts_of(function: Any) -> Iterator[Any]:
-    """What a mask function closes over: transformers makes masks of functions, of tuples of them, and of tensors.
+    """Yield what a mask function closes over: transformers builds masks from functions, tuples of them, and tensors.
 
-    Versions: all. Public way: none. When gone (functions made otherwise): a mask is still compared
-    with what longspan knows, as it is for a function that closes over nothing, and refused if it is none of that.
+    When gone: nothing; the mask is still compared with the known ones, and refused if it is none of them.
     """
     for cell in getattr(function, "__closure__", None) or ():
         value = cell.cell_contents
@@ -76,22 +73,22 @@ def parts_of(function: Any) -> Iterator[Any]:
 
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
-    """Put an attention and a mask into transformers' registries, beside those that stand there.
+    """Add an attention and a mask to transformers' registries.
 
-    Versions: all. Public way: this one. When gone: an ImportError.
+    Public way: this one. When gone: an ImportError.
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Point a config at an attention of the registry.
+    """Let a config use an attention of the registry.
 
-    Versions: all. Public way: `PreTrainedModel.set_attn_implementation`, which also asks each
-    sub-model whether it wants to, and has rules of its own for configs that are shared. When gone: LongspanError.
+    Public way: `PreTrainedModel.set_attn_implementation`, which also asks each sub-model, and treats configs that are
+    shared in its own way. When gone: LongspanError.
     """
     if not hasattr(type(config), "_attn_implementation"):
-        raise gone("transformers", "PreTrainedConfig._attn_implementation", "pointing a model at its attention")
+        raise missing("transformers", "PreTrainedConfig._attn_implementation", "a model's choice of its attention")
     config._attn_implementation = name
 
 
@@ -101,43 +98,41 @@ _UNDECLARED = {"biogpt"}
 def uses_registry(model: PreTrainedModel) -> bool:
     """Return whether a model's layers take their attention from the registry; some do without declaring it.
 
-    Versions: all. Public way: this one, of which its documentation says nothing. When gone:
-    LongspanError.
+    Public way: this one, undocumented. When gone: LongspanError.
     """
-    told: Any = getattr(model, "is_backend_compatible", None)
-    if told is None:
-        raise gone("transformers", "PreTrainedModel.is_backend_compatible", "knowing what a model's attention goes by")
-    return bool(told()) or model.config.model_type in _UNDECLARED
+    declared: Any = getattr(model, "is_backend_compatible", None)
+    if declared is None:
+        raise missing("transformers", "PreTrainedModel.is_backend_compatible", "how a model calls its attention")
+    return bool(declared()) or model.config.model_type in _UNDECLARED
 
 
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
-    """A model of class `cls` as `from_config` makes it, whose own class an `AutoModel` would choose itself.
+    """Return a model of class `cls` as `from_config` makes it (an `AutoModel` would choose the class itself).
+
+    Public way: `cls(config)`, in torch's default dtype. When gone: LongspanError.
 
     Args:
         cls: of transformers.
-        config: of its weights; it may be changed.
+        config: of the model; it may be changed.
         dtype: of the weights; by default the config's.
-
-    Versions: all. Public way: `cls(config)`, in torch's default dtype. When gone: LongspanError.
     """
     make: Any = getattr(cls, "_from_config", None)
     if make is None:
-        raise gone("transformers", "PreTrainedModel._from_config", "an untouched model to export by")
+        raise missing("transformers", "PreTrainedModel._from_config", "an unsharded model for the export")
     return make(config) if dtype is None else make(config, dtype=dtype)
 
 
 def keys_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str] | None:
-    """What the keys of a folder's files are called in a model: key -> name, which may be one that it has no place for.
+    """Return the model's names for the keys of a folder's files: key -> name, which the model may lack.
+
+    Public way: none; `from_pretrained` does it while it reads. When gone: None, so that transformers reads the files.
 
     Args:
         model: it may be on the meta device.
         keys: of the files.
 
     Returns:
-        None if any is converted on its way (split, merged, transposed), and not just called otherwise.
-
-    Versions: all. Public way: none; `from_pretrained` does it while it reads. When gone: None, so
-    that transformers reads the files itself.
+        None if any weight is converted (split, merged, transposed) and not only renamed.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -156,15 +151,14 @@ def keys_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]
         return None
     if any(pattern is not None for _, pattern in found.values()):
         return None
-    # As it does: a key that a rule would take out of the model is left as it is.
+    # As transformers does, keep a key that a rule would rename to a name outside of the model.
     return {key: key if name not in own and key in own else name for key, (name, _) in found.items()}
 
 
 def generation_config(name: str, model: PreTrainedModel) -> Any:
-    """The generation config that `from_pretrained` gives a model of this name: of its own file, or of config.json.
+    """Return the generation config that `from_pretrained` gives a model of this name: from its own file or config.json.
 
-    Versions: all. Public way: `GenerationConfig.from_pretrained`, for the first of the two. When
-    gone: a generation config made of the model's config.
+    Public way: `GenerationConfig.from_pretrained`, for the first of the two. When gone: one made of the model's config.
     """
     from transformers import GenerationConfig
 
@@ -179,7 +173,7 @@ def generation_config(name: str, model: PreTrainedModel) -> Any:
 def output_dir_of(trainer: Any, trial: Any) -> str:
     """Return the folder that a Trainer saves checkpoints in.
 
-    Versions: all. Public way: `args.output_dir`, which a hyperparameter search does not save in. When gone: that one.
+    Public way: `args.output_dir`, which a hyperparameter search does not use. When gone: that.
     """
     own = getattr(trainer, "_get_output_dir", None)
     return str(trainer.args.output_dir if own is None else own(trial=trial))
@@ -189,7 +183,7 @@ def output_dir_of(trainer: Any, trial: Any) -> str:
 def counts_repeated_tokens_once() -> bool:
     """Return whether the Trainer divides the number of labelled tokens by the ranks that see the same batch.
 
-    Versions: transformers 5.19 and newer divide by `get_tp_size()`. Public way: none. When gone: True.
+    Versions: transformers 5.19 and newer divide by `get_tp_size()`. When gone: True.
     """
     from transformers import Trainer  # needs accelerate
 
@@ -199,14 +193,14 @@ def counts_repeated_tokens_once() -> bool:
 
 @dataclass(frozen=True)
 class OwnPositions:
-    """How a model computes position ids itself if it is given none, and does not count 0, 1, 2, ... along the row.
+    """How a model computes missing position ids, if it does not count 0, 1, 2, ... along the row.
+
+    When gone: `own_positions` returns None.
 
     Attributes:
         of_ids: (ids, tokens before them) -> position ids; None if they follow from the attention mask: real tokens
             are counted, and padding has -1.
         of_embeds: (embeddings) -> position ids.
-
-    Versions: all. Public way: none. When gone: `own_positions` returns None.
     """
 
     of_ids: Callable[[Tensor, int], Tensor] | None = None
@@ -218,9 +212,9 @@ _COUNTS_THE_MASK = "OPTLearnedPositionalEmbedding"
 
 
 def own_positions(model: PreTrainedModel) -> OwnPositions | None:
-    """Return how a model counts positions itself; None where it counts along the row, or is refused.
+    """Return how a model counts positions itself; None if it counts along the row, or is refused.
 
-    Versions: all. Public way: none. When gone: None, and `makes_positions` refuses such a module.
+    When gone: None, and `makes_positions` refuses such a module.
     """
     for module in model.modules():
         name, kind = "create_position_ids_from_input_ids", type(module)
@@ -245,11 +239,13 @@ def _from_tokens(from_ids: Any, from_embeds: Any, pad: Any) -> OwnPositions:
 def makes_positions(module: Any) -> bool:
     """Return whether a module makes positions from its tokens or mask in a way that `own_positions` does not know.
 
-    Versions: all. Public way: none. When gone: True, so that the model is refused.
+    When gone: True, so that the model is refused.
     """
     kind = type(module)
     from_tokens = any(name.startswith("create_position_ids_from") for name in dir(kind))
-    if getattr(module, "position_embedding_type", "") == "rotary" and from_tokens:  # ESM's, before it took positions
+    if (
+        getattr(module, "position_embedding_type", "") == "rotary" and from_tokens
+    ):  # ESM's, in versions whose forward takes no positions
         rotary = getattr(sys.modules[kind.__module__], "RotaryEmbedding", None) or getattr(
             sys.modules[kind.__module__], f"{kind.__name__.removesuffix('Embeddings')}RotaryEmbedding", None
         )
@@ -264,21 +260,17 @@ def _takes(function: Any, name: str) -> bool:
 
 
 def router_loss(model: PreTrainedModel) -> Any:
-    """The load-balancing loss of a mixture of experts: (router logits, experts, top_k, mask) -> scalar; None for none.
+    """Return a family's own load-balancing loss, (router logits, experts, top_k, mask) -> scalar; None if it has none.
 
-    Each family has a copy in the module of its model.
-
-    Versions: all. Public way: none. When gone: None, so that a model that is asked for its router
-    loss is refused.
+    When gone: None, so that a request for the router loss is refused.
     """
     modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
     return next((f for m in modules if (f := getattr(m, "load_balancing_loss_func", None)) is not None), None)
 
 
 def has_no_sdpa(error: BaseException | None) -> bool:
-    """Whether a model was not made because it has no attention by `scaled_dot_product_attention`.
+    """Return whether a model could not be made because it has no `scaled_dot_product_attention`.
 
-    Versions: all. Public way: none; there is only the text. When gone: False, and the error is
-    shown.
+    Public way: none but the text of the error. When gone: False, and the error is shown.
     """
     return isinstance(error, ValueError) and "scaled_dot_product_attention" in str(error)

@@ -1,4 +1,4 @@
-"""TRL's private names. TRL itself is not imported: what is asked is asked of a trainer or model that it has made."""
+"""TRL's private names. TRL is not imported: all of this inspects a trainer or model that it has made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _PATCHED = "_fused_forward"
 
 
 def fused_head_of(model: Any) -> dict[str, Any] | None:
-    """What TRL's fused head, which stands for a model's forward, was made with (`temperature`,
-    `cast_lm_head_to_fp32`, ...); None for a model whose forward is its own.
+    """Return the arguments of TRL's fused head, if it replaces a model's forward (`temperature`, ...); else None.
 
-    Versions: TRL 1.16. Public way: none. When gone: None, and the first step ends in the error of TRL's forward.
+    Versions: TRL 1.16. When gone: None, and TRL's forward raises in the first step.
     """
     patched = vars(model).get("forward")
     function = getattr(patched, "__func__", patched)
@@ -23,22 +22,22 @@ def fused_head_of(model: Any) -> dict[str, Any] | None:
 
 
 def count_tokens_once(trainer: Any, times: int) -> None:
-    """Have a GRPOTrainer, which adds up the tokens of all processes, count those that several ranks have once.
+    """Wrap a GRPOTrainer's generation, which sums tokens over all processes, so that shared tokens count once.
+
+    Versions: TRL 1.16. When gone: an AttributeError when the trainer is made.
 
     Args:
-        trainer: whose method for generating is wrapped.
-        times: ranks that have the same tokens.
-
-    Versions: TRL 1.16. Public way: none. When gone: an AttributeError when the trainer is made.
+        trainer: the trainer.
+        times: ranks that generate the same tokens.
     """
     generate = trainer._generate
 
     def counted(prompts: list[Any]) -> Any:
         before = trainer.state.num_input_tokens_seen
-        found = generate(prompts)
+        generated = generate(prompts)
         seen = before + (trainer.state.num_input_tokens_seen - before) // times
         trainer.state.num_input_tokens_seen = seen
         trainer._metrics["train" if trainer.model.training else "eval"]["num_tokens"] = [seen]
-        return found
+        return generated
 
     trainer._generate = counted

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 
 from longspan.comm.objects import gather_objects
-from longspan.compat.gone import TESTED, untested
+from longspan.compat.versions import TESTED, untested
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import shard_batch
 

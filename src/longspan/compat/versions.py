@@ -1,4 +1,4 @@
-"""What is said where torch or transformers no longer has what longspan uses."""
+"""Warn of untested versions of torch and transformers, and raise if they lack a name that longspan uses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.5", "5.24")}
 def _installed(library: str) -> str:
     try:
         return version(library)
-    except PackageNotFoundError:  # a build that was put in place by hand
+    except PackageNotFoundError:  # a build without package metadata
         return "of an unknown version"
 
 
 def untested(library: str) -> str | None:
-    """Return a warning if the installed version is newer than any that was tested, naming both versions; else None."""
+    """Return a warning that names both versions if the installed one is newer than the newest tested; else None."""
     found, newest = _installed(library), TESTED[library][1]
     minor = re.match(r"(\d+)\.(\d+)", found)
     if minor is None or (int(minor[1]), int(minor[2])) <= tuple(map(int, newest.split("."))):
@@ -27,17 +27,17 @@ def untested(library: str) -> str | None:
     return f"{library} {found} is newer than {newest}, the newest version that longspan was tested with"
 
 
-def gone(library: str, name: str, use: str, way_out: str = "") -> LongspanError:
-    """The error for a name that is no longer there.
+def missing(library: str, name: str, use: str, hint: str = "") -> LongspanError:
+    """Return the error for a name that the installed version lacks.
 
     Args:
         library: "torch" or "transformers".
-        name: what is missing.
+        name: the missing name.
         use: what longspan needs it for.
-        way_out: what else can be done, beside another version.
+        hint: an alternative to another version.
     """
-    installed = _installed(library)
-    tested, other = " to ".join(TESTED[library]), f", or {way_out}" if way_out else ""
+    tested, alternative = " to ".join(TESTED[library]), f", or {hint}" if hint else ""
     return LongspanError(
-        f"{library} {installed} has no {name}, which longspan needs for {use}; use {library} {tested}{other}"
+        f"{library} {_installed(library)} has no {name}, which longspan needs for {use}; use {library} "
+        f"{tested}{alternative}"
     )
