@@ -1,4 +1,4 @@
-"""Shared by the scripts in this folder: ranks on this machine and reports. Timers are `longspan.bench.timing`'s."""
+"""Shared by the scripts in this folder: ranks on this machine and reports. Timers are `longspan.bench.meters`'s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from longspan.bench.timing import alternate as alternate
+from longspan.bench.meters import alternate as alternate
 
 REPORTS = Path(__file__).resolve().parent / "reports"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -28,11 +28,11 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
+from longspan.bench.meters import count_sent
 from longspan.comm.digests import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import peak_items
 from longspan.plan.models import shape_from_config
-from tests.counting import count_sent
 from tests.memory import peak_of
 from tests.pool import RankPool
 

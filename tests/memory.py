@@ -1,4 +1,4 @@
-"""How much memory of the host torch holds at once."""
+"""Peak host memory of torch's tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from longspan.tracing.record import peak
+
 COLLECTIVES = (
     "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast",
     "reduce_scatter_single", "reduce_scatter_tensor",
 )  # fmt: skip
-"""Whose tensors are seen to be freed; each torch has some of them."""
+"""Collectives whose tensors the caller frees last; each version of torch has some of them."""
 
 
 def peak_of(run: Callable[[], Any], trace: Path, mapped: int = 0) -> int:
-    """Most bytes that torch's tensors on the CPU hold at once above those before, while `run` runs.
+    """Return the peak bytes of CPU tensors that `run` allocates.
 
     Args:
-        run: what is measured.
-        trace: a file for the profiler, of this rank alone.
-        mapped: bytes of a file that is mapped into memory meanwhile, which the profiler takes for an allocation.
+        run: the code to measure.
+        trace: a file for the profiler, for this rank alone.
+        mapped: bytes of a file that `run` maps into memory, which the profiler counts as an allocation.
     """
     with (
         _seen_collectives(),
@@ -41,8 +43,9 @@ def peak_of(run: Callable[[], Any], trace: Path, mapped: int = 0) -> int:
 
 @contextlib.contextmanager
 def _seen_collectives() -> Iterator[None]:
-    """gloo's thread holds what was sent and what arrived a moment longer than the call, and the profiler sees nothing
-    that another thread frees: here whoever called is the last to hold them.
+    """Let the caller free the tensors of a collective last.
+
+    gloo's thread holds them a moment longer than the call, and the profiler does not see frees by other threads.
     """
 
     def slowly(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,20 +58,3 @@ def _seen_collectives() -> Iterator[None]:
             if hasattr(dist, name):
                 patch.setattr(dist, name, functools.partial(slowly, getattr(dist, name)))
         yield
-
-
-def peak(events: list[dict[str, Any]]) -> int:
-    """Most bytes that are held at once, from allocations and frees by address.
-
-    Not from the profiler's own total, which misses what gloo's threads free. An address given out anew was free.
-    """
-    held: dict[int, int] = {}
-    now = most = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now -= held.pop(address, 0)
-        if size > 0:
-            held[address] = size
-            now += size
-            most = max(most, now)
-    return most

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from longspan import cli
 from longspan.bench import BenchConfig, run, worker
 from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops, overhead
-from longspan.bench.fit import Fit, bytes_sent, fit
 from longspan.bench.hardware_file import MeasuredHardware, as_toml, print_table
+from longspan.bench.links import Fit, bytes_sent, fit
+from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import method_sent
 from longspan.ranks import launch
-from tests.counting import count_sent
 from tests.pool import THREADS, RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -211,7 +211,7 @@ def test_only_what_is_sent_is_measured_in_the_sizes_that_are_sent(pool4: RankPoo
 
 
 def test_what_a_step_sends_is_thinned_to_a_few_sizes() -> None:
-    from longspan.bench.predict import MAX_SIZES, message_sizes
+    from longspan.bench.compare import MAX_SIZES, message_sizes
 
     shape, mesh = read_model("llama-2-7b"), Mesh(ring=2, ulysses=2)
     jobs = [(Job(context=1024 * n, dtype="fp32"), mesh) for n in (1, 2, 3, 4, 8, 16, 32)]
@@ -288,7 +288,7 @@ def _medians() -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from longspan.bench.timing import median_seconds, smallest
+    from longspan.bench.meters import median_seconds, smallest
 
     rank = dist.get_rank()
     clock = iter(range(10**6))
@@ -505,9 +505,8 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
 def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     """What is exposed of its chunks, or its ring, goes beside its computing, by the share that the link hides."""
-    from longspan.bench.methods import select
-    from longspan.bench.predict import predict
-    from longspan.bench.shapes import job_of, read_config, shape_of
+    from longspan.bench.compare import predict
+    from longspan.bench.methods import job_of, read_config, select, shape_of
     from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds
     from longspan.plan.hardware import CATALOGUE, MeasuredLink
 

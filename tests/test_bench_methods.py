@@ -124,13 +124,11 @@ def _losses() -> dict[str, list[float]]:
 
     import longspan
     from longspan.bench import peers
-    from longspan.bench.bytes_sent import count_bytes_sent
     from longspan.bench.compare import formula
     from longspan.bench.measure import run
-    from longspan.bench.methods import Candidate, Method, installed, load_function
-    from longspan.bench.shapes import read_config
-    from longspan.bench.step import StepInputs
-    from longspan.bench.workloads import ShardingCache
+    from longspan.bench.meters import count_sent
+    from longspan.bench.methods import Candidate, Method, installed, load_function, read_config
+    from longspan.bench.workloads import ShardingCache, StepInputs
 
     config = make(BenchConfig, what="step", **{**SMALL, **SHAPE})
     model = read_config(config)
@@ -148,12 +146,13 @@ def _losses() -> dict[str, list[float]]:
         work = load_function(row.method.step)(row, case)
         losses = []
         for _ in range(2):
-            with count_bytes_sent() as sent:
+            with count_sent() as log:
                 run(work)
             losses.append(float(work.results()["loss"]))
         if row.method.planned:
             method, around = formula(config, model, row, 32)
-            assert sum(sent.values()) == sum(method.values()) + sum(around.values()), (row.name, dict(sent), method)
+            sent = sum(each.bytes for each in log)
+            assert sent == sum(method.values()) + sum(around.values()), (row.name, log, method)
         assert work.state_bytes() > 0
         found[row.name] = losses
     return found

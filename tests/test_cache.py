@@ -16,6 +16,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.score import Scores
+from longspan.bench.meters import count_sent
 from longspan.cache import folder as files
 from longspan.cache.attend import _merge
 from longspan.cache.codec import codec_of
@@ -23,7 +24,6 @@ from longspan.cache.layer_cache import LayerCache
 from longspan.plan import Job, Mesh
 from longspan.plan.layers import exchange
 from longspan.plan.models import shape_from_config
-from tests.counting import count_sent
 from tests.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
 from tests.models import build, sharding
 from tests.pool import RankError, RankPool

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import longspan
+from longspan.bench.meters import count_sent
 from longspan.comm import quantize
 from longspan.core import sections
 from longspan.core.errors import LongspanError
@@ -23,7 +24,6 @@ from longspan.train.config import TrainConfig
 from longspan.train.identity import changed_settings
 from tests.attention import CASES, drawn_cases, one_device, run
 from tests.choose import each_value, grouped
-from tests.counting import count_sent
 from tests.models import Truth, batch, build, gradients, rows_of, truth_of
 from tests.oracle import Case, make, oracle, sizes
 from tests.pool import RankPool

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import exchange
+from longspan.bench.meters import count_sent
 from longspan.comm import all_to_all
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from tests.choose import each_value
-from tests.counting import count_sent
 from tests.pool import RankPool
 
 ORDERS = {"BSHD": (1, 2), "BHSD": (2, 1), "SHD": (0, 1), "HSD": (1, 0), "BSDH": (1, 3), "HBSD": (2, 0)}

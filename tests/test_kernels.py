@@ -20,9 +20,9 @@ from longspan.attn.kernels import tiled as tiles
 from longspan.attn.kernels.base import BackwardInputs, KernelRequest
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
+from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from tests.attention import CASES, HARD, check_all, compare, one_device, sharding
-from tests.counting import count_sent
 from tests.flexing import differentiable_flex
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool

@@ -26,11 +26,11 @@ from longspan.attn.kernels.tiled import TiledKernel
 from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, Shapes, prepare
 from longspan.attn.score import Scores
+from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads, split_overlap_chunks
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, run, sharding
 from tests.choose import each_value, grouped
-from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.memory import peak_of
 from tests.oracle import Case, errors, make, options

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan
+from longspan.bench.meters import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
@@ -25,7 +26,6 @@ from longspan.memory.offload.disk import DiskStore
 from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, Mesh, cost
 from tests.choose import each_value, grouped, pairwise
-from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
 from tests.pool import RankPool

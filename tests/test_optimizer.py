@@ -21,13 +21,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
+from longspan.bench.meters import count_sent
 from longspan.comm.mesh import mesh_of_one
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig, run
 from tests.choose import each_value
-from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.memory import peak_of
 from tests.pool import RankError, RankPool

@@ -13,11 +13,11 @@ import torch.distributed as dist
 import longspan
 from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.methods.ring import Ring
+from longspan.bench.meters import count_sent
 from longspan.comm.all_to_all import AllToAll
 from longspan.core.errors import LongspanError
 from longspan.core.routes import AllToAllLink, choose_overlap_chunks
 from tests.attention import one_device
-from tests.counting import count_sent
 from tests.fakes import fake_world
 from tests.oracle import Case, make
 from tests.pool import RankPool

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
+from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from tests.choose import each_value, grouped
-from tests.counting import count_sent
 from tests.models import (
     Truth,
     batch,

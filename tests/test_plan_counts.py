@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks
+from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads, split_overlap_chunks
 from longspan.core.layout import Layout
@@ -29,7 +30,6 @@ from longspan.plan.layers.attended_keys import CAUSAL
 from longspan.plan.layers.ring import ring_schedule
 from longspan.plan.models import ModelShape, shape_from_config
 from tests.choose import confirming, each_value, grouped, pairwise
-from tests.counting import count_sent
 from tests.fakes import fake_world
 
 CPU: Hardware = read_hardware("cpu")

@@ -1,4 +1,4 @@
-"""Traces: what is computing, in flight and exposed, all ranks in one file, and the timeline as a page and a picture."""
+"""Traces: computing, in flight and exposed time of each rank, one file of all ranks, and the timeline."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.errors import LongspanError
-from longspan.tracing.drawing import summary_lines
-from longspan.tracing.files import write_timeline
-from longspan.tracing.merge import load_trace, merge, write_trace
-from longspan.tracing.page import render
+from longspan.tracing.files import merge, write_timeline
 from longspan.tracing.spans import (
     STEP,
     RankTrace,
@@ -29,6 +26,7 @@ from longspan.tracing.spans import (
     union,
     without,
 )
+from longspan.tracing.timeline import render, summary_lines
 
 MAIN, GLOO = 7, 8
 
@@ -40,7 +38,7 @@ def event(
 
 
 def a_step(begin: float = 1000.0, stretch: float = 1.0) -> list[dict[str, Any]]:
-    """100 us: a gather beside a product, an exchange alone, an attention, a reduce-scatter half hidden."""
+    """100 us: a gather during a matmul, an exchange alone, an attention, a reduce-scatter half hidden."""
 
     def at(name: str, start: float, length: float, *more: Any, **args: Any) -> dict[str, Any]:
         return event(name, begin + start * stretch, length * stretch, *more, **args)
@@ -50,7 +48,7 @@ def a_step(begin: float = 1000.0, stretch: float = 1.0) -> list[dict[str, Any]]:
         at("c10d::_allgather_base_", 0, 1),
         at("gloo:all_gather", 0, 20, GLOO, "user_annotation"),
         at("aten::mm", 0, 20),
-        at("aten::copy_", 0, 20, GLOO),  # gloo's own copying is not this rank's computing
+        at("aten::copy_", 0, 20, GLOO),  # a copy by gloo is no computing
         at("longspan::scatter_heads", 20, 20),
         at("c10d::alltoall_base_", 20, 1),
         at("gloo:all_to_all", 20, 20, GLOO, "user_annotation"),
@@ -58,12 +56,12 @@ def a_step(begin: float = 1000.0, stretch: float = 1.0) -> list[dict[str, Any]]:
         at("aten::mul", 40, 5),
         at("aten::_scaled_dot_product_flash_attention_for_cpu", 45, 25),
         at("c10d::_reduce_scatter_base_", 70, 1),
-        at("gloo:all_reduce", 70, 20, GLOO, "user_annotation"),  # which is how gloo runs it
+        at("gloo:all_reduce", 70, 20, GLOO, "user_annotation"),  # as gloo runs it
         at("aten::mm", 70, 10),
     ]
 
 
-def test_where_a_step_went() -> None:
+def test_figures_of_a_step() -> None:
     (trace,) = read_trace(merge([("host", a_step())]))
     found = figures(trace)
     us = {name: round(1e6 * getattr(found, name), 6) for name in ("step", "computing", "attention", "communication")}
@@ -77,7 +75,7 @@ def test_where_a_step_went() -> None:
     }
 
 
-def test_messages_are_in_flight_from_their_post_to_the_end_of_the_wait() -> None:
+def test_messages_are_in_flight_from_post_to_end_of_wait() -> None:
     ranges = [("longspan.p2p 3 post", 10, 1), ("longspan.p2p 3 wait", 30, 5), ("longspan.p2p 3 wait", 35, 2)]
     events = [event(STEP, 0, 50, cat="user_annotation"), event("aten::mm", 11, 19)]
     events += [event(name, start, length, cat="user_annotation") for name, start, length in ranges]
@@ -85,7 +83,7 @@ def test_messages_are_in_flight_from_their_post_to_the_end_of_the_wait() -> None
     assert 1e6 * found.kinds["ring"] == pytest.approx(27) and 1e6 * found.exposed == pytest.approx(8)
 
 
-def test_kernels_of_a_gpu_are_told_apart_by_what_was_called() -> None:
+def test_kernels_of_a_gpu_are_classified_by_the_call() -> None:
     events = [
         event(STEP, 0, 100, cat="user_annotation"),
         event("aten::mm", 0, 90),  # on the host: it only starts kernels
@@ -98,25 +96,21 @@ def test_kernels_of_a_gpu_are_told_apart_by_what_was_called() -> None:
     assert set(found.kinds) == {"exchange", "gather"} and 1e6 * found.exposed == pytest.approx(40)
 
 
-def test_every_rank_is_a_process_and_the_clocks_of_hosts_meet(tmp_path: Path) -> None:
-    """Ranks 0 and 1 share a clock, and their difference is kept; host b's begins with host a's."""
+def test_every_rank_is_a_process_and_clocks_of_hosts_are_aligned() -> None:
+    """Ranks 0 and 1 share a clock, so their difference stays; host b's step starts with host a's."""
     events = merge([("a", a_step(1000)), ("a", a_step(1003)), ("b", a_step(9e9)), ("b", a_step(9e9 + 2))])
     begins = {e["pid"]: e["ts"] for e in events if e["name"] == STEP}
     assert begins == {0: 1000, 1: 1003, 2: 1000, 3: 1002}
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0 on a", 1: "rank 1 on a", 2: "rank 2 on b", 3: "rank 3 on b"}
-    for name in ("trace.json", "trace.json.gz"):
-        write_trace(tmp_path / "new" / name, events)
-        assert load_trace(tmp_path / "new" / name) == events
-    assert json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"] == events
 
 
-def test_the_timeline_has_every_rank_its_figures_and_what_differs(tmp_path: Path) -> None:
+def test_the_timeline_has_figures_of_every_rank(tmp_path: Path) -> None:
     events = merge([("a", a_step()), ("a", a_step(stretch=2.0))])
     traces = read_trace(events)
-    said = summary_lines(traces)
-    assert "exposed communication 30%" in said[0] and "computing 60%" in said[1]
-    assert "imbalance of computing 33%" in said[2]  # 120 us over the mean of 90
+    lines = summary_lines(traces)
+    assert "exposed communication 30%" in lines[0] and "computing 60%" in lines[1]
+    assert "imbalance of computing 33%" in lines[2]  # 120 us over the mean of 90
     page = render(traces, "a <step>")
     assert "a &lt;step&gt;" in page and "<script" not in page and "http" not in page
     for word in (
@@ -131,6 +125,7 @@ def test_the_timeline_has_every_rank_its_figures_and_what_differs(tmp_path: Path
     write_timeline(events, tmp_path / "new" / "step", "a step")
     assert (tmp_path / "new" / "step.png").read_bytes()[:4] == b"\x89PNG"
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"step.png", "step.html", "step.trace.json"}
+    assert json.loads((tmp_path / "new" / "step.trace.json").read_text())["traceEvents"] == events
 
 
 def test_a_trace_without_a_step_is_refused() -> None:
@@ -149,7 +144,7 @@ def test_intervals_are_sets_of_points(a: list[tuple[int, int]], b: list[tuple[in
     assert all(first[1] < second[0] for first, second in itertools.pairwise(joined))
 
 
-def test_waiting_for_a_slower_rank_is_no_transfer() -> None:
+def test_a_wait_for_a_slower_rank_is_no_transfer() -> None:
     """Three collectives of two ranks: one is late for the first, the other for the second, which overlaps the third."""
     spans = [  # the second rank's step began 10 later; the first collective ends there later
         [("gather", 0, 90), ("exchange", 200, 230), ("ring", 210, 240)],
@@ -161,10 +156,10 @@ def test_waiting_for_a_slower_rank_is_no_transfer() -> None:
     ]
     assert transfer(traces) == pytest.approx((20 + 40) / 1e6)
     fewer = dataclasses.replace(traces[1], communication=traces[1].communication[:1])
-    assert transfer([traces[0], fewer]) == pytest.approx((90 + 40 + 20) / 2 / 1e6)  # nothing to tell it by
+    assert transfer([traces[0], fewer]) == pytest.approx((90 + 40 + 20) / 2 / 1e6)  # no pairs to compare
 
 
-def test_imbalance_is_the_most_over_the_mean() -> None:
+def test_imbalance_is_the_largest_over_the_mean() -> None:
     assert imbalance([3.0, 1.0]) == 0.5 and imbalance([2.0, 2.0]) == 0.0 == imbalance([0.0, 0.0])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import longspan
 from benchmarks.gpu.kernels import BF16, FP32, cases, told
 from benchmarks.gpu.setup import FAILED, OK, STOPPED, WRONG, Row, Setup, brief
-from tests.counting import GATHERS, SCATTERS
+from longspan.bench.meters import GATHERS, SCATTERS
 from tests.oracle import Case, errors, make
 from tests.tolerance import MARGIN
 

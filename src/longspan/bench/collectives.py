@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from longspan.bench.bytes_sent import count_bytes_sent
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
-from longspan.bench.fit import Fit, bytes_sent, fit
-from longspan.bench.links import COLLECTIVES
+from longspan.bench.links import COLLECTIVES, Fit, bytes_sent, fit
 from longspan.bench.measure import Spread, most_sent
-from longspan.bench.timing import round_seconds
+from longspan.bench.meters import count_sent, round_seconds
 from longspan.comm.mesh import OneDeviceMesh, init_mesh
 from longspan.core.errors import LongspanError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -87,9 +82,9 @@ def _time(
 ) -> list[TimedCollective]:
     sent = []
     for run in runs:
-        with count_bytes_sent() as counted:
+        with count_sent() as log:
             run()
-        sent.append(sum(most_sent(dict(counted)).values()))
+        sent.append(sum(most_sent(log).values()))
     rounds = round_seconds(runs, config.times, device)
     spreads = [Spread.of(of_size) for of_size in rounds]
     formulas = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
@@ -98,24 +93,3 @@ def _time(
         TimedCollective(axis, ranks, op, ELEMENT_BYTES * n, counted_bytes, formula, spread, line.seconds(formula), line)
         for n, counted_bytes, formula, spread in zip(counts, sent, formulas, spreads, strict=True)
     ]
-
-
-def make_table(found: Collectives) -> Table:
-    """Return one row for each collective and size."""
-    from rich import box
-    from rich.table import Table
-
-    from longspan.core.formatting import seconds as time_text
-    from longspan.core.formatting import size
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
-    for name in ("axis", "ranks", "collective", "size", "sent", "formula", "median", "quartiles", "fit", "off", "GB/s"):
-        table.add_column(name, justify="left" if name in ("axis", "collective") else "right")
-    for t in found.timed:
-        formula = "= sent" if t.sent == t.formula else size(t.formula)
-        table.add_row(
-            t.axis, str(t.ranks), t.op, size(t.size), size(t.sent), formula,
-            time_text(t.seconds.median), f"{time_text(t.seconds.low)} - {time_text(t.seconds.high)}",
-            time_text(t.fitted), f"{t.fitted / t.seconds.median - 1:+.0%}", f"{t.sent / t.seconds.median / 1e9:.3g}",
-        )  # fmt: skip
-    return table

@@ -1,29 +1,54 @@
-"""`bench attention` and `bench step`: every method on the ranks of the job, next to formulas and predictions."""
+"""`bench attention` and `bench step`: every method on the ranks of the job, next to formulas and predictions.
+
+A prediction is the planner's, from the links and the speed that `bench link` measures on the method's mesh.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from longspan.bench.compute import measure_compute
 from longspan.bench.config import BenchConfig
+from longspan.bench.hardware_file import MeasuredHardware, as_toml, measure_hardware
 from longspan.bench.measure import Measurement, measure
-from longspan.bench.methods import Candidate, load_function, select
-from longspan.bench.predict import Prediction, measure_hardware, message_sizes, predict
-from longspan.bench.shapes import job_of, read_config, shape_of
-from longspan.bench.workloads import AttentionInputs, ShardingCache, Workload
+from longspan.bench.methods import Candidate, job_of, load_function, read_config, select, shape_of
+from longspan.bench.workloads import AttentionInputs, ShardingCache, StepInputs, Workload
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import ParallelConfig
+from longspan.plan.cost.communication import communication, method_sent
+from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds, seconds_of
+from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
+from longspan.plan.job import Job, Mesh
+from longspan.plan.layers import Sent
 from longspan.plan.limits import refusal
-
-if TYPE_CHECKING:
-    from longspan.plan.hardware import Hardware
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import cost
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of one run.
+
+    Attributes:
+        communication: seconds in which a collective is in flight.
+        total: seconds of the run.
+        peak_bytes: on the rank with the highest peak; None for an attention.
+    """
+
+    communication: float
+    total: float
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +141,11 @@ def _measure_hardware(
         jobs = [job_of(config, c, context) for c in planned if c.mesh == mesh for context in config.tokens]
         possible = [(job, mesh) for job in jobs if refusal(shape, job, mesh) is None]
         if possible:
-            sizes = message_sizes(config.what, shape, possible)
-            hardware[str(mesh)] = measure_hardware(config, mesh, compute, device, sizes)
+            parallel = ParallelConfig(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor)
+            link = BenchConfig("link", rounds=max(2, config.times // 2), dtype=config.dtype, parallel=parallel)
+            sizes = message_sizes(config.what, shape, possible)  # the rate of a link depends on them
+            text = f"{mesh}, in the same job"
+            hardware[str(mesh)] = _parse(measure_hardware(link, device, str(mesh), text, sizes, compute))
     return hardware
 
 
@@ -177,8 +205,6 @@ def _make_workload(
     dtype = _DTYPES[config.dtype]
     workload: Workload
     if config.what == "step":
-        from longspan.bench.step import StepInputs
-
         workload = load_function(candidate.method.step)(candidate, StepInputs(model, context, dtype, shardings))
     else:
         heads, kv_heads, head_dim = (model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -191,9 +217,6 @@ def formula(
     config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the planned bytes that a rank sends, by collective: for the method, and for everything else."""
-    from longspan.plan.cost.communication import communication, method_sent
-    from longspan.plan.hardware import CATALOGUE
-
     shape, job = shape_of(config.what, model), job_of(config, candidate, context)
     method: Counter[str] = Counter()
     other: Counter[str] = Counter()
@@ -214,4 +237,62 @@ def _describe(config: BenchConfig, model: dict[str, Any]) -> str:
     return (
         f"training step, {name}{model['num_hidden_layers']} layers, hidden {model['hidden_size']}, {heads}, "
         f"FFN {model['intermediate_size']}, vocabulary {model['vocab_size']:,}"
+    )
+
+
+# --- predictions
+
+MAX_SIZES = 6
+"""The most sizes at which a collective is measured on an axis."""
+
+
+def message_sizes(what: str, shape: ModelShape, runs: Sequence[tuple[Job, Mesh]]) -> dict[tuple[str, str], list[float]]:
+    """Return (axis, collective) -> bytes that a rank sends in one call of these runs, at most `MAX_SIZES` of them."""
+    found: dict[tuple[str, str], set[float]] = {}
+    for job, mesh in runs:
+        for sent in _sent(what, shape, job, mesh):
+            if mesh.size(sent.axis) > 1 and sent.bytes:
+                found.setdefault((sent.axis, sent.op), set()).add(float(sent.bytes))
+    return {key: _thin_out(sorted(sizes)) for key, sizes in found.items()}
+
+
+def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+    if what == "attention":
+        return method_sent(shape, shape.layers[0], job, mesh)
+    every = communication(shape, job, mesh, CATALOGUE["cpu"])
+    return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
+
+
+def _thin_out(sizes: list[float]) -> list[float]:
+    """Drop sizes within 10 % of the one before, then all but `MAX_SIZES` evenly spread ones; keep both ends."""
+    kept = sizes[:1]
+    for size in sizes[1:]:
+        if size > 1.1 * kept[-1]:
+            kept.append(size)
+    kept[-1] = sizes[-1]
+    if len(kept) <= MAX_SIZES:
+        return kept
+    return [kept[round(i * (len(kept) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
+
+
+def _parse(hardware: MeasuredHardware) -> tuple[str, Hardware]:
+    """Return the hardware file, and the same as the planner reads it."""
+    text = as_toml(hardware)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "link.toml")
+        path.write_text(text)
+        return text, read_hardware(path)
+
+
+def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Prediction:
+    """Return the prediction for one attention, forward and backward, or one training step."""
+    if what == "step":
+        plan = cost(shape, job, mesh, hardware)
+        return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)
+    layer = shape.layers[0]
+    computing = layer_seconds(shape, layer, job, mesh, hardware)
+    attention = computing.attention_forward + computing.attention_backward
+    return Prediction(
+        seconds_of(method_sent(shape, layer, job, mesh), mesh, hardware),
+        exposed_layer_seconds(shape, layer, computing, job, mesh, hardware) + attention,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.config import BenchConfig
-from longspan.bench.timing import median_seconds, smallest
+from longspan.bench.meters import median_seconds, smallest
 
 FORWARD_AND_BACKWARD = 3.5
 """FLOPs of attention's forward and backward over those of its forward: 2 matmuls, and 5 in a backward that recomputes

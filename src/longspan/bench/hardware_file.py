@@ -1,4 +1,4 @@
-"""The output of `longspan bench link`: a hardware file for the planner, and a table of it."""
+"""`longspan bench link`: measure the hardware, and write it as a file for the planner and as a table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from longspan.bench.fit import Fit
-
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
     from longspan.bench.compute import Compute
+    from longspan.bench.config import BenchConfig
+    from longspan.bench.links import Fit, MessageSizes
 
 WIDTH = 100
 
@@ -40,6 +41,43 @@ class MeasuredHardware:
     degrees: Mapping[str, int]
     links: Mapping[str, Mapping[str, Fit]]
     on_gpu: bool = False
+
+
+def measure_hardware(
+    config: BenchConfig,
+    device: torch.device,
+    name: str,
+    measured: str,
+    messages: MessageSizes | None = None,
+    compute: Compute | None = None,
+) -> MeasuredHardware:
+    """Measure the links of the config's mesh, and the speed of a rank unless it is given. Collective.
+
+    Args:
+        config: of `bench link`.
+        device: this rank's device.
+        name: of the hardware.
+        measured: date, machine and versions.
+        messages: the only collectives and sizes to measure; by default those of the config.
+        compute: the speed of a rank.
+    """
+    from longspan.bench.compute import measure_compute, ranks_on_node
+    from longspan.bench.links import measure_links
+    from longspan.comm.mesh import init_mesh
+
+    mesh = init_mesh(*config.parallel.degrees.values(), device_type=device.type)
+    links = measure_links(config, mesh, device, messages)
+    degrees = {**config.parallel.degrees, "fsdp": config.parallel.ranks // config.parallel.tensor}
+    return MeasuredHardware(
+        name=name,
+        dtype=config.dtype,
+        measured=measured,
+        ranks_per_node=ranks_on_node(),
+        compute=measure_compute(config, device) if compute is None else compute,
+        degrees={axis: degrees[axis] for axis in links},
+        links=links,
+        on_gpu=device.type == "cuda",
+    )
 
 
 def as_toml(hardware: MeasuredHardware) -> str:

@@ -8,11 +8,10 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from longspan.bench.config import BenchConfig
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 from longspan.core.validation import check_processes
 from longspan.ranks import launch
 from longspan.ranks.job import read_job
-from longspan.tracing.drawing import check_matplotlib
 
 if TYPE_CHECKING:
     import torch
@@ -83,14 +82,13 @@ def check_ranks(config: BenchConfig, ranks: int) -> None:
     if ranks < 2:
         raise LongspanError(f"bench {config.what} compares what {ranks} rank sends with nothing; give 2 ranks or more")
     if config.compares:
-        from longspan.bench.methods import select
-        from longspan.bench.shapes import read_config
+        from longspan.bench.methods import read_config, select
 
         config.check_ranks(ranks)
         select(config.methods, config.what, ranks)
         read_config(config)
     if config.png is not None:
-        check_matplotlib("--png")
+        require("--png", "matplotlib")
 
 
 def _bench_rank(config: BenchConfig, ranks: int) -> Any:
@@ -124,7 +122,11 @@ def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) 
         device = torch.device("cuda", torch.cuda.current_device())
     measured = _describe_run(device, ranks)
     if config.what == "link":
-        return _measure_hardware(config, device, measured)
+        from longspan.bench.hardware_file import measure_hardware
+        from longspan.checkpoint import Ranks
+
+        Ranks().first(config.check_out)  # the first rank writes the file; raise on all
+        return measure_hardware(config, device, config.name, measured)
     if config.what == "collectives":
         from longspan.bench.collectives import measure_collectives
 
@@ -132,29 +134,6 @@ def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) 
     from longspan.bench.compare import compare
 
     return compare(config, ranks, device, measured)
-
-
-def _measure_hardware(config: BenchConfig, device: torch.device, measured: str) -> MeasuredHardware:
-    from longspan.bench.compute import measure_compute, ranks_on_node
-    from longspan.bench.hardware_file import MeasuredHardware
-    from longspan.bench.links import measure_links
-    from longspan.checkpoint import Ranks
-    from longspan.comm.mesh import init_mesh
-
-    mesh = init_mesh(*config.parallel.degrees.values())
-    Ranks().first(config.check_out)  # the first rank writes the file; raise on all
-    links = measure_links(config, mesh, device)
-    degrees = {**config.parallel.degrees, "fsdp": config.parallel.ranks // config.parallel.tensor}
-    return MeasuredHardware(
-        name=config.name,
-        dtype=config.dtype,
-        measured=measured,
-        ranks_per_node=ranks_on_node(),
-        compute=measure_compute(config, device),
-        degrees={axis: degrees[axis] for axis in links},
-        links=links,
-        on_gpu=device.type == "cuda",
-    )
 
 
 def _describe_run(device: torch.device, ranks: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longspan.bench.bytes_sent import count_bytes_sent
-from longspan.bench.timing import reduce_times, rotate, synchronize, wait_for_all
+from longspan.bench.meters import Sent, count_sent, reduce_times, rotate, synchronize, wait_for_all
 from longspan.bench.workloads import Workload
 from longspan.comm.objects import gather_objects
-from longspan.tracing.merge import gather_trace
+from longspan.tracing.files import gather_trace
 from longspan.tracing.record import Recorder, memory_rise
 from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace, transfer
 
@@ -96,9 +96,9 @@ def measure(workloads: Mapping[str, Workload], rounds: int, device: torch.device
     sent = {}
     for name, workload in workloads.items():
         run(workload)
-        with count_bytes_sent() as counted:
+        with count_sent() as log:
             run(workload)
-        sent[name] = most_sent(dict(counted))
+        sent[name] = most_sent(log)
     forward: dict[str, list[float]] = {name: [] for name in workloads}
     backward: dict[str, list[float]] = {name: [] for name in workloads}
     for _, name in rotate(list(workloads), rounds):
@@ -146,11 +146,14 @@ def _trace(workload: Workload, device: torch.device) -> list[dict[str, Any]]:
     return gather_trace(recorder.events)
 
 
-def most_sent(sent: dict[str, int]) -> dict[str, int]:
+def most_sent(log: Sequence[Sent]) -> dict[str, int]:
     """Return the bytes, by collective, of the rank that sends most. Collective."""
+    sent: Counter[str] = Counter()
+    for each in log:
+        sent[each.op] += each.bytes
     if not dist.is_initialized():
-        return sent
-    return max(gather_objects(sent, dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
+        return dict(sent)
+    return max(gather_objects(dict(sent), dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
 
 
 def _peak_bytes(workload: Workload, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The methods that `bench attention` and `bench step` compare: one entry each, and the meshes it can use.
+"""The methods that `bench attention` and `bench step` compare, their meshes, and the planner's model and job of each.
 
 `attention` and `step` name a function as "module:function" that returns one rank's workload
 (`longspan.bench.workloads`). It is imported when the method is measured, so that this module needs no torch.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from longspan.bench.config import MAX_CONTEXT, BenchConfig
 from longspan.core.cache_dtype import CACHE_DTYPES
 from longspan.core.errors import LongspanError
-from longspan.core.validation import format_value
-from longspan.plan.job import Mesh
+from longspan.core.validation import existing_path, format_value
+from longspan.plan.job import Job, Mesh
+from longspan.plan.models import CONFIGS, read_model, shape_from_config
+from longspan.plan.models.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def _one_axis(axis: str, name: str = "", **settings: Any) -> Method:
     return Method(name, lambda ranks: {name: Mesh(**{axis: ranks})}, **settings)
 
 
-_STEP = "longspan.bench.step:longspan_step"
+_STEP = "longspan.bench.workloads:longspan_step"
 _SEQUENCE: dict[str, Any] = {"attention": "longspan.bench.workloads:sequence_attention", "step": _STEP}
 _TENSOR: dict[str, Any] = {"attention": "longspan.bench.workloads:tensor_attention", "step": _STEP}
 _PEER: dict[str, Any] = {
@@ -189,3 +194,62 @@ def load_function(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
+
+
+# --- for the planner
+
+
+def read_config(config: BenchConfig) -> dict[str, Any]:
+    """Return the config.json of the measured model, with the sizes of its heads filled in.
+
+    Raises:
+        LongspanError: for a model that the planner cannot read.
+    """
+    if config.model is None:
+        return {
+            "model_type": "llama",
+            "hidden_size": config.heads * config.head_dim,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.ffn,
+            "num_hidden_layers": config.layers,
+            "vocab_size": config.vocab,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": MAX_CONTEXT,
+        }
+    shape = read_model(config.model)
+    softmax = shape.layers[0].mixer
+    known = {
+        "num_attention_heads": softmax.q_heads,
+        "num_key_value_heads": softmax.kv_heads,
+        "head_dim": softmax.head_dim,
+        "hidden_size": shape.d_model,
+        "intermediate_size": shape.layers[0].mlp.ffn,
+        "num_hidden_layers": len(shape.layers),
+        "vocab_size": shape.vocab,
+    }
+    path = existing_path("--model", config.model)
+    if path is None:
+        written: dict[str, Any] = dict(CONFIGS[shape.name])
+    else:
+        written = json.loads((path / "config.json" if path.is_dir() else Path(path)).read_text())
+    return {**written, **{key: value for key, value in known.items() if written.get(key) is None}}
+
+
+def shape_of(what: str, model: dict[str, Any]) -> ModelShape:
+    """Return the planner's shape; for an attention, one layer with a hidden size of heads x head_dim."""
+    if what == "step":
+        return shape_from_config(model, "the measured model")
+    width = model["num_attention_heads"] * model["head_dim"]
+    sizes = {key: model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    more = {"intermediate_size": width, "num_hidden_layers": 1, "vocab_size": 64, "rms_norm_eps": 1e-6}
+    limits = {"max_position_embeddings": MAX_CONTEXT}
+    return shape_from_config({"model_type": "llama", "hidden_size": width, **sizes, **more, **limits}, "an attention")
+
+
+def job_of(config: BenchConfig, candidate: Candidate, context: int) -> Job:
+    """Return the planner's job of a candidate: one sequence per replica."""
+    method = candidate.method
+    chunks = config.overlap_chunks if method.options.get("overlap") is True else 1
+    return Job(context=context, batch=candidate.mesh.data, dtype=config.dtype, overlap_chunks=chunks, **method.job)

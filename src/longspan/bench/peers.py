@@ -22,8 +22,14 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan.bench.methods import Candidate
-from longspan.bench.step import StepInputs, step_workload
-from longspan.bench.workloads import AttentionInputs, Workload, as_leaves, attention_workload
+from longspan.bench.workloads import (
+    AttentionInputs,
+    StepInputs,
+    Workload,
+    as_leaves,
+    attention_workload,
+    step_workload,
+)
 from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError

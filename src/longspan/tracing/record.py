@@ -55,7 +55,7 @@ def memory_rise(run: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    return _peak(_export(profiler))
+    return peak(_export(profiler))
 
 
 def _export(profiler: Any) -> list[dict[str, Any]]:
@@ -66,8 +66,8 @@ def _export(profiler: Any) -> list[dict[str, Any]]:
     return events
 
 
-def _peak(events: list[dict[str, Any]]) -> int:
-    """Return the peak from allocations and frees by address, as the profiler's total misses frees of gloo's threads."""
+def peak(events: list[dict[str, Any]]) -> int:
+    """Return the peak from allocations and frees by address; the profiler's total misses frees by gloo's threads."""
     held: dict[int, int] = {}
     now = most = 0
     for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):

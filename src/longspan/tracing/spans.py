@@ -139,18 +139,18 @@ def without(spans: Iterable[tuple[float, float]], others: Iterable[tuple[float, 
 
 def figures(trace: RankTrace) -> Figures:
     """Return where the time of a rank's step went."""
-    sent, computed = _ends(trace.communication), _ends(trace.computing)
+    sent, computed = ends_of(trace.communication), ends_of(trace.computing)
     exposed = covered(without(sent, computed))
     computing = covered(computed)
     return Figures(
         step=trace.length / 1e6,
         computing=computing / 1e6,
-        attention=covered(_ends(s for s in trace.computing if s.kind == "attention")) / 1e6,
+        attention=covered(ends_of(s for s in trace.computing if s.kind == "attention")) / 1e6,
         communication=covered(sent) / 1e6,
         exposed=exposed / 1e6,
         rest=(trace.length - computing - exposed) / 1e6,
         kinds={
-            kind: covered(_ends(s for s in trace.communication if s.kind == kind)) / 1e6
+            kind: covered(ends_of(s for s in trace.communication if s.kind == kind)) / 1e6
             for kind in COMMUNICATION
             if any(s.kind == kind for s in trace.communication)
         },
@@ -165,7 +165,7 @@ def transfer(traces: Sequence[RankTrace]) -> float:
     """
     sent = [sorted(trace.communication, key=lambda s: s.start) for trace in traces]
     if len({len(spans) for spans in sent}) != 1:
-        return sum(covered(_ends(spans)) for spans in sent) / len(sent) / 1e6
+        return sum(covered(ends_of(spans)) for spans in sent) / len(sent) / 1e6
     in_flight = []
     for of_all in zip(*sent, strict=True):
         start = max(trace.start + span.start for trace, span in zip(traces, of_all, strict=True))
@@ -180,7 +180,8 @@ def imbalance(values: Sequence[float]) -> float:
     return max(values) / mean - 1 if mean > 0 else 0.0
 
 
-def _ends(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def ends_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return (start, end) of each span."""
     return [(span.start, span.end) for span in spans]
 
 

@@ -43,11 +43,10 @@ from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, wait_for_ranks
-from longspan.tracing.drawing import summary_lines
-from longspan.tracing.files import write_timeline
-from longspan.tracing.merge import gather_trace
+from longspan.tracing.files import gather_trace, write_timeline
 from longspan.tracing.record import Recorder
 from longspan.tracing.spans import read_trace
+from longspan.tracing.timeline import summary_lines
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
 from longspan.train.identity import changed_settings, settings_of
