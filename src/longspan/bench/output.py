@@ -273,7 +273,9 @@ def draw(found: Comparison | Collectives, path: Path) -> None:
     require("--png", "matplotlib")
     from matplotlib.figure import Figure
 
-    if hasattr(found, "timed"):
+    from longspan.bench.collectives import Collectives
+
+    if isinstance(found, Collectives):
         _collectives(Figure(figsize=(14, 6), dpi=100, facecolor="white", layout="constrained"), found, path)
     else:
         _methods(Figure, found, path)
