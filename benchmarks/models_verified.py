@@ -110,17 +110,17 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     kinds = [row[name][0] for row in run.values() for name in CASES if name in row]
     return f"""# Models
 
-Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
+Look up whether a family of transformers trains and generates sharded. Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
 Each causal and masked language model in transformers' own lists ({len(rows)}) was made small, with random weights, and
 compared with plain transformers in one process. {len(run)} are accepted, {len(refused)} are refused, and of
 {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
 
 - *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
-  gradient are equal in fp32 against fp64, within rounding as `tests/tolerance.py` defines it.
+  gradient are equal up to fp32 rounding.
 - *Generation*: greedy, of left-padded prompts, with a KV cache over the ranks.
-- `longspan verify` checks your own model on your mesh ([verify](../how-to/verify.md)). `make fuzz` draws other batches,
-  meshes and options. Classifiers of the causal families are compared in `tests/test_classify.py`.
+
+[`longspan verify`](../how-to/verify.md) checks your own model on your mesh.
 
 ## Equal
 
