@@ -110,7 +110,9 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     kinds = [row[name][0] for row in run.values() for name in CASES if name in row]
     return f"""# Models
 
-Look up whether a family of transformers trains and generates sharded. Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
+Look up whether a family of transformers trains and generates sharded.
+
+Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
 Each causal and masked language model in transformers' own lists ({len(rows)}) was made small, with random weights, and
 compared with plain transformers in one process. {len(run)} are accepted, {len(refused)} are refused, and of

@@ -30,6 +30,13 @@ import hf_step_vs_alst as steps
 import torch
 
 METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk", "longspan all on disk")
+LABELS = {  # in the picture
+    "alst longest": "ALST, longest settings",
+    "longspan longest": 'longspan, memory="longest"',
+    "longspan few": "longest, layers_per_checkpoint=0",
+    "longspan disk": 'longest, offload="disk"',
+    "longspan all on disk": "longest, attention on disk too",
+}
 SHAPES = {  # 80 layers are those of a 70B
     "shallow": {"layers": 4, "hidden": 256, "ffn": 512, "mib": 96},
     "deep": {"layers": 80, "hidden": 64, "ffn": 128, "mib": 48},
@@ -239,15 +246,15 @@ def draw(rows: list[dict[str, Any]], args: dict[str, Any], path: Path) -> None:
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    fig, axes = plt.subplots(1, len(shapes), figsize=(5.2 * len(shapes), 2.4), squeeze=False)
+    fig, axes = plt.subplots(1, len(shapes), figsize=(6.0 * len(shapes), 2.4), squeeze=False)
     for ax, shape in zip(axes[0], shapes, strict=True):
         mine = [row for row in rows if row["shape"] == shape]
-        names, values = [row["method"] for row in mine], [row["longest"] for row in mine]
-        bars = ax.barh(names, values, color=["#b5b5b5" if n.startswith("alst") else "#2b6cb0" for n in names])
+        names, values = [LABELS[row["method"]] for row in mine], [row["longest"] for row in mine]
+        bars = ax.barh(names, values, color=["#b5b5b5" if n.startswith("ALST") else "#2b6cb0" for n in names])
         ax.bar_label(bars, labels=[f"{least(row)}{row['longest']:,}" for row in mine], padding=4)
-        ax.set_xlim(0, 1.35 * max(values))
+        ax.set_xlim(0, 1.5 * max(values))
         limits = dict(shapes_of(args))[shape]
-        ax.set_title(f"{limits['layers']} layers, {limits['mib']} MiB a rank", fontsize=10)
+        ax.set_title(f"{limits['layers']} layers, {limits['mib']} MiB per rank", fontsize=10)
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         ax.invert_yaxis()

@@ -28,7 +28,7 @@ RANKS = 4
 TOKENS = 8  # token runs that a picture shows
 HEADS = 4
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]  # Okabe and Ito: distinct for colour-blind readers
-EVERY = "#B8B8B8"  # held by every rank
+EVERY = "#B8B8B8"  # on every rank
 NOTHING = "#F2F2F2"
 Axes = Any
 
@@ -57,19 +57,19 @@ def ulysses() -> Any:
 def ring() -> Any:
     layout = choose_layout("zigzag", RANKS, 1)
     figure, axes = panels(3, "send K, V", "")
-    tokens_and_heads(axes[0], owners(layout), "before and after: zigzag blocks")
+    tokens_and_heads(axes[0], owners(layout), "before and after: zigzag layout")
     steps = [[(rank - step) % RANKS for step in range(RANKS)] for rank in range(RANKS)]
     grid(
         axes[1],
         steps,
-        "K and V block at each step",
+        "whose K, V a rank has at each step",
         "step",
         "rank",
         [[f"KV {owner}" for owner in row] for row in steps],
     )
     queries = owners(layout)[0]
     pairs = [[queries[q] if k <= q else None for k in range(TOKENS)] for q in range(TOKENS)]
-    grid(axes[2], pairs, "causal pairs, by computing rank", "key tokens", "query tokens")
+    grid(axes[2], pairs, "causal pairs: who computes them", "key tokens", "query tokens")
     return finish(figure)
 
 
@@ -82,7 +82,12 @@ def usp() -> Any:
     tokens_and_heads(axes[1], between, "my block's tokens, my heads")
     steps = [[2 * ((rank // 2 - step) % 2) + rank % 2 for step in range(2)] for rank in range(RANKS)]
     grid(
-        axes[2], steps, "K and V at each ring step", "step", "rank", [[f"KV {owner}" for owner in row] for row in steps]
+        axes[2],
+        steps,
+        "whose K, V at each ring step",
+        "step",
+        "rank",
+        [[f"KV {owner}" for owner in row] for row in steps],
     )
     tokens_and_heads(axes[3], owners(layout), "after: my tokens, all heads")
     return finish(figure)
@@ -107,29 +112,27 @@ def tensor_axis() -> Any:
 
 
 def memory() -> Any:
-    """What one layer saves for its backward, and the planned memory of a step."""
-    parts = ["layer input", "q, k, v", "attention out", "norms", "MLP inner"]
+    """Draw what one layer saves for its backward, and the planned memory of a step."""
+    parts = ["layer input", "q, k, v", "attention output", "norms", "MLP activations"]
     saved = {
         "none": [1, 1, 1, 1, 1],
         "save_attention": [1, 1, 1, 0, 0],
         "selective": [1, 0, 1, 0, 0],
         "full": [1, 0, 0, 0, 0],
     }
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 3.4), gridspec_kw={"wspace": 0.4, "width_ratios": [1, 1.25]}
-    )
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), gridspec_kw={"wspace": 0.5, "width_ratios": [1, 1.2]})
     for y, row in enumerate(saved.values()):
         for x, on in enumerate(row):
             left.add_patch(Rectangle((x, y), 0.94, 0.88, facecolor=COLOURS[0] if on else NOTHING, linewidth=0))
             left.text(x + 0.47, y + 0.44, "save" if on else "recompute", ha="center", va="center", fontsize=7.5,
                       color="white" if on else "#777777")  # fmt: skip
-    left.set(xlim=(0, len(parts)), ylim=(len(saved), 0), title="saved of one layer, by checkpointing")
+    left.set(xlim=(0, len(parts)), ylim=(len(saved), 0), title="what a layer saves, by checkpointing=")
     left.set_xticks([x + 0.47 for x in range(len(parts))], parts, rotation=20, ha="right")
-    left.set_yticks([y + 0.44 for y in range(len(saved))], list(saved))
+    left.set_yticks([y + 0.44 for y in range(len(saved))], [f'"{name}"' for name in saved])
     left.tick_params(length=0)
     left.spines[:].set_visible(False)
     planned_bars(right)
-    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.22, top=0.88)
+    figure.subplots_adjust(left=0.11, right=0.98, bottom=0.22, top=0.88)
     return figure
 
 
@@ -137,10 +140,10 @@ def planned_bars(ax: Axes) -> None:
     model, hardware, mesh = read_model("llama-3.1-8b"), read_hardware("h100"), Mesh(ulysses=8)
     levels = {
         "fastest": Memory(),
-        "tiled MLP, norms": Memory(tiled_mlp=0, tiled_norms=True),
+        "tiled_mlp, tiled_norms": Memory(tiled_mlp=0, tiled_norms=True),
         'checkpointing="full"': Memory(checkpointing="full"),
         "longest": LONGEST,
-        "+ offload host": Memory(**{**vars(LONGEST), "offload": "host"}),
+        'longest, offload="host"': Memory(**{**vars(LONGEST), "offload": "host"}),
     }
     items = {
         "weights, gradients, optimizer": ("weights", "gradients", "optimizer"),
@@ -160,13 +163,13 @@ def planned_bars(ax: Axes) -> None:
     ax.axvline(hardware.memory_bytes / 1e9, color="#D55E00", linewidth=1.2)
     ax.set_yticks(range(len(levels)), list(levels))
     ax.invert_yaxis()
-    ax.set(xlabel="planned GB per GPU", title="Llama-3.1-8B, 131,072 tokens, 8 x H100 (line: 80 GB)")
-    ax.legend(fontsize=7.5, loc="lower right", edgecolor="none", framealpha=1)
+    ax.set(xlabel="planned GB per GPU", title="Llama-3.1-8B, 131,072 tokens, 8 x H100 (red line: 80 GB)")
+    ax.legend(fontsize=7.5, loc="lower right", bbox_to_anchor=(0.75, 0), edgecolor="none", framealpha=1)
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def masks() -> Any:
-    """The pairs of each mask, one colour for each region."""
+    """Draw the pairs of each mask, one colour for each region."""
     import torch
 
     from longspan.attn.segments import document_segments
@@ -200,7 +203,7 @@ def masks() -> Any:
 
 
 def owners(layout: Layout) -> list[list[int | None]]:
-    """For each head, which rank holds each run of tokens."""
+    """Return for each head which rank holds each run of tokens."""
     run = 4  # tokens of a run, so that every layout divides them
     row: list[int | None] = [None] * TOKENS
     for rank in range(layout.size):
@@ -233,7 +236,7 @@ def tokens_and_heads(ax: Axes, rows: Sequence[Sequence[int | None]], title: str,
 
 def grid(ax: Axes, rows: Sequence[Sequence[int | None]], title: str, across: str, down: str,
          labels: Sequence[Sequence[str]] | None = None) -> None:  # fmt: skip
-    """Cells by rank: None is empty, -1 is every rank."""
+    """Draw cells in the colour of their rank: None is empty, -1 is every rank."""
     for y, row in enumerate(rows):
         for x, rank in enumerate(row):
             colour = NOTHING if rank is None else EVERY if rank < 0 else COLOURS[rank]

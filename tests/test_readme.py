@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -16,6 +18,7 @@ from unittest import mock
 import pytest
 from markdown_it import MarkdownIt
 
+import longspan
 from tests.pool import run_forked
 
 ROOT = Path(__file__).parent.parent
@@ -167,6 +170,34 @@ def test_the_diff_of_the_readme_is_a_script_with_the_lines_of_the_tutorial() -> 
     compile("\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-")), "README.md", "exec")
     tutorial = (ROOT / "docs" / "tutorials" / "your-script.md").read_text().replace("ulysses=1", "ulysses=4")
     assert [line for line in added if line.partition("  #")[0] not in tutorial] == []
+
+
+def test_the_api_page_has_the_signatures_of_the_code() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    wrong = []
+    for section in page.split("\n## ")[1:]:
+        module = re.match(r".*`(longspan\.\w+)`", section)
+        for name, written in re.findall(r"`([\w.]+)(\([^`]*\))`(?=[:,\n])", section):
+            function = _public(name, module[1] if module else "longspan")
+            if (signature := _signature(function)) != written:
+                wrong.append(f"{name}{signature}")
+    assert wrong == []
+    assert [name for name in longspan.__all__ if f"{name}(" not in page and f"{name}`" not in page] == []
+
+
+def _public(name: str, module: str) -> Any:
+    if name.startswith("sp."):
+        return getattr(longspan.SequenceSharding, name.removeprefix("sp."))
+    path, _, last = f"{module}.{name}".rpartition(".")
+    return getattr(importlib.import_module(path), last)
+
+
+def _signature(function: Any) -> str:
+    """Return the signature without `self` and annotations."""
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
+    text = str(signature.replace(parameters=parameters, return_annotation=signature.empty)).replace("'", '"')
+    return re.sub(r"<function (\w+) at \w+>", r"\1", text)
 
 
 def test_every_make_target_is_told_of() -> None:
