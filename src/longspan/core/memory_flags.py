@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+import inspect
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from longspan.core.errors import LongspanError
@@ -108,9 +109,8 @@ def flags_to_add(given: Memory, wanted: Memory) -> list[str]:
 
 def flags_last(kind: type[Flags]) -> type[Flags]:
     """Reorder the fields of a config class so that help and messages list its own before inherited ones."""
-    inherited = {field.name for base in kind.__mro__[1:] if is_dataclass(base) for field in fields(base)}
     config: Any = kind
     all_fields: dict[str, Any] = config.__dataclass_fields__
-    own = {name: field for name, field in all_fields.items() if name not in inherited}
-    config.__dataclass_fields__ = {**own, **all_fields}
+    own_first = [name for cls in kind.__mro__ for name in inspect.get_annotations(cls) if name in all_fields]
+    config.__dataclass_fields__ = {name: all_fields[name] for name in own_first}
     return kind

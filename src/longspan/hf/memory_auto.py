@@ -46,6 +46,20 @@ def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardwa
     return dataclasses.replace(read_hardware(known), memory_bytes=held)
 
 
+def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
+    """Return this machine's device for the planner, before or after its ranks start.
+
+    Args:
+        rank_memory: GB that a rank may use; None: its GPU's memory, or on a CPU its share of the machine's.
+        ranks_here: ranks on this machine; torchrun's LOCAL_WORLD_SIZE wins.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    nbytes = None if rank_memory is None else 1e9 * rank_memory
+    if nbytes is None and device.type == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
+        nbytes = max(device_memory(device) / ranks_here - BASE_OF_A_RANK, BASE_OF_A_RANK / 4)
+    return hardware_of(device, nbytes)
+
+
 def config_shape(config: Any) -> ModelShape:
     """The planner's model of a Hugging Face config.
 
