@@ -1,11 +1,13 @@
-"""From text to batches: documents are read as a stream, tokenised on the way and packed to the context.
+"""From text to batches: documents are read as a stream, tokenised, and packed into sequences of one length.
 
-`source` reads documents, `tokens` turns them into ids, which `rounds` shares out over the ranks, `stream` packs the ids
-into sequences of one length and deals the sequences out to the data ranks. The order of sequences depends on the data
-and the seed, never on the mesh.
+- `readers`, `source`: documents from files or a dataset, shuffled.
+- `tokens`: documents to token ids; `rounds`: the ranks share this work.
+- `stream`: ids to sequences, sequences to the batches of each data rank.
+
+The order of the sequences depends on the data and the seed, never on the mesh.
 """
 
-from longspan.data.rounds import ROUNDS_AHEAD, rounds, together
+from longspan.data.rounds import ROUNDS_AHEAD, check_same_text, merge_rounds, rounds
 from longspan.data.source import PYDOC, DocumentSource
 from longspan.data.stream import Sequence, SequenceStream, StepBatch, deal, prefetch
 from longspan.data.tokens import BYTES, TextTokenizer, load_tokenizer
@@ -19,9 +21,10 @@ __all__ = [
     "SequenceStream",
     "StepBatch",
     "TextTokenizer",
+    "check_same_text",
     "deal",
     "load_tokenizer",
+    "merge_rounds",
     "prefetch",
     "rounds",
-    "together",
 ]

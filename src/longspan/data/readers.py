@@ -1,8 +1,7 @@
-"""What documents are read from: local files, texts in memory, a dataset of the Hugging Face hub.
+"""Readers of documents: local files, texts in memory, a dataset of the Hugging Face hub.
 
-A reader gives the documents of one epoch in order, says where it stands as a few plain values (`tell`), and goes
-on from there (`seek`). Local files are read here and not through `datasets`, which takes file names for patterns, fills
-columns that a file lacks with nulls, and knows no line numbers: a row without text must be named, not passed over.
+Local files are not read through `datasets`, which takes file names for patterns, fills missing columns with nulls, and
+knows no line numbers: a row without text must be an error that names the row.
 """
 
 from __future__ import annotations
@@ -20,61 +19,61 @@ from longspan.hf.pretrained import first_line, not_found
 KINDS = (".txt", ".jsonl", ".parquet")
 """The files that are read. A .txt file is one document, line breaks kept."""
 
-_LONGEST_LINE = 1 << 30  # bytes of one row of .jsonl
-_LOOKED_AT = 1 << 20  # bytes of each .jsonl file whose rows are looked at before anything else is done
-_LOOKED_AT_IN_ALL = 64 << 20
+_LONGEST_LINE = 1 << 30  # bytes of a .jsonl row
+_CHECKED_BYTES = 1 << 20  # of each .jsonl file, before anything else is done
+_CHECKED_BYTES_IN_ALL = 64 << 20
+_START = {"file": 0, "row": 0, "offset": 0}
 
 
 class Reader(Protocol):
-    """The documents of one epoch."""
+    """The documents of one epoch, from a state that is a few plain values."""
 
     def seek(self, state: dict[str, Any] | None) -> None:
-        """Go on where `tell` said this; None is the beginning."""
+        """Go to a state that `tell` returned; None is the beginning."""
 
     def tell(self) -> dict[str, Any]:
-        """Where to go on after the last document that was given."""
+        """Return the state after the last document."""
 
     def __iter__(self) -> Iterator[str]:
-        """The documents from there on; an empty one is an empty text."""
+        """Yield the documents from the state on."""
 
 
 class LocalFiles:
-    """Files one after the other: the .txt first, then the .jsonl, then the .parquet, each kind in the order given.
+    """Files one after another: .txt, then .jsonl, then .parquet, each kind in the given order.
 
-    Every row of .jsonl and .parquet must have the field. An empty text, or an explicit null, is an empty document.
+    Every row of .jsonl and .parquet must have the field. An explicit null is an empty text.
 
     Args:
-        files: regular files that end as `KINDS` say.
-        text_field: the column that holds the text (.jsonl, .parquet).
+        files: regular files with one of the endings `KINDS`.
+        text_field: the column that contains the text (.jsonl, .parquet).
 
     Raises:
-        LongspanError: for a file that cannot be read, and for one whose columns, or whose first rows, lack the field;
-            on iteration for any other row.
+        LongspanError: for a file that cannot be read, or whose columns or first rows lack the field; on iteration for
+            any other row.
     """
 
     def __init__(self, files: list[Path], text_field: str) -> None:
         self.files = sorted(files, key=lambda file: KINDS.index(file.suffix))
         self.text_field = text_field
-        self._at = {"file": 0, "row": 0, "offset": 0}
-        budget = _LOOKED_AT_IN_ALL
+        self._at = dict(_START)
+        budget = _CHECKED_BYTES_IN_ALL
         for file in self.files:
             if file.suffix == ".parquet":
                 self._open_parquet(file)
             elif file.suffix == ".jsonl" and budget > 0:
-                for _, row, offset in self._lines(file, 1, 0):
-                    self._text_of(file, row[0], row[1])
-                    if offset >= _LOOKED_AT:
+                for number, row, offset in self._rows(file, 1, 0):
+                    self._text_of(file, number, row)
+                    if offset >= _CHECKED_BYTES:
                         break
-                budget -= min(file.stat().st_size, _LOOKED_AT)
+                budget -= min(file.stat().st_size, _CHECKED_BYTES)
 
     def seek(self, state: dict[str, Any] | None) -> None:
-        at = state or {"file": 0, "row": 0, "offset": 0}
-        if at.keys() != self._at.keys():
+        if state is not None and state.keys() != _START.keys():
             raise LongspanError(
                 f"the place {format_value(state)} in the data was written by another version of longspan; start "
                 "another run from its weights: --model OUT/hf --out ANOTHER"
             )
-        self._at = dict(at)
+        self._at = dict(state or _START)
 
     def tell(self) -> dict[str, Any]:
         return dict(self._at)
@@ -86,38 +85,32 @@ class LocalFiles:
             yield from readers[file.suffix](file)
             self._at = {"file": self._at["file"] + 1, "row": 0, "offset": 0}
 
-    def _given(self, row: int, offset: int = 0) -> None:
-        self._at = {"file": self._at["file"], "row": row, "offset": offset}
-
     def _read_text(self, file: Path) -> Iterator[str]:
         if self._at["row"] == 0:
             try:
                 text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 _unreadable(file, error)
-            self._given(1)
+            self._at["row"] = 1
             yield text
-
-    # --- .jsonl
 
     def _read_lines(self, file: Path) -> Iterator[str]:
-        for number, row, offset in self._lines(file, self._at["row"] + 1, self._at["offset"]):
-            text = self._text_of(file, *row)
-            self._given(number, offset)
+        for number, row, offset in self._rows(file, self._at["row"] + 1, self._at["offset"]):
+            text = self._text_of(file, number, row)
+            self._at |= {"row": number, "offset": offset}
             yield text
 
-    def _lines(self, file: Path, first: int, offset: int) -> Iterator[tuple[int, tuple[int, Any], int]]:
-        """From a line on: its number, (number, row), and where the next one begins. Blank lines are passed over."""
+    def _rows(self, file: Path, number: int, offset: int) -> Iterator[tuple[int, Any, int]]:
+        """Yield line number, row and the offset of the next line, from a line on. Skip blank lines."""
         try:
             with file.open("rb") as lines:
                 lines.seek(offset)
-                number = first
                 while line := lines.readline(_LONGEST_LINE):
                     if len(line) == _LONGEST_LINE:
                         raise LongspanError(f"--data {file}: line {number} is longer than {_LONGEST_LINE:,} bytes")
                     offset += len(line)
                     if line.strip():
-                        yield number, (number, _parse(file, number, line)), offset
+                        yield number, _parse(file, number, line), offset
                     number += 1
         except OSError as error:
             _unreadable(file, error)
@@ -130,29 +123,18 @@ class LocalFiles:
             )
         if self.text_field not in row:
             self._refuse_rows(file, row)
-        text = row[self.text_field]
-        if not isinstance(text, str | None):
-            raise LongspanError(
-                f"the field {self.text_field!r} of --data {file}, line {number}, holds {type(text).__name__}, not "
-                "text; choose another with --text-field"
-            )
-        return text or ""
+        return _checked_text(row[self.text_field], f"the field {self.text_field!r} of --data {file}, line {number},")
 
     def _refuse_rows(self, file: Path, row: dict[str, Any]) -> NoReturn:
-        """Say how many rows of a file lack the field: it is read to its end."""
-        lacking, total = [], 0
-        for number, (_, other), _ in self._lines(file, 1, 0):
-            total += 1
-            if not (isinstance(other, dict) and self.text_field in other):
-                lacking.append(number)
-        there = ", ".join(map(repr, row)) or "nothing"
+        """Raise with the number of rows of a file that lack the field."""
+        rows = [(number, isinstance(x, dict) and self.text_field in x) for number, x, _ in self._rows(file, 1, 0)]
+        lacking = [number for number, has_field in rows if not has_field]
+        fields = ", ".join(map(repr, row)) or "nothing"
         raise LongspanError(
-            f"--data {file}: {len(lacking)} of {total} rows have no field {self.text_field!r}, the first in line "
-            f"{lacking[0]}; line {lacking[0]} has {there}: choose a field that all rows have with --text-field, or "
-            "take those rows out (a row with an empty text is passed over)"
+            f"--data {file}: {len(lacking)} of {len(rows)} rows have no field {self.text_field!r}, the first in line "
+            f"{lacking[0]}; line {lacking[0]} has {fields}: choose a field that all rows have with --text-field, or "
+            "remove those rows (a row with an empty text is skipped)"
         )
-
-    # --- .parquet
 
     def _open_parquet(self, file: Path) -> Any:
         import pyarrow as pa
@@ -181,18 +163,18 @@ class LocalFiles:
         import pyarrow as pa
 
         table = self._open_parquet(file)
-        row, wanted = 0, self._at["row"]
+        row, done = 0, self._at["row"]
         try:
             for group in range(table.num_row_groups):
                 size = table.metadata.row_group(group).num_rows
-                if row + size <= wanted:  # given already
+                if row + size <= done:
                     row += size
                     continue
                 for batch in table.iter_batches(1024, row_groups=[group], columns=[self.text_field]):
                     for text in batch.column(0):
                         row += 1
-                        if row > wanted:
-                            self._given(row)
+                        if row > done:
+                            self._at["row"] = row
                             yield text.as_py() or ""
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             _unreadable(file, error)
@@ -202,7 +184,7 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         row = json.loads(text)
-        if "\\u" in text:  # the one way to a lone surrogate, which is no character and has no UTF-8
+        if "\\u" in text:  # may be a lone surrogate, which has no UTF-8
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise LongspanError(
@@ -210,6 +192,12 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
             f"{first_line(error)})"
         ) from error
     return row
+
+
+def _checked_text(value: Any, what: str) -> str:
+    if not isinstance(value, str | None):
+        raise LongspanError(f"{what} holds {type(value).__name__}, not text; choose another with --text-field")
+    return value or ""
 
 
 def _unreadable(file: Path, error: Exception) -> NoReturn:
@@ -236,12 +224,12 @@ class Texts:
 
 
 class HubDataset:
-    """A dataset of the Hugging Face hub, as a stream. A null counts as an empty text.
+    """A dataset of the Hugging Face hub, as a stream. A null is an empty text.
 
     Args:
         name: `OWNER/NAME`, or `OWNER/NAME:CONFIG`.
         split: of the dataset.
-        text_field: the column that holds the text.
+        text_field: the column that contains the text.
 
     Raises:
         LongspanError: if it cannot be opened; on iteration for rows that cannot be read or have no such column.
@@ -254,9 +242,9 @@ class HubDataset:
         repository, _, config = name.partition(":")
         try:
             self._dataset: Any = datasets.load_dataset(repository, config or None, split=split, streaming=True)
+        except ConnectionError as error:
+            raise not_found("--data", name, "dataset", f"but {first_line(error)}") from error
         except Exception as error:
-            if isinstance(error, ConnectionError):
-                raise not_found("--data", name, "dataset", f"but {first_line(error)}") from error
             raise LongspanError(
                 f"--data {name} is neither a file nor a directory{near(name)}, and as the name of a dataset it cannot "
                 f"be opened: {first_line(error)}"
@@ -275,9 +263,9 @@ class HubDataset:
                 yield self._text_of(row)
         except LongspanError:
             raise
-        except Exception as error:  # whatever the readers of `datasets` raise
+        except Exception as error:  # of any of the readers of `datasets`
             cause: BaseException = error
-            while cause.__cause__ is not None:  # it wraps what pyarrow and the decoders say
+            while cause.__cause__ is not None:  # it wraps the errors of pyarrow and the decoders
                 cause = cause.__cause__
             raise LongspanError(
                 f"--data {self.name} cannot be read: {type(cause).__name__}: {first_line(cause)}"
@@ -289,10 +277,4 @@ class HubDataset:
                 f"--data {self.name} has no field {self.text_field!r}; it has {', '.join(map(repr, row))}: choose one "
                 "of them with --text-field"
             )
-        text = row[self.text_field]
-        if not isinstance(text, str | None):
-            raise LongspanError(
-                f"the field {self.text_field!r} of --data {self.name} holds {type(text).__name__}, not text; choose "
-                "another with --text-field"
-            )
-        return text or ""
+        return _checked_text(row[self.text_field], f"the field {self.text_field!r} of --data {self.name}")

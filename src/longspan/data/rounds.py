@@ -1,26 +1,27 @@
-"""Tokenising shared out over the ranks: each makes the ids of its pieces, and all get the ids of all.
+"""Share tokenisation over the ranks: each tokenises some pieces of text, and all receive the ids of all.
 
-Where a sequence begins depends on how many ids everything before it has, so no rank can know its own sequences from its
-own share of the text. Ids are small, though (4 bytes a token), and making them is not. So pieces of text are dealt out
-in rounds, by a rule that every rank follows alone; each rank tokenises its own, ahead of the training, in a thread; and
-when a round is needed, one sum over the ranks puts its ids together. The stream is the same to the bit as on one rank.
+Where a sequence starts depends on the number of ids before it, so no rank can find its own sequences from a part of the
+text. Ids are small (4 bytes a token), but making them is slow. So pieces of text are assigned to ranks in rounds, by a
+rule that every rank follows alone; each rank tokenises its pieces ahead of the training, in a thread; and an all-reduce
+merges the ids of a round. The stream equals that of one rank, to the bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import odd_ones
+from longspan.core.rank_differences import format_ranks, odd_ones
 from longspan.data.stream import Piece, SequenceStream
 
 if TYPE_CHECKING:
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
     Ids = NDArray[np.int64]
 
 ROUNDS_AHEAD = 10
-"""Rounds whose own share a rank has tokenised in advance: a step takes one to five, by the characters of a token."""
+"""Rounds that a rank tokenises in advance: a step takes one to five, by the characters of a token."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Pieces that follow one another, shared out.
+    """Consecutive pieces of text.
 
     Attributes:
         pieces: without their text.
-        mine: the ids of those that this rank has tokenised, by their number in the round.
-        checksum: of all their text: equal on all ranks, or they do not read the same data.
+        mine: ids of the pieces that this rank tokenised, by their index in `pieces`.
+        checksum: of all their text, to compare the ranks' data.
     """
 
     pieces: list[Piece]
@@ -48,9 +49,9 @@ class Round:
 
 
 def rounds(stream: SequenceStream, characters: int, ranks: int, rank: int) -> Iterator[Round]:
-    """The pieces of `stream` in rounds of at least `characters`, this rank's tokenised.
+    """Yield the pieces of `stream` in rounds of at least `characters`; tokenise this rank's.
 
-    A piece is given to the rank that has had the fewest characters so far, so that all have about as much to do.
+    A piece is assigned to the rank with the fewest characters so far, which balances the work.
     """
     loads = [0] * ranks
     pieces: list[Piece] = []
@@ -69,53 +70,48 @@ def rounds(stream: SequenceStream, characters: int, ranks: int, rank: int) -> It
             pieces, mine, size, checksum = [], {}, 0, 0
 
 
-def together(
-    own: Iterator[Round], group: dist.ProcessGroup, refuse: Callable[[list[int]], NoReturn]
-) -> Iterator[tuple[Piece, Ids]]:
-    """All pieces in order with their ids, from the rounds of every rank. Collective: all ranks ask alike.
+def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> Iterator[tuple[Piece, Ids]]:
+    """Yield all pieces in order with their ids. Collective.
 
     Args:
-        own: this rank's `rounds`.
-        group: of all ranks, of hosts.
-        refuse: is called, on every rank, with those that read other text than most.
+        mine: this rank's `rounds`.
+        group: all ranks, on their hosts.
+        data: `--data`, for messages.
 
     Raises:
-        LongspanError: on every rank, if one cannot read or tokenise.
+        LongspanError: on every rank, if a rank cannot read or tokenise its text, or ranks read different text.
     """
     while True:
-        mine, problem = _next(own)
-        lengths = {} if mine is None else {n: len(ids) for n, ids in mine.mine.items()}
-        said = gather_objects((problem and str(problem), mine and mine.checksum, lengths), group)
-        if problem is not None and not isinstance(problem, LongspanError):
-            raise problem
-        problems = [text for text, _, _ in said if text]
-        if problems:
-            alike = len(problems) == len(said) and len(set(problems)) == 1
-            where = "" if alike else f"rank {next(rank for rank, (text, _, _) in enumerate(said) if text)}: "
-            raise LongspanError(f"{where}{problems[0]}") from problem
-        if odd := odd_ones([checksum for _, checksum, _ in said]):
-            refuse(odd)
-        assert mine is not None
-        every = {number: length for _, _, of_rank in said for number, length in of_rank.items()}
-        pieces = list(zip(mine.pieces, _sum(mine.mine, [every[n] for n in range(len(every))], group), strict=True))
-        del mine
-        pieces.reverse()
+        now = on_every_rank(lambda: next(mine), group)
+        lengths = {index: len(ids) for index, ids in now.mine.items()}
+        checksums, every_length = zip(*gather_objects((now.checksum, lengths), group), strict=True)
+        check_same_text(checksums, data)
+        merged = {index: length for of_rank in every_length for index, length in of_rank.items()}
+        ids = _sum(now.mine, [merged[index] for index in range(len(merged))], group)
+        pieces = list(zip(now.pieces, ids, strict=True))[::-1]
+        del now, ids
         while pieces:
-            yield pieces.pop()  # what has been taken is not held
+            yield pieces.pop()  # do not hold consumed ids
 
 
-def _next(own: Iterator[Round]) -> tuple[Round | None, Exception | None]:
-    try:
-        return next(own), None
-    except Exception as error:  # the other ranks must hear of it
-        return None, error
+def check_same_text(checksums: Sequence[int], data: str) -> None:
+    """Raise if the ranks' checksums of their text differ.
+
+    Raises:
+        LongspanError: naming the ranks that differ from most.
+    """
+    if odd := odd_ones(checksums):
+        raise LongspanError(
+            f"the ranks read different data (unlike most: {format_ranks(odd)}); every machine needs the same files in "
+            f"--data {data}, and the same tokenizer"
+        )
 
 
 def _sum(mine: dict[int, Ids], lengths: list[int], group: dist.ProcessGroup) -> list[Ids]:
-    """The ids of every piece: each rank adds its own to zeros."""
+    """Return the ids of every piece: the sum over ranks, each with zeros for the others' pieces."""
     ends = np.cumsum(lengths)
-    whole = torch.zeros(int(ends[-1]), dtype=torch.int32)
-    for number, ids in mine.items():
-        whole[int(ends[number]) - len(ids) : int(ends[number])] = torch.from_numpy(ids)
-    dist.all_reduce(whole, group=group)
-    return [ids.astype(np.int64) for ids in np.split(whole.numpy(), ends[:-1])]
+    merged = torch.zeros(int(ends[-1]), dtype=torch.int32)
+    for index, ids in mine.items():
+        merged[int(ends[index]) - len(ids) : int(ends[index])] = torch.from_numpy(ids)
+    dist.all_reduce(merged, group=group)
+    return [ids.astype(np.int64) for ids in np.split(merged.numpy(), ends[:-1])]

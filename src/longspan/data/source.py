@@ -1,4 +1,4 @@
-"""Documents from files or from a dataset, as a stream that can be left and taken up again anywhere."""
+"""Documents from files or from a dataset, as a shuffled stream that can resume anywhere."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from longspan.core.validation import existing_path, means_a_path, near
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
 from longspan.hf.pretrained import check_on_hub
 
-#: The data that every Python brings along: the language reference's topics, 0.5 MB of English text.
 PYDOC = "pydoc"
+"""The topics of the language reference, which come with Python: 0.5 MB of English."""
 
-#: A window of documents that are shuffled among themselves ends at this many characters, so that it fits in memory.
 _WINDOW_CHARACTERS = 64 << 20
+"""A window of documents that are shuffled together ends at this many characters, to fit in memory."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the stream of documents: before the document `document` of a window of an epoch.
+    """A place in the stream of documents: before `document` of a window of an epoch.
 
-    `reader` is what the reader needs to find the window's first document again; None is the start of the epoch.
+    `reader` is the reader's state at the first document of the window; None is the start of the epoch.
     """
 
     epoch: int = 0
@@ -35,27 +35,26 @@ class Place:
 
 
 class DocumentSource:
-    """Documents in an order that depends on the data and the seed alone, one epoch after another, without end.
+    """Documents in an order that depends on the data and the seed alone, epoch after epoch, without end.
 
-    Documents are read as a stream and shuffled in windows: the next `shuffle` documents (fewer, when they are long)
-    are read and permuted by a generator that is seeded with the seed, the epoch and the window. So a place in the
-    order is a few numbers, and resuming reads one window again instead of everything before it. The list of files is
-    shuffled as well. `shuffle=0` keeps everything in the order found.
+    Documents are read as a stream and shuffled in windows: the next `shuffle` documents (fewer if they are long) are
+    permuted by a generator that is seeded with the seed, the epoch and the window. So a place in the order is a few
+    numbers, and resuming reads one window again. The list of files is shuffled too.
 
     Args:
-        data: a `.txt`, `.jsonl` or `.parquet` file, a directory of these, "pydoc", or a name on the Hugging Face hub
-            (`NAME` or `NAME:CONFIG`). A `.txt` file is one document.
-        text_field: the column that holds the text (`.jsonl`, `.parquet`, hub).
+        data: a `.txt` (one document), `.jsonl` or `.parquet` file, a folder of these, "pydoc", or a name on the Hugging
+            Face hub (`NAME` or `NAME:CONFIG`).
+        text_field: the column that contains the text (`.jsonl`, `.parquet`, hub).
         split: the split of a dataset from the hub.
-        shuffle: documents per window; 0 for none.
+        shuffle: documents per window; 0 keeps the order.
         seed: of the shuffling.
 
     Attributes:
-        identity: what the order of the documents depends on; a run may be resumed where these are the same.
-        files: those that are read, by the name that `identity` has of each; none where the data is no file.
+        identity: what the order of the documents depends on; a resumed run must have the same.
+        files: the files that are read, by their name in `identity`; none for other data.
 
     Raises:
-        LongspanError: for data that is missing, holds no readable file or cannot be read, and for a missing column.
+        LongspanError: for data that is missing or cannot be read, a folder without readable files, or a missing column.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class DocumentSource:
             self._reader = LocalFiles(files, text_field)
         elif means_a_path(data):
             raise LongspanError(
-                f"--data {data} is neither a file nor a directory{near(data)}, and as the name of a dataset it cannot "
-                "be meant: that is NAME, OWNER/NAME or OWNER/NAME:CONFIG"
+                f"--data {data} is neither a file nor a directory{near(data)}, nor can it be the name of a dataset "
+                "(NAME, OWNER/NAME or OWNER/NAME:CONFIG)"
             )
         else:
             check_on_hub("--data", data, "dataset")
@@ -90,25 +89,24 @@ class DocumentSource:
             self.identity["data"] = [[data, split]]
 
     def documents(self, start: Place | None = None) -> Iterator[tuple[Place, str]]:
-        """Every document with its place, from `start` on, without end: after the last comes the next epoch's first.
+        """Yield every document with its place, from `start` on, without end.
 
         Raises:
-            LongspanError: for text that cannot be read, and for data without a single document with text.
+            LongspanError: for text that cannot be read, and for data in which every document is empty.
         """
-        place, found = start or Place(), start is not None
+        place, any_text = start or Place(), start is not None
         while True:
-            windows = self._windows(place)
-            for window_place, texts in windows:
-                for index in range(window_place.document, len(texts)):
+            for window, texts in self._windows(place):
+                for index in range(window.document, len(texts)):
                     if texts[index]:
-                        found = True
-                        yield replace(window_place, document=index), texts[index]
-            if not found:
+                        any_text = True
+                        yield replace(window, document=index), texts[index]
+            if not any_text:
                 raise LongspanError(f"--data {self.data} holds no text: every document is empty, or there is none")
             place = Place(epoch=place.epoch + 1)
 
     def _windows(self, start: Place) -> Iterator[tuple[Place, list[str]]]:
-        """The windows of one epoch from the one that holds `start` on, each shuffled."""
+        """Yield the shuffled windows of one epoch, from the one that contains `start` on."""
         self._reader.seek(start.reader)
         documents = iter(self._reader)
         place = start
@@ -131,7 +129,7 @@ class DocumentSource:
 
 
 def _files(path: Path) -> list[Path]:
-    """The readable files of `path`, in the order of their names."""
+    """Return the non-empty readable files of `path`, sorted by name."""
     kinds = ", ".join(KINDS)
     if path.is_dir():
         files = sorted(_walk(path, {path.resolve()}))
@@ -143,7 +141,7 @@ def _files(path: Path) -> list[Path]:
         files = [path]
     for file in files:
         if not file.is_file():
-            raise LongspanError(f"--data {file} is no regular file; remove it, or name the files that are to be read")
+            raise LongspanError(f"--data {file} is no regular file; remove it, or name the files to be read")
         if not os.access(file, os.R_OK):
             raise LongspanError(f"--data {file} cannot be read: permission denied")
     filled = [file for file in files if file.stat().st_size]
@@ -153,20 +151,18 @@ def _files(path: Path) -> list[Path]:
 
 
 def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """All with the name of a readable file, however deep; what begins with a dot is left out, links are followed."""
+    """Yield everything with the ending of a readable file, recursively; skip hidden names, follow links."""
     try:
         entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
         raise LongspanError(f"--data {folder} cannot be listed: {error.strerror}") from error
     for entry in entries:
-        if existing_path("--data", str(entry.absolute())) is None:  # gone since it was listed
+        if existing_path("--data", str(entry.absolute())) is None:  # removed since it was listed
             continue
         if entry.is_dir():
             real = entry.resolve()
             if real in seen or (entry.is_symlink() and any(real in path.parents for path in seen)):
-                raise LongspanError(
-                    f"--data {entry}: the folder {real} would be read twice, by a link; remove the link"
-                )
+                raise LongspanError(f"--data {entry}: the link makes the folder {real} be read twice; remove the link")
             seen.add(real)
             yield from _walk(entry, seen)
         elif entry.suffix in KINDS:

@@ -1,4 +1,4 @@
-"""Packing: a stream of documents becomes sequences of one length, dealt out to data ranks and micro-batches."""
+"""Packing: a stream of documents becomes sequences of one length, dealt to data ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.data.source import DocumentSource, Place
+from longspan.data.tokens import split_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Pack = Literal["stream", "documents"]
 T = TypeVar("T")
 
-_IGNORED = -100  # the label that no loss is computed for, everywhere in Hugging Face
+_IGNORED = -100  # Hugging Face's label without a loss
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Sequence:
 
     Attributes:
         ids: int64 [context].
-        starts: where in it a document begins, ascending; position 0 is among them only if one begins there.
-        state: what `SequenceStream` needs to go on after this sequence (plain values, to be kept in a checkpoint).
+        starts: positions where a document starts, ascending.
+        state: where `SequenceStream` resumes after this sequence, as plain values for a checkpoint.
     """
 
     ids: NDArray[np.int64]
@@ -44,9 +45,9 @@ class Sequence:
     state: dict[str, Any]
 
     def spans(self, pack: Pack) -> list[tuple[int, int]]:
-        """The runs of tokens [begin, end) that attend to one another: all, or each document by itself.
+        """Return the runs of tokens [start, end) that attend to one another: the whole sequence, or each document.
 
-        A document that the sequence before has begun counts from 0: its beginning is not in sight.
+        A document that started in the previous sequence counts from 0.
         """
         inner = self.starts if pack == "documents" else ()
         return list(itertools.pairwise(sorted({0, *inner, len(self.ids)})))
@@ -54,12 +55,12 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a document that is tokenised by itself, and where it was found.
+    """A part of a document that is tokenised by itself.
 
     Attributes:
         place: of the document.
-        number: of the piece in it.
-        last: whether the document ends with it.
+        number: of the piece in the document.
+        last: whether it ends the document.
         text: its characters.
     """
 
@@ -70,18 +71,16 @@ class Piece:
 
 
 class SequenceStream:
-    """Sequences of `context` tokens: documents one after the other, cut wherever a sequence is full, nothing dropped.
-
-    After the last document of the data comes the first of the next epoch, in another order.
+    """Sequences of `context` tokens: the documents concatenated and cut, nothing dropped, epoch after epoch.
 
     Args:
         source: the documents.
-        tokenizer: makes ids of them.
+        tokenizer: of their text.
         context: tokens per sequence.
-        state: of the sequence after which to go on; None for the beginning. It may come from another context.
+        state: of the sequence to resume after; None for the beginning. It may come from another context.
 
     Raises (on iteration):
-        LongspanError: if all the data gives fewer tokens than one sequence needs.
+        LongspanError: if an epoch has fewer tokens than one sequence.
     """
 
     def __init__(
@@ -89,26 +88,25 @@ class SequenceStream:
     ) -> None:
         self.source, self.tokenizer, self.context = source, tokenizer, context
         self._state = state
+        self._place = Place(**{f.name: state[f.name] for f in dataclasses.fields(Place)}) if state else None
 
     def __iter__(self) -> Iterator[Sequence]:
         return self.pack((piece, self.ids_of(piece)) for piece in self.pieces())
 
     def pieces(self) -> Iterator[Piece]:
-        """What is to be tokenised from the state on; the pieces of its document that are used up are left out."""
-        place, used = None, 0
-        if self._state:
-            place, used = _place_of(self._state), self._state["piece"]
-        for here, document in self.source.documents(place):
-            parts = self.tokenizer.parts(document)
-            for number in range(used if here == place else 0, len(parts)):
-                yield Piece(here, number, number == len(parts) - 1, parts[number])
+        """Yield the pieces of text from the state on."""
+        used = self._state["piece"] if self._state else 0
+        for place, document in self.source.documents(self._place):
+            texts = split_text(document)
+            for number in range(used if place == self._place else 0, len(texts)):
+                yield Piece(place, number, number == len(texts) - 1, texts[number])
 
     def ids_of(self, piece: Piece) -> NDArray[np.int64]:
-        """The ids of a piece."""
+        """Return the token ids of a piece."""
         return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
 
     def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
-        """The sequences, from the ids of `pieces`, whoever has made them.
+        """Yield the sequences, from `pieces` and their ids.
 
         Raises:
             LongspanError: as iteration.
@@ -121,54 +119,50 @@ class SequenceStream:
             while offset < len(ids):
                 if piece.number == 0 and offset == 0:
                     starts.append(filled)
-                part = ids[offset : offset + self.context - filled]
-                parts.append(part)
-                filled += len(part)
-                offset += len(part)
+                end = min(len(ids), offset + self.context - filled)
+                parts.append(ids[offset:end])
+                filled, offset = filled + end - offset, end
                 if filled == self.context:
                     number += 1
                     where = {"piece": piece.number, "token": offset, "sequences": number}
-                    whole = [Sequence(np.concatenate(parts), tuple(starts), dataclasses.asdict(piece.place) | where)]
-                    parts, starts, filled = [], [], 0
-                    del part
-                    yield whole.pop()  # while this waits to go on, it holds nothing of the sequence
+                    in_sequence, starts, filled = tuple(starts), [], 0
+                    # No local variable holds the sequence while the generator waits.
+                    yield Sequence(_pop_concatenated(parts), in_sequence, dataclasses.asdict(piece.place) | where)
 
     def _from_state(
         self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]
     ) -> Iterator[tuple[Piece, NDArray[np.int64], int]]:
-        """The pieces with the number of their ids that are used up already."""
-        place = _place_of(self._state) if self._state else None
-        whole_epoch, tokens, epoch = place is None, 0, place.epoch if place else 0
+        """Yield the pieces with the number of their ids that are used already."""
+        complete, tokens, epoch = self._place is None, 0, self._place.epoch if self._place else 0
         for piece, ids in tokenised:
             if piece.place.epoch != epoch:
-                if whole_epoch and tokens < self.context:
-                    self._refuse(tokens)
-                whole_epoch, tokens, epoch = True, 0, piece.place.epoch
+                if complete and tokens < self.context:
+                    raise LongspanError(
+                        f"not enough text for one sequence: --data {self.source.data} gives {tokens} tokens, --context "
+                        f"needs {self.context}; give more text or a smaller --context"
+                    )
+                complete, tokens, epoch = True, 0, piece.place.epoch
             tokens += len(ids)
-            at_state = self._state is not None and piece.place == place and piece.number == self._state["piece"]
-            yield piece, ids, self._state["token"] if self._state is not None and at_state else 0
-
-    def _refuse(self, tokens: int) -> None:
-        raise LongspanError(
-            f"not enough text for one sequence: --data {self.source.data} gives {tokens} tokens, --context needs "
-            f"{self.context}; give more text or a smaller --context"
-        )
+            resumed = self._state and (piece.place, piece.number) == (self._place, self._state["piece"])
+            yield piece, ids, self._state["token"] if self._state and resumed else 0
 
 
-def _place_of(state: dict[str, Any]) -> Place:
-    return Place(**{field.name: state[field.name] for field in dataclasses.fields(Place)})
+def _pop_concatenated(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    ids = np.concatenate(parts)
+    parts.clear()
+    return ids
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one data rank needs for one optimizer step.
+    """The batches of one data rank for one optimizer step.
 
     Attributes:
-        micro_batches: model inputs: `input_ids` and `labels`, int64 [micro_batch, context], and with
-            `pack="documents"` also `position_ids`, which begin again at 0 with every document.
-        label_tokens: tokens that the loss of the whole step is averaged over, on all data ranks together.
-        attention_pairs: pairs (query, key) of causal attention in the whole step, likewise.
-        checksum: of the whole step's ids: equal on all ranks, or they do not read the same data.
+        micro_batches: model inputs: `input_ids` and `labels`, int64 [micro_batch, context]; with `pack="documents"`
+            also `position_ids`, which restart at 0 with every document.
+        label_tokens: tokens that the loss is averaged over, over all data ranks.
+        attention_pairs: pairs (query, key) of causal attention, over all data ranks.
+        checksum: of all data ranks' ids, to compare the ranks' data.
         state: of the data after this step.
     """
 
@@ -182,28 +176,27 @@ class StepBatch:
 def deal(
     sequences: Iterator[Sequence], *, batch: int, micro_batch: int, data_size: int, data_rank: int, pack: Pack
 ) -> Iterator[StepBatch]:
-    """Deal the next `batch` sequences of every optimizer step out to the data ranks, `micro_batch` at a time.
+    """Yield a data rank's batches: of every `batch` sequences, each `data_size`-th group of `micro_batch`.
 
-    Every rank reads all of them, keeps its own and counts the labels of all, so nothing need be exchanged.
+    Every rank reads all sequences and counts the labels of all, so no communication is needed.
     """
-    while True:
+
+    def next_step() -> StepBatch:
         step = [next(sequences) for _ in range(batch)]
         spans = [span for sequence in step for span in sequence.spans(pack)]
         mine = [i for i in range(0, batch, micro_batch) if i // micro_batch % data_size == data_rank]
         checksum = 0
         for sequence in step:
             checksum = zlib.crc32(sequence.ids.tobytes(), checksum)
-        dealt = [
-            StepBatch(
-                micro_batches=[_collate(step[i : i + micro_batch], pack) for i in mine],
-                label_tokens=sum(end - begin - 1 for begin, end in spans),
-                attention_pairs=sum((end - begin) * (end - begin + 1) // 2 for begin, end in spans),
-                checksum=checksum,
-                state=step[-1].state,
-            )
-        ]
-        del step, sequence
-        yield dealt.pop()  # held by whoever takes it alone
+        return StepBatch(
+            micro_batches=[_collate(step[i : i + micro_batch], pack) for i in mine],
+            label_tokens=sum(end - start - 1 for start, end in spans),
+            attention_pairs=sum((end - start) * (end - start + 1) // 2 for start, end in spans),
+            checksum=checksum,
+            state=step[-1].state,
+        )
+
+    return iter(next_step, None)  # a function and no generator: it holds nothing between steps
 
 
 def _collate(sequences: list[Sequence], pack: Pack) -> dict[str, torch.Tensor]:
@@ -213,15 +206,15 @@ def _collate(sequences: list[Sequence], pack: Pack) -> dict[str, torch.Tensor]:
         return {"input_ids": input_ids, "labels": labels}
     positions = torch.empty_like(input_ids)
     for row, sequence in enumerate(sequences):
-        for begin, end in sequence.spans(pack):
-            positions[row, begin:end] = torch.arange(end - begin)
-            labels[row, begin] = _IGNORED  # nothing in this document predicts its first token
+        for start, end in sequence.spans(pack):
+            positions[row, start:end] = torch.arange(end - start)
+            labels[row, start] = _IGNORED  # no token of this document predicts its first one
     return {"input_ids": input_ids, "labels": labels, "position_ids": positions}
 
 
 @contextlib.contextmanager
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[Iterator[T]]:
-    """Make the next `depth` items in a thread, so that reading and tokenising overlap with the step before."""
+    """Make the next `depth` items in a thread, so that reading and tokenising overlap with the training."""
     ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
 
@@ -237,24 +230,19 @@ def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[Iterator[T]]:
                 if stop.is_set():
                     return
             put(None, StopIteration())
-        except BaseException as error:  # handed to the consumer
+        except BaseException as error:  # raised again in the consumer
             put(None, error)
 
-    def consume() -> Iterator[T]:
-        while True:
-            taken, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            held = [taken]
-            del taken
-            yield held.pop()  # type: ignore[misc]
+    def take() -> T | None:
+        item, error = ready.get()
+        if error is not None:
+            raise error
+        return item
 
     thread = threading.Thread(target=work, name="longspan-data", daemon=True)
     thread.start()
     try:
-        yield consume()
+        yield iter(take, None)  # a function and no generator: it holds no item
     finally:
         stop.set()
         thread.join(timeout=10)
