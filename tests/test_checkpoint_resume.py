@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_saying_so(config: TrainC
     shutil.rmtree(config.out / "hf")
     text = said_by(config)
     assert re.search(r"warning: passed over a damaged checkpoint: .*step-00000003/__0_0\.distcp is damaged", text)
-    assert "going on after step 2" in text and losses_of(config.out) == whole
+    assert "resuming after step 2" in text and losses_of(config.out) == whole
     found, passed_over = checkpoint.choose(config.checkpoints, checkpoint.Ranks())
     assert found is not None and (found.step, passed_over) == (3, [])
     for step in (1, 2, 3):
@@ -134,12 +134,12 @@ def test_other_files_are_named_and_those_that_are_the_same_are_not(config: Train
 
 def test_settings_that_change_are_named_in_one_line(config: TrainConfig) -> None:
     more = replace(config, steps=4, lr=1e-4, schedule="linear", export="never")
-    line = "lr was 0.01, is 1e-4, schedule was cosine, is linear, steps was 3, is 4 from step 4 on"
+    line = "lr was 0.01, is 0.0001, schedule was cosine, is linear, steps was 3, is 4 from step 4 on"
     assert line in said_by(more).splitlines()
     text = said_by(replace(more, steps=5, schedule="constant"))
     assert "schedule was linear, is constant from step 5 on" in text.splitlines()
     text = said_by(replace(more, steps=6, schedule="constant"))
-    assert "going on after step 5" in text and " was " not in text
+    assert "resuming after step 5" in text and " was " not in text
 
 
 def _tokenizer(folder: Path, lower: bool) -> str:
@@ -246,13 +246,13 @@ def test_a_full_disk_ends_a_run_only_at_its_last_save(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", full)
-        with pytest.raises(LongspanError, match=r"step-00000003 cannot be written: .* goes on from step 1$") as caught:
+        with pytest.raises(LongspanError, match=r"step-00000003 cannot be written: .* resumes from step 1$") as caught:
             train(fresh)
         assert not isinstance(caught.value, DiskFull)
     assert sorted(path.name for path in fresh.checkpoints.iterdir()) == ["step-00000001"]
     assert sorted(losses_of(fresh.out)) == [1, 2, 3]
     text = said_by(fresh)
-    assert "going on after step 1" in text and losses_of(fresh.out) == losses_of(config.out)
+    assert "resuming after step 1" in text and losses_of(fresh.out) == losses_of(config.out)
 
 
 def test_a_metrics_line_without_room_is_left_out_whole(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:

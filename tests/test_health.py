@@ -82,13 +82,13 @@ def test_a_step_that_is_not_finite_is_repeated_and_named(
         assert complete_steps(run.checkpoints) == [1, 2]
 
 
-def test_a_fault_that_passes_is_told_from_one_that_stays(config: TrainConfig, pool2: RankPool) -> None:
+def test_a_transient_fault_is_named_as_one(config: TrainConfig, pool2: RankPool) -> None:
     for said in pool2.run(_train, replace(config, ulysses=2), "activation", True, timeout=240):
-        assert "finite when the step was repeated from the same state: a fault of a machine that passed" in said
+        assert "finite when the step was repeated from the same state: a transient fault of a machine" in said
         assert "--lr" not in said
     assert complete_steps(config.checkpoints) == [1, 2]
     first, _ = pool2.run(_train, replace(config, ulysses=2), "none", False, timeout=240)
-    assert "going on after step 2" in first and complete_steps(config.checkpoints) == [1, 2, 3, 4]
+    assert "resuming after step 2" in first and complete_steps(config.checkpoints) == [1, 2, 3, 4]
 
 
 def test_weights_that_are_not_finite_do_not_ask_for_another_rate(config: TrainConfig, pool2: RankPool) -> None:

@@ -82,9 +82,9 @@ def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> di
     from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
     from longspan.data import deal
-    from longspan.train.inputs import open_inputs
+    from longspan.train.inputs import open_local
 
-    sequences = iter(open_inputs(config).sequences(config.context))
+    sequences = iter(open_local(config).sequences(config.context))
     batch = config.sequences
     steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=config.data.pack)
     torch.manual_seed(config.seed)
@@ -116,10 +116,10 @@ def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> di
 
 
 PLAIN_LOOP = [
-    ("stream", ("alone", "ulysses", "data x ring, all-gathered, contiguous", "data x ulysses, accumulating")),
+    ("stream", ("alone", "data x ring, all-gathered, contiguous", "data x ulysses, accumulating")),
     ("documents", ("ring x ulysses",)),
     *confirming([
-        ("stream", ("ring", "ring x ulysses", "data, unsharded weights", "more sequences at once")),
+        ("stream", ("ulysses", "ring", "ring x ulysses", "data, unsharded weights", "more sequences at once")),
         ("documents", ("ulysses", "data x ulysses, accumulating")),
     ]),
 ]  # fmt: skip
@@ -168,7 +168,7 @@ def test_deterministic_kernels_change_nothing_on_a_cpu(config: TrainConfig, pool
     assert losses_of(again.out) == losses_of(config.out)
 
 
-@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize("fsdp", [True, *confirming([False])])
 def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) -> None:
     short = replace(config, steps=3, save_every=0)
     plain = _plain_losses(short)
@@ -179,7 +179,7 @@ def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool, fsdp: bool) 
     assert {x.dtype for x in _weights(short.out).values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"ring": 2, "ring_impl": "p2p"}])
+@pytest.mark.parametrize("mesh", [*confirming([{"ulysses": 2}]), {"ring": 2, "ring_impl": "p2p"}])
 def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: RankPool, mesh: dict[str, Any]) -> None:
     short = replace(config, steps=2, save_every=0, export="never", **mesh)
     _on(pool2, short)
@@ -188,7 +188,7 @@ def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: Rank
     assert losses_of(again.out) == losses_of(short.out)
 
 
-def test_the_memory_options_of_memory_change_nothing_but_rounding(config: TrainConfig, pool2: RankPool) -> None:
+def test_memory_options_change_only_rounding(config: TrainConfig, pool2: RankPool) -> None:
     short = replace(config, steps=2, save_every=1, export="never", ulysses=2, context=512)
     _on(pool2, replace(short, out=short.out / "plain"))
     longest = replace(short, memory="longest", offload="disk", checkpointing="selective")
@@ -206,11 +206,8 @@ def test_the_memory_options_of_memory_change_nothing_but_rounding(config: TrainC
 def test_the_longest_context_is_resolved_before_anything_starts(config: TrainConfig) -> None:
     asked = replace(config, context="max", rank_memory=1.0, ulysses=2)
     found, said = resolve(asked)
-    assert (
-        found.tokens == 512
-        and found.memory.memory == "fastest"
-        and "would fit, the model's positions end at 512" in said[1]
-    )
+    assert found.tokens == 512 and found.memory.memory == "fastest"
+    assert "would fit, the model's positions end at 512" in said[1]
     longer = replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*(suffice|fits with)"):
         resolve(longer)
@@ -228,21 +225,18 @@ def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
         run(replace(config, ulysses=16, context=512, dry_run=True))
 
 
-def test_a_model_that_does_not_fit_takes_memory_options_unless_told(config: TrainConfig) -> None:
-    """Without a memory flag, the memory options that fit are taken and named."""
+def test_memory_options_are_chosen_if_the_model_does_not_fit(config: TrainConfig) -> None:
+    """Without a memory flag, the run logs its choice; `--memory fastest` prevents it."""
     tight = replace(config, context=512, rank_memory=0.003)
     found, said = resolve(tight)
-    assert (
-        found.memory.level == "fastest"
-        and found.memory.to_memory() != FASTEST
-        and found.memory.to_memory().describe() in said[-1]
-    )
+    assert found.memory.level == "fastest" and found.memory.to_memory() != FASTEST
+    assert found.memory.to_memory().describe() in said[-1]
     assert resolve(replace(tight, memory="fastest"))[0].memory.to_memory() == FASTEST
     with pytest.raises(LongspanError, match=r"To start it all the same, give --memory fastest"):
         resolve(replace(tight, rank_memory=0.001))
 
 
-# --- going on
+# --- resuming
 
 
 @pytest.fixture(scope="module")
@@ -279,15 +273,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert all(torch.equal(x, expected[name]) for name, x in _weights(resumed.out).items())
 
 
-def test_a_run_goes_on_on_another_mesh_in_the_same_order(
+def test_a_run_resumes_on_another_mesh_in_the_same_order(
     uninterrupted: TrainConfig, pool4: RankPool, tmp_path: Path
 ) -> None:
     anew = replace(uninterrupted, out=tmp_path / "plain")  # its data from the beginning
     plain, exact = _plain_losses(anew), _plain_losses(anew, torch.float64)
     for name, changes in {
         "alone": {"ulysses": 1},
-        "four": {"ulysses": 2, "data_degree": 2},
-        "unsharded": {"ulysses": 4, "fsdp": False},
+        "unsharded": {"ulysses": 2, "data_degree": 2, "fsdp": False},
         "ring": {"ring": 2, "ulysses": 2, "ring_impl": "p2p"},
     }.items():
         other = replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
@@ -301,7 +294,7 @@ def test_a_run_goes_on_on_another_mesh_in_the_same_order(
         assert states[0]["tokens"] == states[1]["tokens"]
 
 
-def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: TrainConfig, pool2: RankPool) -> None:
+def test_resuming_from_an_older_checkpoint_drops_later_steps(uninterrupted: TrainConfig, pool2: RankPool) -> None:
     from longspan.checkpoint import complete_steps
 
     back = replace(uninterrupted, resume=str(uninterrupted.checkpoints / "step-00000002"), steps=5, keep=1)
@@ -310,7 +303,7 @@ def test_going_back_to_an_older_checkpoint_drops_what_came_after(uninterrupted: 
     assert sorted(losses_of(back.out)) == [1, 2, 3, 4, 5]
 
 
-def test_a_finished_run_is_only_exported_again_and_then_has_nothing_to_do(
+def test_a_finished_run_is_exported_again_and_then_has_nothing_to_do(
     uninterrupted: TrainConfig, pool2: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = losses_of(uninterrupted.out)
@@ -335,10 +328,10 @@ def test_a_finished_run_is_only_exported_again_and_then_has_nothing_to_do(
     assert checkpoint.exported_step(uninterrupted.out / "hf") is None
 
 
-# --- what comes out
+# --- outputs
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [*confirming([False]), True])
 def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig, pool2: RankPool, tied: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -352,18 +345,24 @@ def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("the", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=2).shape[1] <= ids.shape[1] + 2
-    # What was trained is what was exported: the next step's loss follows from it.
-    more = replace(config, config=path, ulysses=2, steps=3)
+    from longspan.train.inputs import open_local
+
+    def loss_of(batch: list[Any]) -> tuple[float, float]:
+        ids = torch.stack([torch.from_numpy(sequence.ids) for sequence in batch])
+        single, exact = (m(input_ids=ids, labels=ids).loss.item() for m in (model, widened(model)))
+        return single, exact
+
+    more = replace(config, config=path, ulysses=2, steps=3, export="never")
     _on(pool2, more)
-    from longspan.train.inputs import open_inputs
+    batches = list(islice(iter(open_local(more).sequences(61)), 12))
+    assert excess(losses_of(more.out)[3], *loss_of(batches[8:])) <= 1
+    again = replace(more, config=None, model=str(folder), steps=1, out=tmp_path / "again", export="never")
+    assert again.model.tokenizer_name == again.model.model
+    _on(pool2, again)
+    assert excess(losses_of(again.out)[1], *loss_of(batches[:4])) <= 1
 
-    third = list(islice(iter(open_inputs(replace(more, resume="never", out=tmp_path)).sequences(61)), 12))[8:]
-    batch = torch.stack([torch.from_numpy(sequence.ids) for sequence in third])
-    single, exact = (m(input_ids=batch, labels=batch).loss.item() for m in (model, widened(model)))
-    assert excess(losses_of(config.out)[3], single, exact) <= 1
 
-
-def test_a_run_on_a_ring_says_its_mesh(config: TrainConfig, pool4: RankPool, tmp_path: Path) -> None:
+def test_a_run_logs_its_mesh_once(config: TrainConfig, pool4: RankPool, tmp_path: Path) -> None:
     short = replace(config, steps=2, save_every=0, export="never")
     for name, changes, said in (
         ("usp", {"ring": 2, "ulysses": 2}, "4 cpu ranks, data 1 x ring 2 x ulysses 2 (zigzag, auto); fp32"),
@@ -373,15 +372,6 @@ def test_a_run_on_a_ring_says_its_mesh(config: TrainConfig, pool4: RankPool, tmp
         assert said in first and others == [""] * 3
         record = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
         assert 0 < record["communication"] < 1
-
-
-def test_an_exported_model_is_trained_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
-    first = replace(config, steps=2, ulysses=2)
-    _on(pool2, first)
-    second = replace(first, config=None, model=str(first.out / "hf"), out=tmp_path / "second")
-    assert second.model.tokenizer_name == second.model.model
-    _on(pool2, second)
-    assert losses_of(second.out)[1] < losses_of(first.out)[1]
 
 
 def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankPool) -> None:
@@ -427,7 +417,7 @@ def _wait_for(condition: Callable[[], bool], limit_s: float = 120) -> None:
 
 
 @pytest.mark.launcher
-def test_sigterm_saves_and_the_same_command_goes_on(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_same_command_resumes(config: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
     config = replace(config, ulysses=2, steps=12, save_every=0, schedule="constant")
     whole = replace(config, out=tmp_path / "whole", export="never")
     _on(pool2, whole)
@@ -463,12 +453,10 @@ def _train_until_rank_1_is_killed(config: TrainConfig) -> None:
 
 
 @pytest.mark.launcher
-def test_a_rank_killed_in_mid_training_ends_the_job_and_is_named(config: TrainConfig) -> None:
+def test_a_killed_rank_ends_the_job_and_is_named(config: TrainConfig) -> None:
     config = replace(config, ulysses=2, batch=2)
-    start = time.monotonic()
     with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
         launch.launch(_train_until_rank_1_is_killed, config, nproc=2)
-    assert time.monotonic() - start < 90
     assert max(losses_of(config.out)) == 2
 
 
@@ -480,7 +468,7 @@ def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
         run(replace(base, **changes))
 
 
-def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config: TrainConfig) -> None:
+def test_invalid_settings_are_refused_before_anything_is_read(config: TrainConfig) -> None:
     _refused(config, r"needs either --model NAME_OR_PATH or --config FILE, got neither", config=None)
     _refused(config, r"got both", model="x")
     _refused(config, r"needs --data", data="")
@@ -492,40 +480,21 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_read(config:
     _refused(config, r"mesh: --ring 3 --ulysses 2 needs 6", nproc=3, ring=3, ulysses=2)
     _refused(config, r"--lr must be above 0, got 0", lr=0)
     _refused(config, r"--warmup 7 is longer than the run of --steps 6", warmup=7)
-    _refused(
-        config,
-        r"--batch 4 is not a multiple of --micro-batch 1 x --data-degree 3 = 3; give --batch 3 or 6",
-        data_degree=3,
-    )
-    _refused(config, r"--nproc 3 does not match the mesh: --ulysses 2 needs 2", nproc=3, ulysses=2)
+    _refused(config, r"--batch 4 is not a multiple of .* --data-degree 3 = 3; give --batch 3 or 6", data_degree=3)
 
 
-def test_models_and_tokenizers_that_do_not_fit_are_refused(
+def test_unsuitable_models_and_tokenizers_are_refused(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _refused(config, r"--context 513 is longer than the 512 positions .*give --context 512 or less, or", context=513)
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path)
     hub = r"/my-modle \(did you mean my-model\?\), and as a name on the Hugging Face hub it would need the network, but"
-    _refused(
-        config,
-        rf"--model my-modle: there is .*{hub}",
-        config=None,
-        model="my-modle",
-    )
-    _refused(
-        config,
-        rf"--data my-modle: there is no file or folder /.*{hub}",
-        data="my-modle",
-    )
+    _refused(config, rf"--model my-modle: there is .*{hub}", config=None, model="my-modle")
+    _refused(config, rf"--data my-modle: there is no file or folder /.*{hub}", data="my-modle")
     _refused(config, r"--tokenizer no/such: there is no file or folder /.*/no/such, and as a", tokenizer="no/such")
     _refused(config, r"--config .*no\.json does not exist; give the path", config=tmp_path / "no.json")
-    for kind, said in {
-        "t5": "an encoder-decoder",
-        "whisper": "an encoder-decoder",
-        "qwen2_vl": "a vision-language model",
-        "qwen2_audio": "an audio-language model",
-    }.items():
+    for kind, said in {"t5": "an encoder-decoder", "qwen2_vl": "a vision-language model"}.items():
         other = tmp_path / f"{kind}.json"
         transformers.AutoConfig.for_model(kind).to_json_file(other)
         _refused(config, rf"--config \S+{kind}\.json is {said} \({kind}\); longspan takes causal", config=other)
@@ -541,24 +510,20 @@ def test_data_is_checked_before_any_rank_starts(config: TrainConfig, tmp_path: P
     _refused(config, r"neither a file nor a directory", data=str(tmp_path / "none.txt"))
 
 
-def test_what_is_refused_leaves_no_folder(config: TrainConfig, tmp_path: Path) -> None:
+def test_refused_runs_make_no_folder(config: TrainConfig, tmp_path: Path) -> None:
     for changes in ({"context": 513}, {"data": "gone.txt"}, {"lr": float("nan")}, {"tokenizer": "./gone"}):
         _refused(config, "", **changes)
         assert not config.out.exists(), changes
-
-
-def test_an_output_folder_that_cannot_be_written_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     _refused(config, r"--out .* cannot be written", out=tmp_path / "file")
 
 
-@pytest.mark.parametrize("seed", [20261122, (1 << 63) - 1])
-def test_any_seed_trains(config: TrainConfig, seed: int) -> None:
-    train(replace(config, seed=seed, steps=2, batch=1, save_every=0, export="never"))
-    assert len(losses_of(config.out)) == 2
+def test_the_largest_seed_trains(config: TrainConfig) -> None:
+    train(replace(config, seed=(1 << 63) - 1, steps=1, batch=1, save_every=0, export="never"))
+    assert len(losses_of(config.out)) == 1
 
 
-def test_every_rank_and_step_has_a_seed_of_its_own() -> None:
+def test_every_rank_and_step_has_its_own_seed() -> None:
     from longspan.train.loop import step_seed
 
     largest = (1 << 63) - 1
@@ -566,12 +531,12 @@ def test_every_rank_and_step_has_a_seed_of_its_own() -> None:
     assert len(drawn) == 27
     for seed in drawn:
         torch.manual_seed(seed)
-    assert step_seed(3, 4, 5) == 3800777695958491832  # a resumed run draws what it would have drawn
+    assert step_seed(3, 4, 5) == 3800777695958491832  # fixed, so that a resumed run draws the same
 
 
-def test_a_rank_that_reads_other_data_is_caught(config: TrainConfig, pool2: RankPool) -> None:
-    """The files are alike by name and size, so only what is read from them tells."""
-    said = r"the ranks read different data in step 1; every machine needs the same files .*; unlike the others: rank 1"
+def test_a_rank_that_reads_other_data_is_named(config: TrainConfig, pool2: RankPool) -> None:
+    """Files of the same names and sizes, with different text."""
+    said = r"the ranks read different data \(unlike most: rank 1\); every machine needs the same files"
     with pytest.raises(RankError, match=said):
         pool2.run(_train_on_own_data, replace(config, ulysses=2), timeout=240)
 
@@ -591,7 +556,7 @@ class _Signalled(Exception):
 
 
 @pytest.mark.parametrize("phase", ["save", "export"])
-def test_a_signal_after_the_last_step_saves_and_does_not_export(
+def test_a_signal_after_the_last_step_saves_without_export(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     from longspan.train.loop import Trainer
@@ -616,7 +581,7 @@ def test_a_signal_after_the_last_step_saves_and_does_not_export(
     assert not (config.out / "hf").exists()
 
 
-def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
+def test_failed_ranks_are_restarted_up_to_max_restarts(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resumes: list[str] = []
@@ -634,13 +599,8 @@ def test_ranks_that_fail_are_started_again_as_often_as_asked_for(
     resumes.clear()
     with pytest.raises(RankFailed, match=r"rank 1 of 2 was killed"):
         run(replace(asked, max_restarts=1))
-    _refused(config, r"--max-restarts 1 is for ranks that are started here", max_restarts=1)
+    _refused(config, r"--max-restarts 1 restarts ranks that this command starts", max_restarts=1)
     _refused(config, r"--timeout must be at least 1, got 0", timeout=0)
-
-
-def test_a_diverged_run_says_so(config: TrainConfig) -> None:
-    with pytest.raises(LongspanError, match=r"gradient norm nan at step 2: the run has diverged; .* smaller --lr"):
-        train(replace(config, lr=1e30, warmup=0, save_every=0))
 
 
 def _rank_with_a_bad_disk(config: TrainConfig) -> None:
@@ -660,19 +620,12 @@ def _rank_with_a_bad_disk(config: TrainConfig) -> None:
 
 
 @pytest.mark.launcher
-def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
+def test_a_failing_offload_disk_ends_the_run_after_its_last_checkpoint(
     config: TrainConfig, pool2: RankPool, tmp_path: Path
 ) -> None:
-    config = replace(
-        config,
-        ulysses=2,
-        context=201,
-        checkpointing="full",
-        offload="disk",
-        offload_folder=str(tmp_path),
-        out=tmp_path / "fails",
-    )
-    with pytest.raises(LongspanError, match=r"activations in offload_folder=.*Input/output error"):
+    disk = {"offload": "disk", "offload_folder": str(tmp_path), "out": tmp_path / "fails"}
+    config = replace(config, ulysses=2, context=201, checkpointing="full", **disk)  # type: ignore[arg-type]
+    with pytest.raises(LongspanError, match=rf"activations in offload_folder='{tmp_path}'.*Input/output error"):
         launch.launch(_rank_with_a_bad_disk, config, nproc=2)
     assert losses_of(config.out).keys() >= {1, 2}
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]
@@ -682,7 +635,7 @@ def test_a_disk_that_fails_in_mid_run_ends_it_with_its_last_checkpoint(
     assert losses_of(config.out) == losses_of(plain.out)
 
 
-def test_resuming_what_does_not_fit_is_refused(uninterrupted: TrainConfig) -> None:
+def test_resuming_another_run_is_refused(uninterrupted: TrainConfig) -> None:
     _refused(uninterrupted, r"--resume never, but .* holds a run at step 6; give another --out", resume="never")
     _refused(uninterrupted, r"is at step 6, after --steps 5; give more steps", steps=5)
     _refused(uninterrupted, r"the run would not be the same: seed was 0, is 1", seed=1)

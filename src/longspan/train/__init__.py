@@ -1,7 +1,10 @@
 """`longspan train`: from a model, a text and a context length to a trained Hugging Face folder.
 
-`config` is what can be asked for, `inputs` turns it into a model, a tokenizer and data (and refuses what cannot be),
-`loop` trains. Importing this package does not import torch: the command line builds its help from `TrainConfig`.
+- `config`: the flags; `job`: starts the ranks; `memory_choice`: resolves `--memory auto` and `--context max`.
+- `inputs`: model config, tokenizer, data and checkpoint; `identity`: what a resumed run must have in common.
+- `loop`: trains; `optimizer`, `health`, `metrics`, `outputs`, `summary`: its parts.
+
+Importing this package does not import torch, as the command line builds its help from `TrainConfig`.
 """
 
 from longspan.train.config import TrainConfig

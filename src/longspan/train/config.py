@@ -1,4 +1,4 @@
-"""Everything `longspan train` can be asked for: a section of flags for each component."""
+"""The flags of `longspan train`, in a section for each component."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longspan.core.validation import (
     check_number,
     path_of,
 )
-from longspan.ranks.rendezvous import START_TIMEOUT_S
+from longspan.ranks.flags import RankFlags
 
 
 @flags_last
@@ -48,7 +48,7 @@ class ModelSection(RopeFlags):
         return self.tokenizer or self.model or "bytes"
 
     def check(self) -> None:
-        """Raise unless exactly one model is named."""
+        """Raise unless exactly one model is named, or on a value out of range."""
         if (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
             raise LongspanError(f"train needs either --model NAME_OR_PATH or --config FILE, got {given}")
@@ -103,16 +103,12 @@ class MemorySection(MemoryFlags):
     """Folder of the file that --offload disk writes, on a local disk of the rank's machine. By default the system's
     folder for temporary files."""
 
-    def levels(self) -> Memory:
-        """Return the memory options that are asked for.
-
-        Raises:
-            LongspanError: for memory options that exclude each other.
-        """
+    def to_memory(self) -> Memory:
+        """Return the requested options, as `MemoryFlags.to_memory`, with the folder."""
         return replace(super().to_memory(), offload_folder=self.offload_folder)
 
     def check(self) -> None:
-        """Raise on memory options that exclude each other."""
+        """Raise on memory options that contradict each other."""
         self.to_memory()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
@@ -217,8 +213,9 @@ class LoggingSection:
         check_number("--check-weights", self.check_weights, 0, LARGEST_COUNT)
 
 
+@flags_last
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(RankFlags):
     """Train a Hugging Face causal LM on long sequences, each sharded over several ranks.
 
     Without torchrun, this starts the ranks itself; under torchrun (several machines) it joins them. SIGTERM or Ctrl-C
@@ -249,13 +246,6 @@ class TrainConfig:
     dry_run: bool = False
     """Check the run as far as possible without ranks and weights (model, text, folders, checkpoint, RoPE scaling,
     memory options), print what it would do, and exit. Writes nothing."""
-    nproc: int | None = None
-    """Ranks on this machine; by default as many as the mesh needs."""
-    timeout: int | None = None
-    """Seconds after which a rank that stopped, hangs or is cut off ends the job and is named. By default 60, with GPUs
-    300. Loading, a save or an export may take longer."""
-    start_timeout: int = START_TIMEOUT_S
-    """Seconds within which all ranks must have started."""
     grace: int = 25
     """Seconds that ranks have to save and exit after SIGTERM or Ctrl-C, before they are killed. Give more than a step
     and a save take."""
@@ -280,19 +270,19 @@ class TrainConfig:
 
     @property
     def tokens(self) -> int:
-        """Tokens per sequence; `max` must be resolved (`longspan.train.memory_choice.resolve`)."""
+        """Tokens per sequence, once `longspan.train.memory_choice.resolve` has replaced `max`."""
         assert self.context != "max"
         return self.context
 
     @property
-    def micro_batches(self) -> int:
-        """Sequences that all replicas compute at once."""
+    def sequences_per_forward(self) -> int:
+        """Sequences in one forward, over all replicas."""
         return self.micro_batch * self.parallel.data_degree
 
     @property
     def sequences(self) -> int:
-        """Sequences per optimizer step."""
-        return self.micro_batches if self.batch is None else self.batch
+        """Sequences per optimizer step, over all replicas."""
+        return self.sequences_per_forward if self.batch is None else self.batch
 
     @property
     def checkpoints(self) -> Path:
@@ -305,10 +295,10 @@ class TrainConfig:
         return self.out / "hf"
 
     def check(self) -> None:
-        """Raise on what is visible without reading anything.
+        """Raise on invalid values, without reading any file.
 
         Raises:
-            LongspanError: with the value and the fix.
+            LongspanError: with the value and a fix.
         """
         for section in (
             self.model, self.data, self.parallel, self.memory, self.optimizer, self.checkpoint, self.logging
@@ -321,11 +311,7 @@ class TrainConfig:
     def _check_run(self) -> None:
         check_number("--steps", self.steps, 1, LARGEST_COUNT)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        if self.nproc is not None:
-            check_number("--nproc", self.nproc, 1, LARGEST_COUNT)
-        if self.timeout is not None:
-            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
-        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
+        self.check_ranks()
         check_number("--grace", self.grace, 0, LONGEST_WAIT_S)
         check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
         if self.logging.profile is not None:
@@ -345,21 +331,21 @@ class TrainConfig:
         check_number("--micro-batch", self.micro_batch, 1, LARGEST_COUNT)
         if self.batch is not None:
             check_number("--batch", self.batch, 1, LARGEST_COUNT)
-        if self.sequences < self.micro_batches or self.sequences % self.micro_batches:
-            below = max(self.micro_batches, self.sequences // self.micro_batches * self.micro_batches)
+        unit = self.sequences_per_forward
+        if self.sequences < unit or self.sequences % unit:
+            below = max(unit, self.sequences // unit * unit)
             raise LongspanError(
                 f"--batch {self.sequences} is not a multiple of --micro-batch {self.micro_batch} x --data-degree "
-                f"{self.parallel.data_degree} = {self.micro_batches}; give --batch {below} or "
-                f"{below + self.micro_batches}"
+                f"{self.parallel.data_degree} = {unit}; give --batch {below} or {below + unit}"
             )
 
     def _check_optimizer(self) -> None:
-        """Raise on optimizer settings that exclude each other, or the mesh."""
+        """Raise on optimizer settings that contradict each other or the mesh."""
         options, parallel = self.optimizer, self.parallel
         if options.optimizer == "adamw8bit" and parallel.tensor > 1:
             raise LongspanError(
-                f"--optimizer adamw8bit packs weights whose ranks hold whole rows, and --tensor {parallel.tensor} cuts "
-                f"columns too: their states would stay fp32. Use --optimizer adamw, or --tensor 1 --ulysses "
+                f"--optimizer adamw8bit needs whole rows of weights, and --tensor {parallel.tensor} shards columns "
+                f"too: their states would stay fp32. Use --optimizer adamw, or --tensor 1 --ulysses "
                 f"{parallel.ulysses * parallel.tensor}"
             )
         if options.grad_dtype != "fp32" and (not self.fsdp or parallel.fsdp_ranks == 1):
@@ -380,10 +366,11 @@ class TrainConfig:
                 f"{flag} updates each weight before the norm of all gradients is known, and --clip "
                 f"{self.optimizer.clip:g} needs it; use --clip 0"
             )
-        if self.sequences > self.micro_batches:
+        accumulated = self.sequences // self.sequences_per_forward
+        if accumulated > 1:
             raise LongspanError(
                 f"{flag} updates in every backward, and --batch {self.sequences} accumulates gradients over "
-                f"{self.sequences // self.micro_batches} of them; give --batch {self.micro_batches}, or --micro-batch "
+                f"{accumulated} of them; give --batch {self.sequences_per_forward}, or --micro-batch "
                 f"{self.sequences // self.parallel.data_degree}"
             )
         if not self.fsdp and self.parallel.fsdp_ranks > 1:

@@ -1,4 +1,4 @@
-"""Numbers that went wrong in training: what stops a run, what is only said, and in which words."""
+"""Checks of each step's loss and gradient norm: spikes, gradients of zero, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ if TYPE_CHECKING:
     from longspan.train.config import TrainConfig
 
 WINDOW = 20
-"""Steps before, whose median loss is what is usual."""
+"""Previous steps whose median loss is the baseline of a spike."""
 
-_FEWEST = 5  # steps before there is anything usual
+_FEWEST = 5  # steps for a baseline
 
 
 class Health:
-    """Looks at each step's loss and gradient norm, which are the same on every rank.
-
-    A loss above `spike` times the median of the `WINDOW` steps before is said, or ends the run. Gradients whose norm is
-    exactly 0 for `zero_gradients` steps in a row end it: nothing is learned.
-    """
+    """Checks each step's loss and gradient norm, which are the same on every rank."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -32,25 +28,26 @@ class Health:
         self.in_spike = False
 
     def look(self, step: int, loss: float, norm: float) -> str | None:
-        """After a step.
+        """Check a step and return a warning, if any.
 
-        Returns:
-            What to say of it, if anything.
+        A loss above `spike` times the median of the previous `WINDOW` steps is a spike; only the first step of a spike
+        warns.
 
         Raises:
-            LongspanError: if the run must not go on.
+            LongspanError: on a spike with `on_spike="stop"`, or a gradient norm of exactly 0 for `zero_gradients` steps
+                in a row.
         """
         self._count_zeros(step, norm)
-        usual = statistics.median(self.losses) if len(self.losses) >= _FEWEST else None
+        median = statistics.median(self.losses) if len(self.losses) >= _FEWEST else None
         self.losses.append(loss)
         limit = self.config.logging.spike
-        was, self.in_spike = self.in_spike, usual is not None and 0 < limit * usual < loss
-        if usual is None or not self.in_spike or was:
+        before, self.in_spike = self.in_spike, median is not None and 0 < limit * median < loss
+        if median is None or not self.in_spike or before:
             return None
-        text = f"step {step}: loss {loss:.4f} is {loss / usual:.1f} times the median of the steps before ({usual:.4f})"
+        text = f"step {step}: loss {loss:.4f} is {loss / median:.1f} times the median of previous steps ({median:.4f})"
         if self.config.logging.on_spike == "stop":
             raise LongspanError(
-                f"{text}, more than --spike {limit:g}; go on from the last checkpoint with a smaller --lr (now "
+                f"{text}, more than --spike {limit:g}; resume from the last checkpoint with a smaller --lr (now "
                 f"{self.config.optimizer.lr}), look at the data of this step, or pass --on-spike warn"
             )
         return f"warning: {text}"
@@ -61,53 +58,43 @@ class Health:
         if limit and self.zeros >= limit:
             raise LongspanError(
                 f"the gradient norm was exactly 0 in {self.zeros} steps in a row, up to step {step}: nothing is "
-                f"learned; are all weights frozen, or does no label count? --zero-gradients 0 goes on all the same"
+                f"learned; are all weights frozen, or all labels masked? --zero-gradients 0 continues anyway"
             )
 
-    def say_updated(self, step: int, loss: float, norm: float) -> str:
-        """Why a step was not finite whose gradients have been used and freed already, so that none can be looked for.
-
-        Args:
-            step: the step; its update was made.
-            loss: of the step, finite.
-            norm: of its gradients.
-        """
+    def format_updated(self, step: int, loss: float, norm: float) -> str:
+        """Return the error for a norm that is not finite after an update in the backward: its gradients are freed."""
         options = self.config.optimizer
         return (
             f"loss {loss} and gradient norm {norm} at step {step}: the run has diverged, and with "
             f"--optimizer-in-backward the weights were updated before the norm was known; the last checkpoint is "
             f"untouched in {self.config.checkpoints}, resume from it with a smaller --lr (now {options.lr}) or a "
-            f"longer --warmup (now {options.warmup}), or without --optimizer-in-backward, to learn where it began"
+            f"longer --warmup (now {options.warmup}), or without --optimizer-in-backward to find the first bad value"
         )
 
-    def say_nonfinite(self, step: int, loss: float, norm: float, found: NonFinite | None, started: int) -> str:
-        """Why a step was not finite, and what to do.
+    def format_nonfinite(self, step: int, loss: float, norm: float, first: NonFinite | None, started: int) -> str:
+        """Return the error for a step that is not finite and did not update the weights.
 
-        Args:
-            step: the step; its update was not made.
-            loss: of the step.
-            norm: of its gradients.
-            found: where the first value that is not finite was when the step was repeated from the same state.
-            started: the step that this run went on after.
+        `first` is the first value that was not finite when the step was repeated from the same state; the run started
+        after the step `started`.
         """
         what, config = f"loss {loss} and gradient norm {norm} at step {step}", self.config
-        again = f"the last checkpoint is untouched in {config.checkpoints}"
-        if found is None:
+        checkpoint = f"the last checkpoint is untouched in {config.checkpoints}"
+        if first is None:
             return (
-                f"{what}, and finite when the step was repeated from the same state: a fault of a machine that passed "
-                f"(memory, a device, a link), not of the model; {again}, the same command goes on from it; if it "
+                f"{what}, and finite when the step was repeated from the same state: a transient fault of a machine "
+                f"(memory, a device, a link), not of the model; {checkpoint}, the same command resumes from it; if it "
                 f"happens again, test the machines"
             )
-        if found.kind == "weight" and step == started + 1:
+        if first.kind == "weight" and step == started + 1:
             origin = "checkpoint" if started else "model"
-            return f"{what}: {found} already in the {origin} that the run began with; begin with another one"
-        if found.kind == "weight":
+            return f"{what}: {first} already in the {origin} that the run started from; start from another one"
+        if first.kind == "weight":
             return (
-                f"{what}: {found} since the update of step {step - 1}, whose gradients were finite: the optimizer made "
-                f"it so, or memory was damaged; {again}, go on from it, and if it comes back look at the optimizer's "
-                f"settings"
+                f"{what}: {first} since the update of step {step - 1}, whose gradients were finite: the optimizer "
+                f"caused it, or memory was damaged; {checkpoint}, resume from it, and if it happens again check the "
+                f"optimizer's settings"
             )
         return (
-            f"{what}: the run has diverged; first not finite: {found}; {again}, resume from a checkpoint with a "
+            f"{what}: the run has diverged; first not finite: {first}; {checkpoint}, resume from a checkpoint with a "
             f"smaller --lr (now {config.optimizer.lr}) or a longer --warmup (now {config.optimizer.warmup})"
         )

@@ -1,4 +1,4 @@
-"""`longspan train`: check everything once, start the ranks, train, and restart them if asked to."""
+"""The job of `longspan train`: check the config, start the ranks, train, and restart them if asked to."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from longspan.train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> int:
-    """Train on ranks that are started here or by torchrun; with `dry_run` print what would be done.
+    """Train on ranks started here or by torchrun; with `dry_run` print what would be done.
 
     Returns:
         The exit code 0.
 
     Raises:
-        LongspanError: on bad input; nearly always before any rank is started.
-        longspan.ranks.launch.RankFailed: if a rank died, was lost, or ended early, more often than `max_restarts`.
+        LongspanError: on bad input; nearly always before any rank starts.
+        longspan.ranks.launch.RankFailed: if a rank died, was lost or ended early, more often than `max_restarts`.
         longspan.ranks.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
     """
     config.check()
-    if not launch.under_torchrun():  # before anything heavy is imported
+    under_torchrun = launch.under_torchrun()
+    if not under_torchrun:  # before slow imports
         check_names(config.model.model, config.model.config, config.data.data, config.model.tokenizer)
     launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
-    if config.max_restarts and (config.parallel.ranks == 1 or launch.under_torchrun()):
+    if config.max_restarts and (config.parallel.ranks == 1 or under_torchrun):
         raise LongspanError(
-            f"--max-restarts {config.max_restarts} is for ranks that are started here, and here they are not; give "
+            f"--max-restarts {config.max_restarts} restarts ranks that this command starts, and it starts none; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
     if config.dry_run:
-        from longspan.train.dry_run import dry_run
+        from longspan.train.summary import dry_run
 
-        config = _resolved(config)
+        lines = dry_run(_resolved(config))
         if launch.is_first_rank():
-            print(*dry_run(config), sep="\n", flush=True)
+            print(*lines, sep="\n", flush=True)
         return 0
-    if (
-        not launch.under_torchrun()
-    ):  # ranks of torchrun check after the rendezvous, where slow checks do not count as missing
+    if not under_torchrun:  # under torchrun, the ranks check after the rendezvous: checks may be slow
         check_processes(config.parallel.ranks, config.parallel.flags)
         from longspan.train.inputs import check_inputs, finished
 
@@ -71,15 +70,15 @@ def _resolved(config: TrainConfig) -> TrainConfig:
 
 
 def _train(config: TrainConfig) -> None:
-    for left in range(config.max_restarts, -1, -1):
+    for restart in range(config.max_restarts + 1):
         try:
             launch.launch(_train_rank, config, nproc=config.parallel.ranks, grace_s=config.grace)
             return
         except launch.RankFailed as error:
-            if not left:
+            if restart == config.max_restarts:
                 raise
-            number = config.max_restarts - left + 1
-            print(f"longspan: {error}; restart {number} of {config.max_restarts}", file=sys.stderr, flush=True)
+            text = f"longspan: {error}; restart {restart + 1} of {config.max_restarts}"
+            print(text, file=sys.stderr, flush=True)
             config = replace(config, resume="auto")
 
 

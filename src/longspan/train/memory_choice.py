@@ -8,8 +8,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.core.memory_flags import MemoryFlags
 from longspan.core.sections import replace
-from longspan.hf.memory_auto import BASE_OF_A_RANK as BASE
-from longspan.hf.memory_auto import device_memory, hardware_of
+from longspan.hf.memory_auto import hardware_of_ranks
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest_context_on
 from longspan.plan.suggestions import choose
@@ -26,81 +25,70 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         LongspanError: for a model that `--tensor` cannot shard, for a mesh that its heads do not allow, and if nothing
             fits, with the memory item by item and what would fit.
     """
-    import torch
-
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.shapes import shape_of_model
     from longspan.hf.tensor_parallel.plan import tensor_plan
     from longspan.train.inputs import load_model_config, model_flag, model_origin
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    held = None if config.memory.rank_memory is None else 1e9 * config.memory.rank_memory
-    if held is None and device.type == "cpu":  # the ranks share this machine's memory
-        ranks_here = min(config.parallel.ranks, config.nproc or config.parallel.ranks)
-        held = max(device_memory(device) / ranks_here - BASE, BASE / 4)
-    hardware = hardware_of(device, held)
-    if config.context == "max":  # unscaled: the longest context follows from its positions and --rope-scaling
-        model_config, _ = read_model_config(*model_flag(config), max(2, config.parallel.ranks))
+    parallel, flags, longest = config.parallel, config.memory, config.context == "max"
+    if longest:  # unscaled: the longest context follows from its positions and --rope-scaling
+        model_config, _ = read_model_config(*model_flag(config), max(2, parallel.ranks))
     else:
         model_config, _ = load_model_config(config)
     model = model_origin(config, model_config).on_meta()
-    if config.parallel.tensor > 1:
-        tensor_plan(model, config.parallel.tensor, 0, config.parallel.tensor_style, config.parallel.sequence_ranks)
+    if parallel.tensor > 1:
+        tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
     try:
         shape = shape_of_model(model)
     except LongspanError:
-        if config.memory.memory == "auto" or config.context == "max":
+        if flags.memory == "auto" or longest:
             raise
         return config, []  # the planner cannot read this model, so it chooses nothing
     job = Job(
-        context=1 if config.context == "max" else config.tokens,
-        batch=config.micro_batch * config.parallel.data_degree,
+        context=1 if longest else config.tokens,
+        batch=config.sequences_per_forward,
         dtype=config.dtype,
         weight_sharding=config.fsdp,
-        tensor_style=config.parallel.tensor_style,
+        tensor_style=parallel.tensor_style,
     )
-    mesh = Mesh(*config.parallel.degrees.values())
+    mesh = Mesh(*parallel.degrees.values())
     for layer, _ in shape.layer_kinds:
         problem = layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:
             raise LongspanError(problem)
-    if config.memory.level != "auto" and config.context != "max":
+    if flags.level != "auto" and not longest:
         return config, []
-    fixed = config.memory.fixed()
-    if config.memory.level == "auto" and MemoryModules(model).untiled is not None:
+    fixed = flags.fixed()
+    if flags.level == "auto" and MemoryModules(model).untiled is not None:
         fixed.setdefault("tiled_mlp", 1)  # do not choose a memory option that the model cannot use
-    if config.memory.level == "longest":
+    if flags.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
-    messages = [f"{held_of(hardware.memory_bytes)} for a rank, {mesh}"]
-    if config.context == "max":
-        found = longest_context_on(shape, job, mesh, hardware, fixed)
-        if found is None:
+    hardware = hardware_of_ranks(flags.rank_memory, min(parallel.ranks, config.nproc or parallel.ranks))
+    messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
+    if longest:
+        fits = longest_context_on(shape, job, mesh, hardware, fixed)
+        if fits is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # raises with the reason
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
         end = dataclasses.replace(shape, rope=config.model.rope()).furthest
-        context = found if end is None else min(found, end)
-        bound = "" if context == found else f"; {found:,} would fit, the model's positions end at {context:,}"
+        context = fits if end is None else min(fits, end)
+        bound = "" if context == fits else f"; {fits:,} would fit, the model's positions end at {context:,}"
         messages.append(f"--context max: {context:,} tokens{bound}")
         job = dataclasses.replace(job, context=context)
+    by_default = flags.memory == "by-flags" and not longest
     try:
-        memory_options, why = choose(shape, job, mesh, hardware, fixed)
+        memory, message = choose(shape, job, mesh, hardware, fixed)
     except LongspanError as error:
-        if config.memory.memory != "by-flags" or config.context == "max":
+        if not by_default:
             raise
         raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
-    if config.memory.memory == "by-flags" and memory_options == FASTEST and config.context != "max":
+    if by_default and memory == FASTEST:
         return config, []
-    messages.append(why)
-    return _with(dataclasses.replace(config, context=job.context), memory_options), messages
+    return _with(dataclasses.replace(config, context=job.context), memory), [*messages, message]
 
 
-def held_of(nbytes: float) -> str:
-    """Format bytes as GB."""
-    return f"{nbytes / 1e9:.2f} GB"
-
-
-def _with(config: TrainConfig, memory_options: Memory) -> TrainConfig:
-    flags = {field.name for field in dataclasses.fields(MemoryFlags)}
-    chosen = {name: value for name, value in dataclasses.asdict(memory_options).items() if name in flags}
+def _with(config: TrainConfig, memory: Memory) -> TrainConfig:
+    names = {field.name for field in dataclasses.fields(MemoryFlags)}
+    chosen = {name: value for name, value in dataclasses.asdict(memory).items() if name in names}
     return replace(config, memory="fastest", grad_checkpointing=False, **chosen)

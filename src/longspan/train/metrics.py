@@ -1,4 +1,4 @@
-"""What a training step is measured by, and where the figures go: a display, a JSONL file and TensorBoard."""
+"""The metrics of a training step, and their outputs: a display, a JSONL file and TensorBoard."""
 
 from __future__ import annotations
 
@@ -47,29 +47,28 @@ PEAK_BF16_FLOPS = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The figures of one optimizer step, over the whole job where not said otherwise.
+    """The metrics of one optimizer step, over the whole job unless stated otherwise.
 
     Attributes:
-        step: optimizer steps done, this one included.
+        step: optimizer steps done, including this one.
         loss: mean over the unmasked tokens of the step's sequences.
         grad_norm: L2 norm of all gradients, before clipping.
         lr: learning rate of this step.
-        tokens: tokens trained on since the beginning of the run, earlier parts of a resumed run included.
-        tokens_per_s: of the steps since the last report, without what stands between steps (checkpoints, profiler).
-        step_s: seconds of those steps, mean.
+        tokens: tokens trained on since step 0, across resumes.
+        tokens_per_s: over the steps since the last report, without the time between steps (checkpoints, profiler).
+        step_s: mean seconds of those steps.
         communication: share of this step's wall time in which a collective was in flight, mean over ranks; see
             `CommunicationSampler`. None on one rank.
-        peak_memory_gib: of the rank that used most, since its start: what CUDA's allocator handed out, or on CPU the
+        peak_memory_gib: maximum over ranks since the start: memory allocated by CUDA's allocator, or on CPU the
             resident memory of the process, libraries included.
-        peak_reserved_gib: what CUDA's allocator held of the device at most, the rank that held most, since its start;
-            None on CPU.
-        reserved_ratio: `peak_reserved_gib` over `peak_memory_gib`, of the rank where that is largest: what is above 1
-            lies in pieces that nothing fitted into. None on CPU.
-        offload_gb_per_s: bandwidth of this rank's offload since the last report, both ways together, while it moved;
-            None without one.
-        offload_waited: share of the steps' time that computing waited for it (exposed); None without one.
-        mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None where unknown (CPU, fp32, an
-            unlisted device, mixtures of experts).
+        peak_reserved_gib: memory reserved by CUDA's allocator, maximum over ranks since the start; None on CPU.
+        reserved_ratio: maximum over ranks of `peak_reserved_gib` over `peak_memory_gib`; above 1 is fragmentation. None
+            on CPU.
+        offload_gb_per_s: bandwidth of this rank's offload since the last report, both directions together, while it
+            transferred; None without offload.
+        offload_waited: share of the steps' time that computation waited for the offload; None without offload.
+        mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None if unknown (CPU, fp32, an unlisted
+            device, mixtures of experts).
     """
 
     step: int
@@ -88,7 +87,7 @@ class StepMetrics:
     offload_waited: float | None = None
 
     def line(self, steps: int, width: int | None = None) -> str:
-        """Format the figures for a log: in one line, or in lines of `width` columns that break between figures."""
+        """Format for a log: in one line, or in lines of at most `width` columns."""
         parts = [
             f"step {self.step}/{steps}",
             f"loss {self.loss:.4f}",
@@ -122,24 +121,24 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{m:02}:{s:02}"
 
 
-# --- what is measured
+# --- measuring
 
 
 def model_flops(model: torch.nn.Module, config: Any, tokens: int, attention_pairs: int) -> float | None:
-    """FLOPs that one training step (forward and backward) of a causal LM needs; what is recomputed is not counted.
+    """Return the FLOPs of one training step (forward and backward) of a causal LM, without recomputation.
 
-    6 per matmul weight and token, plus 12 * head_dim per query head, layer and pair (query, key) of causal
-    attention: Chowdhery et al., "PaLM", 2022, appendix B, but with the pairs that causal attention really has (half of
-    them for one long document, fewer for packed ones) instead of all. Sliding windows are not taken into account.
+    6 per matmul weight and token, plus 12 * head_dim per query head, layer and pair (query, key): Chowdhery et al.,
+    "PaLM", 2022, appendix B, but with the pairs of causal attention within documents instead of all. Sliding windows
+    are ignored.
 
     Args:
-        model: with unsharded or FSDP-sharded parameters (a sharded one knows its whole size).
+        model: with unsharded or FSDP-sharded parameters.
         config: its Hugging Face config.
         tokens: of the whole step.
         attention_pairs: of the whole step.
 
     Returns:
-        None for a mixture of experts, where not every weight works on every token.
+        The FLOPs; None for a mixture of experts, in which not every weight multiplies every token.
     """
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -153,41 +152,35 @@ def model_flops(model: torch.nn.Module, config: Any, tokens: int, attention_pair
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The dense peak of one device in FLOP/s, where it is known; only bf16's are listed."""
+    """Return the dense bf16 peak of a device in FLOP/s; None for another dtype or an unknown device."""
     if device.type != "cuda" or dtype != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_BF16_FLOPS if part in name), None)
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """This process's peak so far: CUDA's allocated memory, or on CPU its resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
 def peak_memory(device: torch.device) -> list[float]:
-    """`peak_memory_gib`; what CUDA's allocator held at most, in GiB; and the second over the first. On CPU the last two
-    are 0: there is no allocator that reserves.
+    """Return the peaks of this process: GiB allocated, GiB reserved by CUDA's allocator, and their ratio.
+
+    On CPU the first is the resident memory, and the others are 0.
     """
-    used = peak_memory_gib(device)
     if device.type != "cuda":
-        return [used, 0.0, 0.0]
+        unit = 1 if sys.platform == "darwin" else 1024
+        return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 0.0, 0.0]
+    used = torch.cuda.max_memory_allocated(device) / 2**30
     reserved = torch.cuda.max_memory_reserved(device) / 2**30
     return [used, reserved, reserved / used if used else 0.0]
 
 
 class CommunicationSampler:
-    """Measures in which share of a stretch of time a collective was in flight on this rank.
+    """Measures the share of time in which a collective was in flight on this rank, by torch's profiler.
 
-    The stretch runs under torch's profiler. Counted is the union of the intervals of all of gloo's operations (from
-    the call to its end) or NCCL's kernels, so two at once count once. In flight means: waiting for a slower rank is
-    included, and so is communication that overlaps with computation. It is what could be won at most if
-    communication cost nothing; where ranks share cores, as in tests on a CPU, it is mostly waiting.
+    It is the length of the union of the intervals of gloo's operations (from call to end) or NCCL's kernels, over the
+    wall time. Waiting for a slower rank and communication that overlaps with computation are included, so it is an
+    upper bound of what faster links could save. On CPU ranks that share cores, it is mostly waiting.
 
-    `share` is the last measured one, None before.
+    Attributes:
+        share: the last measured one; None before the first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -196,7 +189,7 @@ class CommunicationSampler:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure what runs inside; it must end synchronised with the device."""
+        """Measure the body, which must end synchronised with the device."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each start and stop of the profiler prints a line
         device = "cuda" if self._on_cuda else None
         with profile(use_kineto=True, use_cpu=not self._on_cuda, use_device=device) as profiler:
@@ -212,13 +205,13 @@ class CommunicationSampler:
         return "nccl" in name.lower() if self._on_cuda else name.startswith("gloo:")
 
 
-# --- where it goes
+# --- outputs
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl` and TensorBoard files to a run's folder. Only rank 0 makes one.
+    """Writes `metrics.jsonl` and TensorBoard files to a run's folder, on rank 0 only.
 
-    A resumed run goes on in the same files; what had been written after the step it resumes from is dropped.
+    A resumed run appends to the same files; steps after the one that it resumes from are dropped.
     """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
@@ -227,10 +220,12 @@ class MetricsLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         if self.path.exists():
-            kept = "".join(_lines_until(self.path, resumed_step))
-            if kept != self.path.read_text():
-                rewritten = self.path.with_name(f"{self.path.name}.new")  # a full disk leaves the old one as it is
-                rewritten.write_text(kept)
+            before = self.path.read_text()
+            complete = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
+            text = "".join(line for line in complete if json.loads(line)["step"] <= resumed_step)
+            if text != before:
+                rewritten = self.path.with_name(f"{self.path.name}.new")  # a full disk leaves the old file unchanged
+                rewritten.write_text(text)
                 rewritten.replace(self.path)
         self._file = self.path.open("ab", buffering=0)
         self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
@@ -239,7 +234,7 @@ class MetricsLog:
         """Append one step.
 
         Raises:
-            OSError: if there is no room, say; no part of the line is then left, and the next one may be tried.
+            OSError: for example on a full disk; no part of the line is then written.
         """
         values = dataclasses.asdict(metrics)
         line = (json.dumps(values) + "\n").encode()
@@ -257,70 +252,52 @@ class MetricsLog:
                 self._board.add_scalar(f"train/{name}", value, metrics.step)
 
     def close(self) -> None:
-        """Flush and close both. What TensorBoard has no room for is in the other file, as far as there is room."""
+        """Close both files. TensorBoard's may lack steps on a full disk."""
         self._file.close()
         with contextlib.suppress(OSError):
             self._board.close()
 
 
-def _lines_until(path: Path, step: int) -> list[str]:
-    lines = path.read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-
-
 @dataclass
 class Display:
-    """Progress on rank 0: a live bar on a terminal, plain lines otherwise."""
+    """Progress for the user: lines, and within `live` also a bar on a terminal. Shows nothing if not `enabled`."""
 
     steps: int
-    started: int = 0
+    enabled: bool = True
     _progress: Any = field(default=None, init=False)
     _task: Any = field(default=None, init=False)
 
-    def __enter__(self) -> Display:
+    @contextlib.contextmanager
+    def live(self, done: int = 0) -> Iterator[None]:
+        """Show a bar on a terminal, with `done` steps done already."""
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console()
-        if console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn())
-            self._progress = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
-            self._task = self._progress.add_task("train", total=self.steps, completed=self.started, figures="")
-            self._progress.start()
-        return self
+        if not (self.enabled and console.is_terminal):
+            yield
+            return
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as self._progress:
+            self._task = self._progress.add_task("train", total=self.steps, completed=done, figures="")
+            yield
+        self._progress = None
 
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
+    def log(self, text: str) -> None:
+        """Print a line."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
-        else:
+        elif self.enabled:
             print(text, flush=True)
 
     def step(self, step: int, metrics: StepMetrics | None) -> None:
-        """A step is done; `metrics` where they were measured."""
+        """Show that a step is done, with its metrics if it is reported."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
         if metrics is None:
             return
         width = None if self._progress is None else shutil.get_terminal_size().columns
-        self.say(metrics.line(self.steps, width))
+        self.log(metrics.line(self.steps, width))
         if self._progress is not None:
             figures = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s"
             self._progress.update(self._task, figures=figures)
-
-
-class Quiet(Display):
-    """The display of the other ranks: nothing."""
-
-    def __enter__(self) -> Quiet:
-        return self
-
-    def say(self, text: str) -> None:
-        """Say nothing."""
-
-    def step(self, step: int, metrics: StepMetrics | None) -> None:
-        """Show nothing."""

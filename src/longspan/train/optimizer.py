@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate and the clipping of gradients."""
+"""The optimizer, its learning-rate schedule, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from longspan.train.config import TrainConfig
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW over all trained parameters; matrices decay, norms and biases do not.
+    """Return AdamW over all trainable parameters; weight decay applies to matrices only.
 
     Raises:
-        LongspanError: if `config` asks for 8-bit states, and torchao is not there.
+        LongspanError: for 8-bit states without torchao.
     """
     options = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -29,7 +29,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.de
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: int) -> Any:
-    """transformers' schedule, standing where it stands after `done` steps.
+    """Return transformers' schedule after `done` steps.
 
     The rate is a function of the step and of this run's settings, so a resumed run may change them.
     """
@@ -52,7 +52,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """torchao's optimizers take their rate from a tensor, which has to stay the same one."""
+    # torchao's optimizers read their rate from a tensor, which must be changed in place.
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
@@ -60,7 +60,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def clip_gradients(model: torch.nn.Module, limit: float) -> float:
-    """Scale all gradients so that their global L2 norm is at most `limit` (0: leave them); returns the norm before."""
+    """Scale all gradients to a global L2 norm of at most `limit` (0: no limit); return the norm before."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,4 +1,4 @@
-"""What a run writes into its folder: checkpoints, the Hugging Face folder and metrics, also when the disk is full."""
+"""The folder of a run: checkpoints, the Hugging Face folder and metrics. A full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ from longspan.train.metrics import MetricsLog, StepMetrics
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Say = Callable[[str], None]
-"""Shows a line to the user."""
-
 
 class Outputs:
-    """One run's hold on its folder. Collective: every rank makes one and calls the same, in the same order.
+    """The folder of a run, locked against other runs. Collective, except `release` and the metrics.
 
-    Args:
-        config: of the run.
+    `log` shows a line to the user.
 
     Attributes:
-        ranks: who writes and reads, over a group that nothing else waits in.
+        ranks: the ranks that write and read, over a group that nothing else uses.
 
     Raises:
-        LongspanError: on every rank, if another run uses `--out`, not all ranks see it, or its `hf/` is not longspan's.
+        LongspanError: on every rank, if another run uses `--out`, not all ranks see it, or longspan did not write its
+            `hf/`.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
+    def __init__(self, config: TrainConfig, log: Callable[[str], None]) -> None:
+        self.config, self._log = config, log
         self.ranks = Ranks.apart()
         self._lock: RunLock | None = None
-        self._saved = self._begun = 0
+        self._metrics: MetricsLog | None = None
+        self._saved = self._begun = 0  # steps
         self._announced: Path | None = None
-        self._lines_lost = 0
+        self._lost_lines = False
         try:
-            self.ranks.first(self._occupy)
+            self.ranks.first(self._lock_folder)
             checkpoint.check_shared(config.out, self.ranks)
             self._saver = Saver(config.checkpoint.async_save, self.ranks)
         except BaseException:
             self.release()
             raise
 
-    def _occupy(self) -> None:
+    def _lock_folder(self) -> None:
         self._lock = RunLock(self.config.out)
         if self.config.checkpoint.export != "never":
             checkpoint.check_replaceable(self.config.exported)
 
     def release(self) -> None:
-        """Let other runs have the folder."""
+        """Close the metrics and unlock the folder."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._lock is not None:
             self._lock.release()
 
     def begin(self, step: int) -> None:
-        """The run begins after this step, which is saved already (or 0)."""
+        """Set the step that the run starts after; it is saved already (or 0)."""
         self._saved = self._begun = step
 
     def abandon(self, wait_s: float) -> None:
-        """Before an error ends the run: give the save that is under way so many seconds to become whole."""
+        """Wait up to `wait_s` seconds for the save in progress, before an error ends the run."""
         self._saver.abandon(wait_s)
 
     # --- checkpoints and the export
@@ -77,103 +77,89 @@ class Outputs:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
-        say: Say,
         *,
         last: bool = False,
     ) -> bool:
-        """Save a step, beside the training but for the last time.
-
-        Returns:
-            Whether its checkpoint is whole now.
+        """Save a step, in the background unless it is the last; return whether its checkpoint is complete now.
 
         Raises:
-            LongspanError: on every rank, if it cannot be written; for want of room only where it is the last.
+            LongspanError: on every rank, if it cannot be written. A full disk raises for the last save only.
         """
-        self._finish(say, last=last and self._begun == step)
+        self._finish(last=last and self._begun == step)
         if self._saved == step:
             return False
         self._saver.start(self.config.checkpoints, step, model, optimizer, state, keep=self.config.checkpoint.keep)
         self._begun = step
         if last or self.config.checkpoint.export == "saves":
-            self._finish(say, last=last)
+            self._finish(last=last)
         return self._saved == step
 
-    def _finish(self, say: Say, *, last: bool) -> None:
-        """Wait for the save that is under way, if any."""
-        with self._room_is_not_vital(say, last):
+    def _finish(self, *, last: bool) -> None:
+        """Wait for the save in progress, if any."""
+        with self._full_disk_warns(last):
             path = self._saver.finish()
             if path is not None:
                 self._saved = self._begun
-                self._announce(path, say)
+                self._announce(path)
 
-    def announce(self, say: Say) -> None:
-        """Say which checkpoint has become whole since, if one has. Does not wait."""
-        self._announce(self._saver.written, say)
+    def announce(self) -> None:
+        """Log the checkpoint that has been completed in the background, if any. Does not wait."""
+        self._announce(self._saver.written)
 
-    def _announce(self, path: Path | None, say: Say) -> None:
+    def _announce(self, path: Path | None) -> None:
         if path is not None and path != self._announced:
             self._announced = path
-            say(f"saved {path}")
+            self._log(f"saved {path}")
 
-    def export(
-        self, step: int, model: torch.nn.Module, inputs: Inputs, generation: Any, say: Say, *, last: bool
-    ) -> None:
+    def export(self, step: int, model: torch.nn.Module, inputs: Inputs, generation_config: Any, *, last: bool) -> None:
         """Write the Hugging Face folder of a step.
 
         Raises:
             LongspanError: as `save`.
         """
         path, dtype = self.config.exported, _DTYPES[self.config.dtype]
-        with self._room_is_not_vital(say, last):
+        with self._full_disk_warns(last):
             config, tokenizer = inputs.model_config, inputs.tokenizer
-            checkpoint.export(path, model, config, tokenizer, dtype, generation, ranks=self.ranks, step=step)
-            say(f"exported {path}")
+            checkpoint.export(path, model, config, tokenizer, dtype, generation_config, ranks=self.ranks, step=step)
+            self._log(f"exported {path}")
 
     @contextlib.contextmanager
-    def _room_is_not_vital(self, say: Say, last: bool) -> Iterator[None]:
-        """A disk that is full ends the run only where it is the last save."""
-        kept = f"step {self._saved}" if self._saved else "the beginning"
+    def _full_disk_warns(self, last: bool) -> Iterator[None]:
+        """Warn if the disk is full; raise if this is the last save."""
+        saved = f"step {self._saved}" if self._saved else "the beginning"
         try:
             yield
         except DiskFull as error:
             if last:
-                raise LongspanError(f"{error}; make room, then the same command goes on from {kept}") from error
-            say(f"warning: {error}; the run goes on, {kept} is kept, and the next save tries again")
+                raise LongspanError(f"{error}; make room, then the same command resumes from {saved}") from error
+            self._log(f"warning: {error}; the run goes on, {saved} is kept, and the next save tries again")
 
-    # --- metrics
+    # --- metrics, on the first rank
 
-    @contextlib.contextmanager
-    def metrics(self, first: bool, step: int) -> Iterator[MetricsLog | None]:
-        """The log of the run on its first rank, from a step on; None on the others.
+    def open_log(self, step: int) -> None:
+        """Open the log of metrics, for the steps after `step`.
 
         Raises:
             LongspanError: if it cannot be written.
         """
-        if not first:
-            yield None
-            return
         try:
-            log = MetricsLog(self.config.out, step)
+            self._metrics = MetricsLog(self.config.out, step)
         except OSError as error:
             raise LongspanError(f"the metrics of --out {self.config.out} cannot be written: {error}") from error
-        try:
-            yield log
-        finally:
-            log.close()
 
-    def write_line(self, log: MetricsLog | None, metrics: StepMetrics | None, say: Say) -> None:
-        """A step's metrics, where there are any; one that finds no room is left out, and the first such is said."""
-        if log is None or metrics is None:
+    def log_metrics(self, metrics: StepMetrics | None) -> None:
+        """Write a step's metrics, if any. On a full disk they are dropped, with a warning the first time."""
+        if self._metrics is None or metrics is None:
             return
         try:
-            log.write(metrics)
+            self._metrics.write(metrics)
         except OSError as error:
             if not is_full(error):
                 raise
-            if not self._lines_lost:
+            if not self._lost_lines:
                 free = shutil.disk_usage(self.config.out).free
-                say(
-                    f"warning: {log.path} cannot be written: {error.strerror} ({free:,} bytes free); the run goes on, "
-                    "steps are missing there until there is room"
+                self._log(
+                    f"warning: {self._metrics.path} cannot be written: {error.strerror} ({free:,} bytes free); the run "
+                    "goes on, steps are missing there until there is room"
                 )
-            self._lines_lost += 1
+            self._lost_lines = True
