@@ -99,13 +99,13 @@ def sharded(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> list[di
     return list(trainer.state.log_history)
 
 
-def sharded_alone(out: Path) -> list[dict[str, Any]]:
+def sharded_alone(out: Path, **changes: Any) -> list[dict[str, Any]]:
     """As `sharded`, on one process without a process group."""
     from transformers import Trainer
 
     quiet()
     sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
-    options = {"per_device_eval_batch_size": 10, "eval_strategy": "steps", "eval_steps": 10}
+    options = {"per_device_eval_batch_size": 10, **changes}
     trainer = longspan.trainer(Trainer)(
         _model("Llama", False), arguments(out, **options), collate, Samples(64, 1), Samples(10, 2), sp=sp
     )  # type: ignore[call-arg, arg-type]

@@ -1,7 +1,8 @@
-"""TRL's trainers through `longspan.trainer`: what they log is what they log on one process."""
+"""TRL's trainers through `longspan.trainer`: their logs equal those of one process."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 import longspan
+from longspan.core.errors import LongspanError
 from tests.choose import confirming
 from tests.fitting import as_launched, quiet
 from tests.models import BASE, build
-from tests.pool import RankError, RankPool
+from tests.pool import RankPool
 
 pytest.importorskip("trl")
 
@@ -26,7 +28,7 @@ CHAT = (
     "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 COMMON: dict[str, Any] = {
-    "max_steps": 6, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+    "max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True,
     "save_strategy": "no",
     "disable_tqdm": True, "seed": 7, "gradient_checkpointing": False, "bf16": False, "dataloader_pin_memory": False,
     "max_length": 64,
@@ -93,10 +95,8 @@ def rewarding() -> Any:
 
 
 def log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
-    """What a run logs, on one process where `mesh` is None."""
-    if mesh is None:
-        return _log_of(kind, None, out)
-    with as_launched():
+    """Return the log of a run, on one process if `mesh` is None."""
+    with contextlib.nullcontext() if mesh is None else as_launched():
         return _log_of(kind, mesh, out)
 
 
@@ -124,10 +124,10 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
     model = rewarding() if trainer_name == "Reward" else build("Llama")
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
-        eval_strategy="steps", eval_steps=3, **{**COMMON, **changes},
+        eval_strategy="steps", eval_steps=2, **{**COMMON, **changes},
     )  # fmt: skip
     trainer = cls(
-        model=model, args=args, train_dataset=Dataset.from_list(rows(data, 120)),
+        model=model, args=args, train_dataset=Dataset.from_list(rows(data, 60)),
         eval_dataset=Dataset.from_list(rows(data, 8, 100)), processing_class=tokenizer(), **options,
     )  # fmt: skip
     trainer.train()
@@ -140,7 +140,7 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-CONFIRMING = ("text", "dpo lora", "reward")  # packed and accumulated take texts; DPO and LoRA are shown apart
+CONFIRMING = ("text", "completion only", "dpo lora", "reward")  # each option is in another case
 
 
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind not in CONFIRMING), *confirming(CONFIRMING)])
@@ -157,11 +157,11 @@ def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kin
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GRPO, whose completions come from elsewhere.
+# GRPO, with completions from a function.
 
 
 def _rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions that depend on a prompt, and on how often it came before in this batch."""
+    """Completions that depend on a prompt, and on its number in this batch."""
     seen: dict[str, int] = {}
     prompt_ids, completion_ids = [], []
     for prompt in prompts:
@@ -177,10 +177,8 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a run logs."""
-    if mesh is None:
-        return _grpo(None, out, folder, changes)
-    with as_launched():
+    """As `log_of`."""
+    with contextlib.nullcontext() if mesh is None else as_launched():
         return _grpo(mesh, out, folder, changes)
 
 
@@ -219,10 +217,10 @@ REUSED = {"steps_per_generation": 2, "num_iterations": 2, "entropy_coef": 0.05}
 @pytest.mark.parametrize(
     ("mesh", "changes"), [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, {"steps_per_generation": 1})], ids=str
 )
-def test_grpo_logs_what_it_logs_on_one_process(
+def test_grpo_logs_what_one_process_logs(
     get_pool: Callable[[int], RankPool], mesh: dict[str, int], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Ratio, KL and entropy of a policy whose completions are made by a function."""
+    """Ratio, KL and entropy of the policy."""
     build("Llama").save_pretrained(tmp_path / "model")
     expected = grpo(None, tmp_path / "plain", tmp_path / "model", changes)
     assert any(record.get("kl", 0) > 1e-4 for record in expected)
@@ -235,22 +233,20 @@ def test_grpo_logs_what_it_logs_on_one_process(
                     assert mine[key] == pytest.approx(value, rel=5e-4, abs=1e-6), (key, mine["step"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollout_func": None}, "GRPOTrainer generates by its model.*give GRPOTrainer a rollout_func="),
-        ({"num_generations": 4, "steps_per_generation": 1}, "num_generations=4 completions .* gives it 2"),
-        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
-        (
-            {"scale_rewards": "batch"},
-            "scale_rewards='batch' takes a deviation or a quantile .* each completion 2 times",
-        ),
-    ],
-)
-def test_what_grpo_cannot_do_sharded_is_refused(
-    pool2: RankPool, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [
+    ({"rollout_func": None}, {"ulysses": 2}, "GRPOTrainer generates with its model.*give GRPOTrainer a rollout_func="),
+    ({"num_generations": 4, "steps_per_generation": 1}, {"data": 2}, "num_generations=4 completions .* gives it 2"),
+    ({"cast_lm_head_to_fp32": True}, {"ulysses": 2}, "cast_lm_head_to_fp32=True"),
+    ({"scale_rewards": "batch"}, {"ulysses": 2}, "='batch' computes a deviation or a quantile .* each completion 2 t"),
+]
+
+
+def _refuse_all(out: Path) -> None:
+    for changes, mesh, message in REFUSED:
+        with pytest.raises(LongspanError, match=message):
+            grpo(mesh, out, out / "model", changes)
+
+
+def test_unsupported_options_of_grpo_are_refused(pool2: RankPool, tmp_path: Path) -> None:
     build("Llama").save_pretrained(tmp_path / "model")
-    with pytest.raises(RankError, match=message):
-        mesh = {"data": 2} if "num_generations" in changes else {"ulysses": 2}
-        pool2.run(grpo, mesh, tmp_path, tmp_path / "model", changes)
+    pool2.run(_refuse_all, tmp_path)

@@ -1,6 +1,5 @@
-"""Hugging Face's Trainer and its subclasses, over sequences that are cut across ranks.
+"""Hugging Face's Trainer and its subclasses over sharded sequences.
 
-mixin.py      the trainer: replicas, loss, evaluation, checkpoints
-folders.py    what it writes
-stopping.py   a signal that reaches one rank
+- `mixin`: the trainer: replicas, loss, evaluation, checkpoints; `folders`: what it writes.
+- `stopping`: a signal that reaches one rank; `trl`: TRL's trainers.
 """

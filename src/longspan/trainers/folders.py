@@ -1,4 +1,4 @@
-"""What a trainer writes: a Hugging Face folder, and beside it sharded weights and the optimizer's state."""
+"""The folders that a trainer writes: Hugging Face's, and in it sharded weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 SHARDS = "longspan"
-"""Folder in a checkpoint of the Trainer: weights and optimizer state, sharded, for any mesh."""
+"""Folder in a checkpoint of the Trainer with sharded weights and optimizer state, for any mesh."""
 
 
 def export_into(folder: Path, model: Any, config: Any) -> None:
-    """Export into a folder that may hold other files. Collective; the first rank writes."""
+    """Export to a folder that may contain other files. Collective; the first rank writes."""
     making = folder / ".longspan-export"
     inner: Any = transformers_model(model)
     generation = getattr(inner, "generation_config", None)
@@ -45,62 +45,51 @@ def export_into(folder: Path, model: Any, config: Any) -> None:
 
 
 def shards_of(folder: str) -> checkpoint.Checkpoint:
-    """The sharded checkpoint in a checkpoint of the Trainer.
+    """Return the sharded checkpoint in a checkpoint of the Trainer.
 
     Raises:
-        LongspanError: there is none.
+        LongspanError: if the checkpoint is incomplete, or contains none.
     """
     if not (Path(folder) / STATE).is_file():
         raise LongspanError(
-            f"{folder} is not whole: it has no {STATE}, which is written last; resume from an older checkpoint, or let "
-            "resume_from_checkpoint=True choose the newest that is whole"
+            f"{folder} is incomplete: it has no {STATE}, which is written last; resume from an older checkpoint, or "
+            "from the newest complete one with resume_from_checkpoint=True"
         )
     found = checkpoint.latest(Path(folder) / SHARDS)
     if found is None:
         raise LongspanError(
-            f"{folder} has no {SHARDS}/ with sharded weights: it was not written by a trainer of longspan.trainer, or "
-            f"with save_only_model=True; start from it with from_pretrained and without resume_from_checkpoint"
+            f"{folder} has no {SHARDS}/ with sharded weights: it was not written by a longspan.trainer, or with "
+            f"save_only_model=True; load it with from_pretrained and train without resume_from_checkpoint"
         )
     return found
 
 
-def why_not_whole(folder: Path) -> str | None:
-    """Return what a checkpoint of the Trainer lacks, or None. trainer_state.json is written last.
+def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint of a Trainer's run, and what is wrong with newer ones.
 
     Only markers and sizes of the sharded weights are checked here; their content is checked when they are loaded.
-    """
-    state = folder / STATE
-    try:
-        if not state.is_file():
-            return f"it has no {STATE}, which is written last"
-        json.loads(state.read_text())
-        return None if checkpoint.latest(folder / SHARDS) is not None else f"it has no {SHARDS}/ with sharded weights"
-    except (LongspanError, OSError, ValueError) as error:
-        return str(error)
-
-
-def newest_whole(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint of a Trainer's run, and what is wrong with the newer ones.
 
     Raises:
-        LongspanError: if there are checkpoints, but none is whole.
+        LongspanError: if there are checkpoints, but none is complete.
     """
     named = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     wrong: list[str] = []
     for _, path in sorted(named, reverse=True):
-        why = why_not_whole(path)
-        if why is None:
+        try:
+            shards_of(str(path))
+            json.loads((path / STATE).read_text())
             return path, wrong
-        wrong.append(f"{path.name} is not whole: {why}")
+        except (LongspanError, OSError, ValueError) as error:
+            wrong.append(f"{path.name} is incomplete: {error}")
     if wrong:
         raise LongspanError(
-            f"{run} has no whole checkpoint to resume from ({'; '.join(wrong)}); start without resuming"
+            f"{run} has no complete checkpoint to resume from ({'; '.join(wrong)}); start without resuming"
         )
     return None, []
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's."""
+    """Return the optimizer inside accelerate's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
-"""Hugging Face's Trainer, and every subclass of it, over sequences that are cut across ranks.
+"""Hugging Face's Trainer, and every subclass of it, over sharded sequences.
 
     Trainer = longspan.trainer(transformers.Trainer)
     trainer = Trainer(model, args, train_dataset=data, sp=longspan.SequenceSharding(longspan.init_mesh(ulysses=4)))
 
 The ranks of a sequence group read the same batches and count as one process. Loss, gradients, their norm, and the loss
-of an evaluation are those of one process with the same global batch. Nothing of transformers is patched: a subclass
-overrides some methods, and gives accelerate's place to `longspan.compat.accelerate_api.ReplicaAccelerator`.
+of an evaluation equal those of one process with the same global batch. Nothing of transformers is patched: a subclass
+overrides some methods, and uses `longspan.compat.accelerate_api.ReplicaAccelerator` in place of accelerate's.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from longspan.hf.forward.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.state import is_parallelized, state_of
 from longspan.hf.support import transformers_model
-from longspan.trainers.folders import SHARDS, STATE, export_into, newest_whole, plain_optimizer, shards_of
-from longspan.trainers.stopping import stop_together
-from longspan.trainers.trl import generate_elsewhere, take_back_fused_head
+from longspan.trainers.folders import SHARDS, STATE, export_into, newest_complete, plain_optimizer, shards_of
+from longspan.trainers.stopping import StopTogether
+from longspan.trainers.trl import count_sequence_groups, remove_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.forward.hooks import ForwardHooks
@@ -49,17 +49,17 @@ OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_wei
 
 @checked_call()
 def trainer(cls: Class) -> Class:
-    """A subclass of a Hugging Face trainer that trains over a cut sequence.
+    """Return a subclass of a Hugging Face trainer that trains over sharded sequences.
 
     Args:
         cls: `transformers.Trainer`, or any subclass of it: TRL's `SFTTrainer`, your own.
 
     Returns:
-        A class that takes `sp=`, a `longspan.SequenceSharding`, and the options of `longspan.parallelize`, beside what
-        `cls` takes, and calls `parallelize` itself, after PEFT. See `TrainerMixin`.
+        A class that accepts the arguments of `cls`, `sp=` (a `longspan.SequenceSharding`) and the options of
+        `longspan.parallelize`, and calls `parallelize` itself, after PEFT. See `TrainerMixin`.
 
     Raises:
-        LongspanError: for what is not a subclass of `transformers.Trainer`.
+        LongspanError: if `cls` is not a subclass of `transformers.Trainer`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
         raise LongspanError(f"longspan.trainer takes transformers.Trainer or a subclass of it, got {cls!r}")
@@ -70,20 +70,20 @@ def trainer(cls: Class) -> Class:
 
 
 class TrainerMixin(Trainer):  # type: ignore[misc]
-    """What makes a trainer train sharded: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
+    """Makes a trainer train over sharded sequences: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
 
-    `per_device_train_batch_size` is that of a replica, a whole sequence group, and there are `sp.data_size` of them.
-    A checkpoint of the Trainer has, beside the usual Hugging Face folder, `longspan/` with sharded weights and the
-    optimizer's state, from which a run goes on, on another mesh too. Every rank calls every method.
+    `per_device_train_batch_size` is that of a replica: a sequence group, of which there are `sp.data_size`. Next to the
+    usual Hugging Face folder, a checkpoint contains `longspan/` with sharded weights and optimizer state, from which a
+    run can resume on another mesh. Every rank calls every method.
 
     Args:
-        sp: how the sequence lies over the ranks.
-        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory: of
+        sp: the sharding.
+        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout: of
             `longspan.parallelize`.
-        args, kwargs: of the trainer beneath.
+        args, kwargs: of the trainer.
 
     Raises:
-        LongspanError: when the trainer is made, for what would compute something else when sharded, with the way out.
+        LongspanError: when the trainer is made, for options that would compute something else when sharded, with a fix.
     """
 
     accelerator: Any
@@ -92,9 +92,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, sp: SequenceSharding, **kwargs: Any) -> None:
         if sp.tensor_size > 1:
             raise LongspanError(
-                f"`tensor={sp.tensor_size}`: a Trainer does not know of ranks that are given the same batch and hold "
-                f"parts of its weights; use tensor=1, ulysses={sp.ulysses_size * sp.tensor_size}, `longspan train "
-                f"--tensor {sp.tensor_size}`, or a loop of your own"
+                f"`tensor={sp.tensor_size}`: a Trainer does not support a tensor axis; use tensor=1, "
+                f"ulysses={sp.ulysses_size * sp.tensor_size}, `longspan train --tensor {sp.tensor_size}`, or your own "
+                "training loop"
             )
         self.longspan_sp = sp
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
@@ -103,21 +103,21 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._refuse()
         if self._sharded:
-            generate_elsewhere(self, sp)
+            count_sequence_groups(self, sp)
         if self._sharded and self.args.enable_jit_checkpoint:
-            stop_together(self)
+            StopTogether.replace_jit(self)
         inner = transformers_model(self.model)
         if is_parallelized(inner) and self.longspan_options:
             raise LongspanError(
-                f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} cannot be taken; "
-                f"give them to longspan.parallelize"
+                f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} have no effect; "
+                f"pass them to longspan.parallelize"
             )
         self.longspan_config = copy.deepcopy(inner.config)
-        for each in (self.model, getattr(self, "ref_model", None)):
-            if each is not None and not is_parallelized(each):
-                scoring = take_back_fused_head(each, self)
-                parallelize(each, sp, **self.longspan_options)
-                state_of(each).forward.options.scoring = scoring
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None and not is_parallelized(model):
+                scoring = remove_fused_head(model, self)
+                parallelize(model, sp, **self.longspan_options)
+                state_of(model).forward.options.scoring = scoring
 
     @property
     def _forward_hooks(self) -> ForwardHooks:
@@ -128,7 +128,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return self.longspan_sp.world_size > 1
 
     def _refuse(self) -> None:
-        """What does not go together with a cut sequence."""
         args, sp = self.args, self.longspan_sp
         if args.world_size != sp.world_size:
             raise LongspanError(
@@ -136,59 +135,56 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 f"with longspan.init_mesh over all of them"
             )
         wrong = {
-            "fsdp": (args.fsdp, "longspan shards weights by itself; leave it out (fsdp=True is a keyword beside sp=)"),
-            "deepspeed": (args.deepspeed, "longspan shards weights and sequence by itself; leave it out"),
-            "parallelism_config": (getattr(args, "parallelism_config", None), "sp= says how the ranks are used"),
+            "fsdp": (args.fsdp, "longspan shards the weights itself; pass fsdp= to the trainer, next to sp="),
+            "deepspeed": (args.deepspeed, "longspan shards weights and sequences itself; leave it out"),
+            "parallelism_config": (getattr(args, "parallelism_config", None), "sp= defines how the ranks are used"),
             "label_smoothing_factor": (args.label_smoothing_factor, "it needs the logits of all tokens; leave it out"),
-            "auto_find_batch_size": (args.auto_find_batch_size, "ranks that run out of memory one by one would part"),
-            "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's own loss"),
+            "auto_find_batch_size": (args.auto_find_batch_size, "ranks could choose different sizes; leave it out"),
+            "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's loss"),
             "use_liger_kernel": (args.use_liger_kernel, "use memory=longspan.Memory(head_loss='liger')"),
         }
         for name, (value, why) in wrong.items():
             if value:
-                raise LongspanError(f"{name}={value!r} does not go together with a cut sequence: {why}")
+                raise LongspanError(f"{name}={value!r} does not work with a sharded sequence: {why}")
         if sp.data_size > 1 and not args.average_tokens_across_devices:
-            raise LongspanError(
-                "average_tokens_across_devices=False would make the loss a mean of the replicas' means; leave it True"
-            )
+            raise LongspanError("average_tokens_across_devices=False would average the replicas' means; leave it True")
         if args.n_gpu > 1:
             raise LongspanError(
                 f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})"
             )
         if self._sharded and args.load_best_model_at_end and args.save_only_model:
             raise LongspanError(
-                "load_best_model_at_end=True reads sharded weights back, which save_only_model=True leaves out; set "
+                "load_best_model_at_end=True loads sharded weights, which save_only_model=True does not save; set "
                 "save_only_model=False"
             )
         if self._sharded and self.model_init is not None:
-            raise LongspanError("model_init= makes the model anew after it was sharded; give the model")
+            raise LongspanError("model_init= makes a new model after it was sharded; pass model=")
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Processes that are replicas.
+    # --- replicas as processes
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, with an accelerator that counts replicas."""
+        """As the base class, with an accelerator that counts replicas."""
         super().create_accelerator_and_postprocess()
         if self._sharded:
             self.accelerator = ReplicaAccelerator.of(self.accelerator, self.longspan_sp)
             self.gather_function = self.accelerator.gather_for_metrics
 
     def get_tp_size(self) -> int:
-        """Return how many ranks see the same batch: the Trainer's name for a divisor of processes and of tokens.
+        """Return the ranks that read the same batch, by which the Trainer divides processes and tokens.
 
-        TRL divides the loss's factor by it, on the assumption that the Trainer divided the number of tokens too, which
-        older versions of transformers do not.
+        TRL also divides the loss's factor by it, as the Trainer divides the number of tokens, except in older versions
+        of transformers.
         """
         return 1 if self.longspan_in_loss and not counts_repeated_tokens_once() else self.longspan_sp.size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """As the Trainer's, which adds up what all processes read; those of a sequence group read the same."""
+        """As the base class, which sums over processes, but count the tokens of a sequence group once."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.size
 
     def store_flos(self) -> None:
-        """As the Trainer's, likewise."""
+        """As the base class, but count the FLOPs of a sequence group once."""
         before = self.state.total_flos
         super().store_flos()
         self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.size
@@ -198,11 +194,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             super()._move_model_to_device(model, device)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: it makes the model anew."""
-        raise LongspanError("hyperparameter_search makes the model anew for each trial; run the trials one by one")
+        """Raise: it would make a new model for each trial."""
+        raise LongspanError("hyperparameter_search makes a new model for each trial; run the trials one by one")
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Loss.
+    # --- loss
 
     def compute_loss(
         self,
@@ -211,12 +206,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """As the Trainer's. What the model gives is the global batch's loss on every rank, its gradients summed."""
+        """Return the loss of the global batch, equal on every rank, scaled for the Trainer's gradient averaging."""
         if not self._sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if (
-            self._forward_hooks.traits.labels_per_row
-        ):  # its loss is a mean already, which the Trainer's scale would make another
+        if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
             num_items_in_batch = None
         elif not self.model.training:
             if num_items_in_batch is None:
@@ -229,20 +222,19 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.longspan_in_loss = False
-        if self._forward_hooks.losses.computed == before:  # a loss that the trainer made by itself, of its replica
+        if self._forward_hooks.losses.computed == before:  # the trainer computed a loss of its replica itself
             return found
         loss, outputs = found if return_outputs else (found, None)
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
-            loss = loss / replicas  # the Trainer's own scale, for gradients that are averaged over replicas
-        # And the accelerator averages; but this loss is that of all replicas.
+            loss = loss / replicas  # undo the Trainer's scaling
+        # The accelerator averages gradients over replicas, but this loss is that of all replicas.
         loss = ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
         return (loss, outputs) if return_outputs else loss
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Evaluation.
+    # --- evaluation
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As the Trainer's; the loss is the mean over all labelled tokens of the set, whatever the batches."""
+        """As the base class, but the loss is the mean over all labelled tokens of the set, not over batches."""
         self.longspan_eval = _Tally()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         mean = self.longspan_eval.mean()
@@ -253,8 +245,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """As the Trainer's; where only the loss is asked for, no logits are made, else those of all tokens gathered."""
-        inputs = self._without_repeated(dict(inputs))
+        """As the base class, with the logits of all tokens gathered, or without any if only the loss is needed."""
+        inputs = self._mask_repeated(dict(inputs))
         self.longspan_eval.items = self._labelled(inputs)
         with self._forward_hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -268,8 +260,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             logits = _gathered(logits, self.longspan_sp, length)
         return loss, logits, labels
 
-    def _without_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch whose samples that only fill it up have no labels."""
+    def _mask_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Mask the labels of samples that only fill the last batch."""
         labels = inputs.get("labels")
         if not (self._sharded and isinstance(labels, Tensor)):
             return inputs
@@ -283,14 +275,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return inputs
 
     def _labelled(self, inputs: Mapping[str, Any]) -> int | None:
-        """Labelled tokens of all replicas, or rows; None where there are no labels. Collective."""
+        """Return the labelled tokens (or rows) of all replicas; None without labels. Collective."""
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs.get("labels")
             if labels is not None and self._forward_hooks.traits.labels_per_row:
                 labels = labels[: self._forward_hooks.options.rows]
                 if problem_of(state_of(self.model).config, labels) != "single_label_classification":
-                    labels = torch.zeros(labels.shape)  # every entry counts
+                    labels = torch.zeros(labels.shape)  # no entry is masked
             elif labels is not None and not self._forward_hooks.traits.labels_per_token:
                 labels = labels[..., 1:]
         if labels is None:
@@ -298,11 +290,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         count = (labels != IGNORE).sum().to(self.args.device)
         return int(self.accelerator.gather_over_replicas(count).sum()) if self._sharded else int(count)
 
-    # ------------------------------------------------------------------------------------------------------------------
-    # Checkpoints.
+    # --- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Hugging Face folder, by all ranks; older versions of transformers ask the first one's `_save` alone."""
+        """Write the Hugging Face folder. Older versions of transformers call `_save` on the first rank only."""
         if not self._sharded:
             super().save_model(output_dir, _internal_call)
             return
@@ -311,7 +302,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The Hugging Face folder: of the whole model, by the first rank."""
         if not self._sharded:
             super()._save(output_dir, state_dict)
             return
@@ -324,23 +314,23 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save as the Trainer does. Remove an older state first: it is written last, and marks a whole checkpoint."""
+        """As the base class, but remove an older state first: it is written last, so it marks a complete checkpoint."""
         if self._sharded:
             state = Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}" / STATE
             checkpoints.Ranks().first(lambda: state.unlink(missing_ok=True))
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save as the Trainer does, and wait for all ranks, before the first one writes the state."""
+        """As the base class, then wait for all ranks before the first one writes the state."""
         super()._save_rng_state(output_dir)
         if self._sharded:
             checkpoints.Ranks().gather(None)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does; `resume_from_checkpoint=True` takes the newest whole checkpoint, and names it."""
+        """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
         if self._sharded and resume_from_checkpoint is True:
             run = Path(self.args.output_dir)
-            found, wrong = checkpoints.Ranks().first(lambda: newest_whole(run))
+            found, wrong = checkpoints.Ranks().first(lambda: newest_complete(run))
             if found is not None:
                 resume_from_checkpoint = str(found)
                 if self.args.should_save:
@@ -378,11 +368,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
 
 class _Tally:
-    """Losses of batches, by their labelled tokens."""
+    """The mean loss of batches, weighted by their labelled tokens."""
 
     def __init__(self) -> None:
         self.total, self.tokens = 0.0, 0
-        self.items: int | None = None  # of the batch at hand
+        self.items: int | None = None  # of the current batch
 
     def add(self, mean: float, tokens: int) -> None:
         if tokens:
@@ -393,7 +383,7 @@ class _Tally:
 
 
 def _gathered(outputs: Any, sp: SequenceSharding, length: int) -> Any:
-    """Of all tokens, in order, what was of mine; other tensors as they are."""
+    """Gather every tensor of local tokens; return others unchanged."""
     if isinstance(outputs, tuple | list):
         return type(outputs)(_gathered(x, sp, length) for x in outputs)
     if isinstance(outputs, Tensor) and outputs.dim() > 1 and outputs.shape[1] == len(sp.positions(length)):

@@ -1,4 +1,4 @@
-"""A job that is told to stop: all ranks save and stop after the same step."""
+"""Stop all ranks after the same step, whichever of them a signal reaches."""
 
 from __future__ import annotations
 
@@ -9,35 +9,30 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
 
-def stop_together(trainer: Trainer) -> None:
-    """Have SIGTERM, which reaches the ranks at different moments, save and stop all of them after the same step.
-
-    Args:
-        trainer: made with `enable_jit_checkpoint=True`, whose callback would save on each rank by itself.
-    """
-    jit = next(c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
-    trainer.add_callback(StopTogether(jit))
-
-
 class StopTogether(TrainerCallback):  # type: ignore[misc]
-    """Asks all ranks after each step whether any has been told to stop.
+    """Saves and stops on all ranks after a step in which any rank received SIGTERM.
 
     Args:
-        jit: transformers' `JITCheckpointCallback`; it keeps its handler of the signal, and does nothing else any more.
+        jit: transformers' `JITCheckpointCallback`. It keeps its signal handler, and no longer saves on its own.
     """
 
     def __init__(self, jit: Any) -> None:
         self.jit, self.manager = jit, jit.jit_manager
         jit.jit_manager = None
 
+    @classmethod
+    def replace_jit(cls, trainer: Trainer) -> None:
+        """Take over from the callback of a trainer that was made with `enable_jit_checkpoint=True`."""
+        trainer.add_callback(cls(next(c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Collective."""
-        asked = torch.tensor(float(self.manager.is_checkpoint_requested), device=args.device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        if asked:
+        """Compare the ranks. Collective."""
+        requested = torch.tensor(float(self.manager.is_checkpoint_requested), device=args.device)
+        dist.all_reduce(requested, op=dist.ReduceOp.MAX)
+        if requested:
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Put the handler back that was there before."""
+        """Restore the previous signal handler."""
         self.jit.jit_manager = self.manager
         self.jit.on_train_end(args, state, control)

@@ -1,10 +1,10 @@
-"""What TRL's trainers do to a model, undone, and how they count processes, set right.
+"""TRL's trainers: remove their fused head, and count sequence groups as processes.
 
-TRL replaces a model's forward by one with a "fused" head, which projects hidden states by the head's weight. Of a cut
-sequence that would be one rank's tokens, with the labels of all. `longspan.hf.forward.scored` answers the same call.
+TRL replaces a model's forward by one with a "fused" head, which multiplies hidden states by the head's weight. With a
+sharded sequence it would combine one rank's tokens with the labels of all. `longspan.hf.forward.scored` replaces it.
 
-A trainer that generates (GRPO) draws a prompt as often as it wants completions, for all processes at once, and ranks
-the completions of a prompt among themselves. The ranks of a sequence group must draw, shuffle and rank as one process.
+A trainer that generates (GRPO) draws each prompt once per completion for all processes, and ranks the completions of a
+prompt against each other. The ranks of a sequence group must draw, shuffle and rank as one process.
 """
 
 from __future__ import annotations
@@ -22,61 +22,59 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
-def take_back_fused_head(model: Any, trainer: Any) -> Scoring:
-    """Give a model its own forward back, if TRL has replaced it, and say what that was to compute.
+def remove_fused_head(model: Any, trainer: Any) -> Scoring:
+    """Restore a model's own forward if TRL has replaced it, and return what the fused head computes.
 
     Raises:
         LongspanError: for a head in fp32.
     """
     inner: Any = transformers_model(model)
-    wanted = fused_head_of(inner)
-    if wanted is None:
+    options = fused_head_of(inner)
+    if options is None:
         return Scoring()
-    if wanted.get("cast_lm_head_to_fp32"):
+    if options.get("cast_lm_head_to_fp32"):
         raise LongspanError(
-            "cast_lm_head_to_fp32=True does not go together with a cut sequence, whose head is computed tile by tile "
-            "in its own dtype, softmax and sums in fp32; leave it False"
+            "cast_lm_head_to_fp32=True does not work with a sharded sequence: the head is computed tile by tile in its "
+            "own dtype, softmax and sums in fp32; leave it False"
         )
     del inner.forward
     trains_entropy = getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False)
-    return Scoring(float(wanted.get("temperature", 1.0)), bool(trains_entropy))
+    return Scoring(float(options.get("temperature", 1.0)), bool(trains_entropy))
 
 
-def generate_elsewhere(trainer: Any, sp: SequenceSharding) -> None:
-    """Have a trainer that generates count sequence groups, where something else than its model generates.
-
-    Args:
-        trainer: of any kind.
-        sp: the sharding, of more than one rank.
+def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
+    """Make a trainer that generates count sequence groups; do nothing for other trainers.
 
     Raises:
-        LongspanError: for one that would call its model's `generate`, or load a vLLM with its weights; for completions
-            of a prompt that do not lie on one replica; for what is computed over the completions of all processes.
+        LongspanError: for a trainer that generates with its model or with vLLM; for completions of a prompt on several
+            replicas; for statistics over the completions of all processes.
     """
     if not (hasattr(trainer, "num_generations") or hasattr(trainer, "generation_config")):
         return
     args, name = trainer.args, type(trainer).__name__.removeprefix("Sharded")
     if getattr(trainer, "rollout_func", None) is None or getattr(args, "use_vllm", False):
         raise LongspanError(
-            f"{name} generates by its model, or by a vLLM that it gives the model's weights, and a parallelized model "
-            f"does neither in this version; give GRPOTrainer a rollout_func= that generates elsewhere (and no "
-            f"use_vllm), or compute the loss in a loop of your own from longspan.token_logprobs"
+            f"{name} generates with its model, or with a vLLM that loads its weights, which a parallelized model does "
+            f"not support; give GRPOTrainer a rollout_func= that generates elsewhere (and no use_vllm), or compute the "
+            f"loss in your own loop with longspan.token_logprobs"
         )
     rows = args.per_device_train_batch_size * args.steps_per_generation
     if rows % trainer.num_generations:
         raise LongspanError(
-            f"num_generations={trainer.num_generations} completions of a prompt must lie on one replica, and "
+            f"num_generations={trainer.num_generations} completions of a prompt must be on one replica, and "
             f"per_device_train_batch_size={args.per_device_train_batch_size} x steps_per_generation="
             f"{args.steps_per_generation} gives it {rows}; make that a multiple"
         )
     over_all = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}
-    found = [f"{key}={value!r}" for key, value in over_all.items() if getattr(args, key, None) == value]
-    found += [f"top_entropy_quantile={q}" for q in [getattr(args, "top_entropy_quantile", 1.0)] if q < 1]
-    if found and sp.size > 1:
+    refused = [f"{key}={value!r}" for key, value in over_all.items() if getattr(args, key, None) == value]
+    quantile = getattr(args, "top_entropy_quantile", 1.0)
+    if quantile < 1:
+        refused.append(f"top_entropy_quantile={quantile}")
+    if refused and sp.size > 1:
         raise LongspanError(
-            f"{found[0]} takes a deviation or a quantile over all processes, which have each completion {sp.size} "
+            f"{refused[0]} computes a deviation or a quantile over all processes, which have each completion {sp.size} "
             f"times; leave it out"
         )
     args.generation_batch_size = rows * sp.data_size
-    set_seed(args.seed + sp.data_rank)  # the trainer's is another one on each rank
+    set_seed(args.seed + sp.data_rank)  # the trainer seeds each rank differently
     count_tokens_once(trainer, sp.size)
