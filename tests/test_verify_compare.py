@@ -16,7 +16,7 @@ FP32 = Criterion.of("fp32", "fp64")
 
 
 def _whole(x: torch.Tensor) -> LocalRows:
-    return LocalRows(torch.arange(len(x)), x)
+    return LocalRows(torch.arange(len(x)), x, tuple(x.shape))
 
 
 def _sums(sharded: torch.Tensor, reference: torch.Tensor, unsharded: torch.Tensor | None = None) -> ErrorSums:
@@ -32,11 +32,11 @@ def test_error_is_the_relative_2_norm_in_fp64() -> None:
     assert sums.max_abs == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_pieces_add_up_to_the_whole_for_any_rows_held() -> None:
+def test_chunks_add_up_to_the_full_tensor() -> None:
     reference = torch.randn(11, 3, 2, dtype=torch.float64)
     unsharded = reference + 1e-4 * torch.randn_like(reference)
     rows = torch.tensor([1, 2, 6, 7, 10])
-    part = LocalRows(rows, (reference[rows] + 1e-3 * torch.randn(5, 3, 2)).float())
+    part = LocalRows(rows, (reference[rows] + 1e-3 * torch.randn(5, 3, 2)).float(), (11, 3, 2))
     whole = compare_rows(part, 0, reference, unsharded)
     total = ErrorSums()
     for start, stop in row_chunks(reference.shape, elements=20):
@@ -53,7 +53,7 @@ def test_row_chunks_cover_every_row_once_and_are_bounded() -> None:
         assert all((stop - start) * math.prod(shape[1:]) <= elements or stop - start == 1 for start, stop in pieces)
 
 
-def test_worst_row_is_the_one_token_that_is_wrong() -> None:
+def test_the_worst_row_is_the_wrong_token() -> None:
     reference = torch.randn(1000, 8, dtype=torch.float64)
     sharded = reference.clone()
     sharded[417] *= 1.01
@@ -62,7 +62,7 @@ def test_worst_row_is_the_one_token_that_is_wrong() -> None:
     assert sums.sharded_error < 1e-3
 
 
-def test_zero_against_zero_is_right_and_against_anything_else_infinitely_wrong() -> None:
+def test_a_zero_reference_allows_zero_only() -> None:
     zero = torch.zeros(4, 2, dtype=torch.float64)
     assert _sums(zero, zero).sharded_error == 0.0
     assert _sums(zero, zero).worst_row_sharded == 0.0
@@ -71,7 +71,7 @@ def test_zero_against_zero_is_right_and_against_anything_else_infinitely_wrong()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_nan_and_infinity_fail_in_whichever_piece_they_are(bad: float) -> None:
+def test_nan_and_infinity_fail_in_every_chunk(bad: float) -> None:
     reference = torch.randn(9, 2, dtype=torch.float64)
     for row in (0, 4, 8):
         sharded = reference.clone()
@@ -85,20 +85,20 @@ def test_nan_and_infinity_fail_in_whichever_piece_they_are(bad: float) -> None:
 
 
 def test_an_infinite_limit_passes_nothing() -> None:
-    """Where the unsharded run itself is not finite there is nothing to compare with."""
+    """The unsharded run is not finite."""
     reference = torch.ones(2, 2, dtype=torch.float64)
     (check,) = judge({"w": [_sums(reference * math.inf, reference, reference * math.inf)]}, FP32)
     assert not check.passed
 
 
-def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly() -> None:
+def test_the_limit_follows_the_noise_of_the_slice_or_of_the_tensor() -> None:
     loud = ErrorSums(sharded=4.0, unsharded=4.0, reference=1e8, elements=300)
     lucky = ErrorSums(sharded=2.0, unsharded=0.0, reference=1e8, elements=100)
     small = ErrorSums(sharded=2.0, unsharded=0.0, reference=1e4, elements=100)
     none = ErrorSums()
     criterion = Criterion(factor=4.0, floor=1e-5)
     (check,) = judge({"w": [loud, lucky, small, none]}, criterion)
-    noise2, even2 = 10 / 50 * 4.0, 10 / 50 * (2e8 + 1e4)  # of all 500 numbers a fifth: of noise, of gradient
+    noise2, even2 = 10 / 50 * 4.0, 10 / 50 * (2e8 + 1e4)  # a fifth of the 500 numbers: of noise, of gradient
     assert check.limit == pytest.approx(
         (
             4 * 2.0 / 1e4 + 1e-5 * math.sqrt(3 * even2 / 1e8),
@@ -110,11 +110,11 @@ def test_limit_is_the_larger_noise_of_the_slice_and_of_the_whole_spread_evenly()
     assert check.passed and check.sharded[3] == 0.0
 
 
-def test_where_terms_cancel_errors_are_relative_to_comparable_gradients() -> None:
+def test_errors_of_cancelling_terms_are_relative_to_their_layer() -> None:
     right = ErrorSums(sharded=1e-10, unsharded=1e-10, reference=1e4, elements=100)  # rounding of 1e-7
     layer = {f"layers.0.{name}.weight": [right] for name in "abc"}
     for reference in (0.0, 1e-28):  # zero but for the rounding of fp64
-        for unsharded in (0.0, 1e-10):  # one device may have it right by luck
+        for unsharded in (0.0, 1e-10):  # the unsharded run may be right by chance
             cancelled = ErrorSums(sharded=1e-10, unsharded=unsharded, reference=reference, elements=100)
             check = judge({**layer, "layers.0.key.bias": [cancelled]}, FP32)[-1]
             assert check.passed and check.sharded == pytest.approx((1e-7,))
@@ -124,7 +124,7 @@ def test_where_terms_cancel_errors_are_relative_to_comparable_gradients() -> Non
     assert judge({**layer, "layers.0.small": [small]}, FP32)[-1].sharded == pytest.approx((1e-7,))
 
 
-def test_few_numbers_may_be_right_by_luck() -> None:
+def test_few_numbers_may_be_right_by_chance() -> None:
     usual = {f"layers.0.{name}.weight": [ErrorSums(1e-8, 1e-8, 1e4, 1000)] for name in "abc"}  # rounding of 1e-6
     for elements, passes in ((4, True), (1000, False)):  # a thousand are not
         lucky = ErrorSums(sharded=4e-12, unsharded=4e-14, reference=1.0, elements=elements)
@@ -133,7 +133,7 @@ def test_few_numbers_may_be_right_by_luck() -> None:
     assert not judge({**usual, "layers.0.router.bias": [wrong]}, FP32)[-1].passed
 
 
-def test_a_slice_that_should_be_zero_is_measured_beside_the_rest_of_its_tensor() -> None:
+def test_a_zero_slice_is_relative_to_its_tensor() -> None:
     full, none = ErrorSums(1e-10, 1e-10, 1e4, 100), ErrorSums(1e-10, 0.0, 0.0, 100)
     (check,) = judge({"w": [full, none]}, FP32)
     assert check.passed and check.sharded[1] == pytest.approx(math.sqrt(1e-10 / 5e3))
@@ -141,7 +141,7 @@ def test_a_slice_that_should_be_zero_is_measured_beside_the_rest_of_its_tensor()
     assert not check.passed_on(1)
 
 
-def test_check_names_the_rank_that_is_furthest_over_its_limit() -> None:
+def test_the_worst_rank_is_furthest_over_its_limit() -> None:
     fine = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=1)
     wrong = ErrorSums(sharded=1e6, unsharded=1.0, reference=1e12, elements=1)
     (check,) = judge({"loss": [fine, wrong, fine]}, FP32)
@@ -153,7 +153,7 @@ def test_check_names_the_rank_that_is_furthest_over_its_limit() -> None:
     ("dtype", "reference", "fault"),
     [
         ("fp32", "fp64", 2e-6),
-        ("fp32", "fp32", 1e-4),  # one device's fp32 run is then what is right, and has no error of its own
+        ("fp32", "fp32", 1e-4),  # the unsharded fp32 run is the reference, without error
         ("bf16", "fp64", 2e-2),
         ("bf16", "fp32", 2e-2),
     ],
@@ -162,7 +162,7 @@ def test_rounding_passes_and_a_fault_does_not(dtype: Any, reference: Any, fault:
     criterion, precision = Criterion.of(dtype, reference), {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     truth = torch.randn(64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rounded = truth.to(precision)
-    lucky = rounded.double()  # one device has it right by luck: what is right is what it has
+    lucky = rounded.double()  # the unsharded run is right by chance
     for unsharded, right in ((rounded, truth), (rounded, lucky)):
         for sharded, passes in ((rounded, True), (rounded.double() * (1 + fault), False)):
             (check,) = judge({"w": [_sums(sharded, right, unsharded)]}, criterion)

@@ -87,20 +87,22 @@ class LocalRows:
     """The rows of a tensor that one rank holds, or a part of each row.
 
     Attributes:
-        rows: their indices in dim 0 of the whole tensor, int64 `[n]`, ascending.
+        rows: their indices in dim 0 of the full tensor, int64 `[n]`, ascending.
         values: `[n, ...]`.
+        shape: of the full tensor.
         rest: slices of the dimensions after the first.
     """
 
     rows: Tensor
     values: Tensor
+    shape: tuple[int, ...]
     rest: tuple[slice, ...] = ()
 
 
 def compare_rows(local: LocalRows, start: int, reference: Tensor, unsharded: Tensor) -> ErrorSums:
     """Compare the local rows in `[start, start + len(reference))`.
 
-    `reference` and `unsharded` are these rows of the whole tensor, `[rows, ...]`, in the two unsharded runs.
+    `reference` and `unsharded` are these rows of the full tensor, `[rows, ...]`, in the two unsharded runs.
     """
     held = (local.rows >= start) & (local.rows < start + len(reference))
     if not bool(held.any()):

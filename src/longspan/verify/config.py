@@ -10,15 +10,15 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number
-from longspan.ranks.rendezvous import START_TIMEOUT_S
+from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, check_name, check_number
+from longspan.ranks.flags import RankFlags
 
 _MOST_TOKENS = 1 << 30
 
 
 @flags_last
 @dataclass(frozen=True)
-class VerifyConfig(MemoryFlags, RopeFlags):
+class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """Prove on your own model that the sharded run computes what one process computes.
 
     The same batch runs through the Hugging Face model on one process and through the sharded model on all ranks; loss,
@@ -37,8 +37,6 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     """Tokens per sequence (also 8k). One less is used if the ranks divide it, to test padding."""
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
     """How ranks share the work. Here --ring-impl is p2p, which auto chooses in long runs."""
-    nproc: int | None = None
-    """Ranks on this machine. Default: the product of the axes."""
     batch: int = 1
     """Sequences per replica."""
     data: str | None = None
@@ -65,11 +63,6 @@ class VerifyConfig(MemoryFlags, RopeFlags):
     """Seed of the random weights (--config alone) and the random tokens."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
-    timeout: int | None = None
-    """Seconds after which a rank that does not respond is named and ends the job. Default: 60, with GPUs 300. Loading
-    may take longer."""
-    start_timeout: int = START_TIMEOUT_S
-    """Seconds within which all ranks must have started."""
 
     @property
     def tokens(self) -> int:
@@ -105,9 +98,9 @@ class VerifyConfig(MemoryFlags, RopeFlags):
             )
         self.rope()
         self.to_memory()
-        for name in ("batch", "context", "nproc"):
-            if getattr(self, name) is not None:
-                check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
+        self.check_ranks()
+        for name in ("batch", "context"):
+            check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
         self.parallel.check()
         if self.dropout != 0:
             raise LongspanError(
@@ -115,9 +108,6 @@ class VerifyConfig(MemoryFlags, RopeFlags):
                 "leave it out: verify switches dropout off"
             )
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        if self.timeout is not None:
-            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
-        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
         for name in ("text_field", "data", "model", "resume", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))

@@ -47,43 +47,40 @@ class Inputs:
     checkpoint: Checkpoint | None = None
 
 
-def open_inputs(config: VerifyConfig, found: Checkpoint | None = None) -> Inputs:
-    """Open and check the inputs; `found` is the checkpoint of `--resume`.
+def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:
+    """Open and check the inputs; `resumed` is the checkpoint of `--resume`.
 
     Raises:
         LongspanError: for a missing or unsuitable model, tokenizer or text, or a model that `--tensor` cannot shard.
     """
-    model_config = load_model_config(config, found)
+    model_config = load_model_config(config, resumed)
     if config.parallel.tensor > 1:
         model = model_origin(config, model_config).on_meta()
         tensor_plan(model, config.parallel.tensor, 0, config.parallel.tensor_style, config.parallel.sequence_ranks)
-    return Inputs(model_config, make_batch(config, model_config), found)
+    return Inputs(model_config, make_batch(config, model_config), resumed)
 
 
 def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) -> Inputs:
-    """Open the checkpoint of `--resume`, then the inputs. Collective if there is a process group.
+    """Open the checkpoint of `--resume`, then the inputs. Collective over `ranks`.
 
-    Args:
-        config: with `resume`.
-        ranks: the ranks that read the checkpoint.
-        content: verify the checksums of the checkpoint's files.
+    `content` compares the checkpoint's files with their checksums.
 
     Raises:
         LongspanError: on every rank, for a damaged checkpoint, or one of another model than `--config`.
     """
     assert config.resume is not None
-    found = checkpoint.newest(path_of("--resume", config.resume), ranks, content=content)
-    return ranks.each(lambda: open_inputs(config, found))
+    resumed = checkpoint.newest(path_of("--resume", config.resume), ranks, content=content)
+    return ranks.each(lambda: open_inputs(config, resumed))
 
 
-def load_model_config(config: VerifyConfig, found: Checkpoint | None = None) -> Any:
+def load_model_config(config: VerifyConfig, resumed: Checkpoint | None = None) -> Any:
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache.
 
     Raises:
         LongspanError: for a missing config, one that differs from the checkpoint's, fewer positions than the context,
             or a mixture of experts in bf16.
     """
-    name, opened = _open_config(config, found)
+    name, opened = _open_config(config, resumed)
     text = opened.get_text_config()
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if experts > 1 and config.dtype == "bf16":
@@ -95,17 +92,17 @@ def load_model_config(config: VerifyConfig, found: Checkpoint | None = None) -> 
     return without_dropout(opened)
 
 
-def _open_config(config: VerifyConfig, found: Checkpoint | None) -> tuple[str, Any]:
-    """Return a name of the model for messages, and its config."""
-    if found is not None and config.config is None:
-        name, opened = f"checkpoint {found.path}", kept_model_config(found)
+def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str, Any]:
+    """Return the model's name for messages, and its config."""
+    if resumed is not None and config.config is None:
+        name, opened = f"checkpoint {resumed.path}", kept_model_config(resumed)
         check_language_model(name, opened, config.context)
         return name, opened
     flag = "--model" if config.model is not None else "--config"
     name = f"{flag} {config.model or config.config}"
     opened, _ = read_model_config(flag, str(config.model or config.config), config.context, config.rope())
-    if found is not None:
-        check_same_model(found, name, opened)
+    if resumed is not None:
+        check_same_model(resumed, name, opened)
     return name, opened
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from longspan.core.validation import check_processes
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from longspan.ranks.heartbeat import Heartbeat
     from longspan.verify.inputs import Inputs
     from longspan.verify.report import Report
+
+
+_TIMEOUT = timedelta(days=2)
+"""The ranks wait for rank 0's unsharded runs: in fp64 on a CPU, a real model takes hours."""
 
 
 def run(config: VerifyConfig) -> int:
@@ -58,6 +63,7 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
         LongspanError: on bad input, a damaged checkpoint, or ranks with different inputs or weights.
     """
     import torch
+    import torch.distributed as dist
 
     from longspan import checkpoint
     from longspan.checkpoint import Ranks
@@ -65,23 +71,22 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     from longspan.verify.inputs import model_origin
     from longspan.verify.sharded import logits_part, make_models, make_report, sharded_parts
     from longspan.verify.unsharded import unsharded_runs
-    from longspan.verify.world import World
 
     inputs, ranks = _agreed_inputs(config, heartbeat)
     sp = make_sharding(config.parallel)
-    world = World.of(sp)
+    hosts = None if sp.mesh_group is None else dist.new_group(backend="gloo", timeout=_TIMEOUT)
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
     alone = Ranks.alone()
 
-    def load(whole: torch.nn.Module) -> None:
+    def load(unsharded: torch.nn.Module) -> None:
         if inputs.checkpoint is not None:
-            checkpoint.load_weights(inputs.checkpoint, whole, alone)
+            checkpoint.load_weights(inputs.checkpoint, unsharded, alone)
 
-    models = make_models(model_origin(config, inputs.model_config), config, sp, world, load)
-    references = unsharded_runs(models.whole, batch_BS, config, world)
-    model = models.shard()
-    del models
-    if inputs.checkpoint is not None:  # again, now each rank its shards, as `train --resume` does
+    unsharded, shard = make_models(model_origin(config, inputs.model_config), config, sp, load)
+    references = unsharded_runs(unsharded, batch_BS, config, hosts)
+    model = shard()
+    del unsharded, shard  # free the unsharded weights
+    if inputs.checkpoint is not None:  # each rank loads its shards, as `train --resume` does
         checkpoint.load_weights(inputs.checkpoint, model, ranks)
     mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     out = model(**{name: x[mine] for name, x in batch_BS.items()})
@@ -90,7 +95,7 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     with torch.no_grad():  # in training, the model returns no logits
         out = model(**{name: x[mine] for name, x in batch_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)
-    return make_report(config, sp, world, references, parts, inputs.checkpoint)
+    return make_report(config, sp, hosts, references, parts, inputs.checkpoint)
 
 
 def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat | None) -> tuple[Inputs, Ranks]:

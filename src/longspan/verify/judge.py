@@ -90,7 +90,7 @@ class Criterion:
     """When an error is a fault: `sharded > factor * unsharded + floor`, in relative errors.
 
     - A small slice may be right by chance: `unsharded` is the error of the unsharded run on the slice, or the slice's
-      share of the whole tensor's error spread evenly, whichever is larger. `floor` likewise.
+      share of the full tensor's error spread evenly, whichever is larger. `floor` likewise.
     - Some gradients are zero up to rounding because their terms cancel, such as those of a key bias, which softmax
       ignores. A gradient smaller than `floor` times the gradients of its layer is measured relative to as many numbers
       of their typical size (the median of their root mean squares). So is a slice that is this small within its tensor.
@@ -174,20 +174,22 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
     totals = {name: functools.reduce(operator.add, per_rank) for name, per_rank in sums.items()}
     typical, usual = _typical_squares(totals), _usual_noise(totals)
     for name, per_rank in sums.items():
-        group = name if name in ("loss", "logits") else group_of(name)
-        whole = totals[name]
-        sizes = [_scale2(s, whole, typical.get(layer_of(name), 0.0), criterion) for s in per_rank]
+        group, layer = name if name in ("loss", "logits") else group_of(name), layer_of(name)
+        total = totals[name]
+        max_abs, worst_row = tuple(s.max_abs for s in per_rank), tuple(s.worst_row for s in per_rank)
+        sizes = [_scale2(s, total, typical.get(layer, 0.0), criterion) for s in per_rank]
         errors, noise = (
-            [relative(error, size) for error, size in zip(squares, sizes, strict=True)]
+            tuple(relative(error, size) for error, size in zip(squares, sizes, strict=True))
             for squares in ([s.sharded for s in per_rank], [s.unsharded for s in per_rank])
         )
-        least = usual if group not in ("loss", "logits") and whole.elements < FEW else 0.0
-        limits = tuple(_limit(s, whole, size, criterion, least) for s, size in zip(per_rank, sizes, strict=True))
-        checks.append(_check(name, group, errors, noise, limits, per_rank))
+        least = usual if group not in ("loss", "logits") and total.elements < FEW else 0.0
+        limits = tuple(_limit(s, total, size, criterion, least) for s, size in zip(per_rank, sizes, strict=True))
+        checks.append(Check(name, group, layer, errors, noise, limits, max_abs, worst_row))
         if name == "logits":
-            errors, noise = [s.worst_row_sharded for s in per_rank], [s.worst_row_unsharded for s in per_rank]
-            limits = (criterion.factor * whole.worst_row_unsharded + criterion.floor,) * len(noise)
-            checks.append(_check("logits, worst token", group, errors, noise, limits, per_rank))
+            errors = tuple(s.worst_row_sharded for s in per_rank)
+            noise = tuple(s.worst_row_unsharded for s in per_rank)
+            limits = (criterion.factor * total.worst_row_unsharded + criterion.floor,) * len(per_rank)
+            checks.append(Check("logits, worst token", group, layer, errors, noise, limits, max_abs, worst_row))
     return tuple(checks)
 
 
@@ -201,15 +203,15 @@ def wide_limit(checks: Iterable[Check]) -> float | None:
 def _typical_squares(totals: dict[str, ErrorSums]) -> dict[int | None, float]:
     """Return by layer (None outside of layers) the median of its gradients' mean squares."""
     squares: dict[int | None, list[float]] = {}
-    for name, whole in totals.items():
-        if name not in ("loss", "logits") and whole.elements:
-            squares.setdefault(layer_of(name), []).append(whole.reference / whole.elements)
-    return {layer: statistics.median(found) for layer, found in squares.items()}
+    for name, total in totals.items():
+        if name not in ("loss", "logits") and total.elements:
+            squares.setdefault(layer_of(name), []).append(total.reference / total.elements)
+    return {layer: statistics.median(of_layer) for layer, of_layer in squares.items()}
 
 
-def _scale2(part: ErrorSums, whole: ErrorSums, typical: float, criterion: Criterion) -> float:
+def _scale2(part: ErrorSums, total: ErrorSums, typical: float, criterion: Criterion) -> float:
     """Return the squared norm that a slice's errors are relative to: its own, or a typical one if terms cancel."""
-    terms, even = part.elements * typical, _even_share(part.reference, part, whole, whole.reference)
+    terms, even = part.elements * typical, _even_share(part.reference, part, total, total.reference)
     negligible = criterion.floor**2
     if even < negligible * terms:
         return terms
@@ -218,41 +220,21 @@ def _scale2(part: ErrorSums, whole: ErrorSums, typical: float, criterion: Criter
 
 def _usual_noise(totals: dict[str, ErrorSums]) -> float:
     """Return the relative error of the unsharded run that 90 % of the gradients stay below."""
-    noise = sorted(whole.unsharded_error for name, whole in totals.items() if name not in ("loss", "logits"))
-    found = noise[int(0.9 * (len(noise) - 1))] if noise else 0.0
-    return found if math.isfinite(found) else 0.0
+    noise = sorted(total.unsharded_error for name, total in totals.items() if name not in ("loss", "logits"))
+    usual = noise[int(0.9 * (len(noise) - 1))] if noise else 0.0
+    return usual if math.isfinite(usual) else 0.0
 
 
-def _limit(part: ErrorSums, whole: ErrorSums, size2: float, criterion: Criterion, usual: float) -> float:
+def _limit(part: ErrorSums, total: ErrorSums, size2: float, criterion: Criterion, usual: float) -> float:
     """Return the largest error of a slice, relative to `size2`, that counts as rounding; see `Criterion`."""
     if size2 == 0.0:
         return criterion.floor
-    own = math.sqrt(_even_share(part.unsharded, part, whole, whole.unsharded))
+    own = math.sqrt(_even_share(part.unsharded, part, total, total.unsharded))
     noise = criterion.factor * max(own, usual * math.sqrt(size2))
-    floor = criterion.floor * math.sqrt(max(size2, _even_share(part.reference, part, whole, whole.reference)))
+    floor = criterion.floor * math.sqrt(max(size2, _even_share(part.reference, part, total, total.reference)))
     return (noise + floor) / math.sqrt(size2)
 
 
-def _even_share(mine: float, part: ErrorSums, whole: ErrorSums, all_: float) -> float:
+def _even_share(mine: float, part: ErrorSums, total: ErrorSums, all_: float) -> float:
     """Return `mine`, or the slice's share of `all_` spread evenly over the tensor, whichever is larger."""
-    return max(mine, part.elements / whole.elements * all_) if whole.elements else mine
-
-
-def _check(
-    name: str,
-    group: str,
-    sharded: Iterable[float],
-    unsharded: Iterable[float],
-    limits: tuple[float, ...],
-    per_rank: list[ErrorSums],
-) -> Check:
-    return Check(
-        name,
-        group,
-        layer_of(name),
-        tuple(sharded),
-        tuple(unsharded),
-        limits,
-        tuple(s.max_abs for s in per_rank),
-        tuple(s.worst_row for s in per_rank),
-    )
+    return max(mine, part.elements / total.elements * all_) if total.elements else mine

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+from longspan.core.rank_differences import format_ranks
 from longspan.verify.judge import GROUP_ORDER, SHARPNESS, Check, Criterion, wide_limit
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ class Equality:
     differing: tuple[int, ...]
     values: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, name: str, per_rank: Sequence[Any], values: Sequence[str] = ()) -> Equality:
+        """Compare the values of all ranks with rank 0's; NaN differs even from NaN."""
+        return cls(name, tuple(r for r, value in enumerate(per_rank) if value != per_rank[0]), tuple(values))
+
     @property
     def passed(self) -> bool:
         """Whether no rank differs."""
         return not self.differing
-
-
-def equality(name: str, per_rank: Sequence[Any], values: Sequence[str] = ()) -> Equality:
-    """Compare the values of all ranks with rank 0's; NaN differs even from NaN."""
-    return Equality(name, tuple(r for r, value in enumerate(per_rank) if value != per_rank[0]), tuple(values))
 
 
 @dataclass(frozen=True)
@@ -124,18 +125,6 @@ def diagnosis(report: Report) -> str:
 def smaller_faults_hint(report: Report) -> str:
     """Return a hint to verify in fp32, unless this run did."""
     return "" if report.setup["dtype"] == "fp32" else " Smaller faults show with --dtype fp32."
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format `[0, 1, 2, 5]` as "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    named = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(named)}"
 
 
 def print_json(report: Report, file: IO[str] | None = None) -> None:

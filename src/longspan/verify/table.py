@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING
 
 from longspan.core.memory import FASTEST
+from longspan.core.rank_differences import format_ranks
 from longspan.verify.judge import HALF_STEP, ROUNDINGS, Check
-from longspan.verify.report import Report, diagnosis, format_ranks, smaller_faults_hint
+from longspan.verify.report import Report, diagnosis, smaller_faults_hint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,16 +62,16 @@ def _print_title(report: Report, console: Console) -> None:
     )
     if setup["memory"] != FASTEST.describe():
         console.print(f"memory: {setup['memory']}")
-    if found := setup.get("checkpoint"):
+    if checkpoint := setup.get("checkpoint"):
         console.print(
-            f"checkpoint of step {found['step']}: {found['files']} files, {found['bytes']:,} bytes, are as they were "
-            "written"
+            f"checkpoint of step {checkpoint['step']}: {checkpoint['files']} files, {checkpoint['bytes']:,} bytes, are "
+            "as they were written"
         )
     if ring:
         console.print(f"ring layout {setup['layout']}, keys and values by {setup['ring_impl']}")
     if report.lossy:
         console.print(
-            f"exchange {setup['wire_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
+            f"all-to-all in {setup['wire_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
             f"({HALF_STEP[setup['wire_dtype']]:.1e}); the limit has their root sum of squares"
         )
     wide, dtype = setup["reference"], setup["dtype"]

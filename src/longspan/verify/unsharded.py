@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -20,14 +21,13 @@ from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import row_chunks
 from longspan.verify.config import VerifyConfig
 from longspan.verify.judge import NUDGES
-from longspan.verify.world import World
 
 Tensors = dict[str, Tensor]
 """`"loss"` [1], `"logits"` [B * S, V], and under each parameter's name its gradient."""
 
 
 def unsharded_runs(
-    model: nn.Module | None, batch_BS: dict[str, Tensor], config: VerifyConfig, world: World
+    model: nn.Module | None, batch_BS: dict[str, Tensor], config: VerifyConfig, hosts: dist.ProcessGroup | None
 ) -> tuple[Tensors, Tensors]:
     """Return the results of the reference run and of the run in the verified dtype; empty except on rank 0. Collective.
 
@@ -36,9 +36,8 @@ def unsharded_runs(
     """
 
     def run() -> tuple[Tensors, Tensors]:
-        if world.rank != 0:
+        if model is None or (hosts is not None and hosts.rank() != 0):
             return {}, {}
-        assert model is not None
         try:
             with _all_cores():
                 wide = torch.float64 if config.fp64 else torch.float32
@@ -49,10 +48,10 @@ def unsharded_runs(
                     keep_furthest(unsharded, run_unsharded(nudged(model, seed), batch_BS), reference)
         except torch.OutOfMemoryError as failure:
             hint = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
-            raise LongspanError(f"the unsharded run does not fit on {world.device}: {failure}; try {hint}") from failure
+            raise LongspanError(f"the unsharded run does not fit: {failure}; try {hint}") from failure
         return reference, unsharded
 
-    return on_every_rank(run, world.cpu_group)
+    return on_every_rank(run, hosts)
 
 
 def _widened(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -73,11 +72,11 @@ def nudged(model: nn.Module, seed: int) -> nn.Module:
     return moved
 
 
-def keep_furthest(found: Tensors, other: Tensors, reference: Tensors) -> None:
-    """Replace numbers of `found` in place by those of `other` that are further from `reference`."""
+def keep_furthest(results: Tensors, other: Tensors, reference: Tensors) -> None:
+    """Replace numbers of `results` in place by those of `other` that are further from `reference`."""
     for name, exact in reference.items():
         for start, stop in row_chunks(exact.shape):
-            mine, theirs, truth = (x[name][start:stop] for x in (found, other, reference))
+            mine, theirs, truth = (x[name][start:stop] for x in (results, other, reference))
             further = (theirs.double() - truth.double()).abs() > (mine.double() - truth.double()).abs()
             mine[further] = theirs[further]
 
