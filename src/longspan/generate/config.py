@@ -14,19 +14,18 @@ from longspan.core.rope import RopeFlags
 from longspan.core.validation import (
     LARGEST_COUNT,
     LARGEST_SEED,
-    LONGEST_WAIT_S,
     check_name,
     check_number,
     check_output,
 )
-from longspan.ranks.rendezvous import START_TIMEOUT_S
+from longspan.ranks.flags import RankFlags
 
 AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "layout")
 
 
 @flags_last
 @dataclass(frozen=True)
-class ModelFlags(RopeFlags):
+class ModelFlags(RopeFlags, RankFlags):
     """A model, its tokenizer and its ranks."""
 
     model: str = ""
@@ -36,8 +35,6 @@ class ModelFlags(RopeFlags):
     folder has none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"only": AXES_OF_A_REPLICA})
     """How ranks share the work, and a KV cache: ring ranks by tokens, ulysses and tensor ranks by KV heads."""
-    nproc: int | None = None
-    """Ranks on this machine. Default: the product of the axes."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of weights and computing. auto: the one in the model's config."""
     fsdp: bool = True
@@ -49,37 +46,29 @@ class ModelFlags(RopeFlags):
     """Local attention kernel."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
-    timeout: int | None = None
-    """Seconds after which a rank that does not respond is named and ends the job. Default: 60, with GPUs 300. Loading
-    may take longer."""
-    start_timeout: int = START_TIMEOUT_S
-    """Seconds within which all ranks must have started."""
     rank_memory: float | None = None
     """GB that the planner assumes for a rank's weights, activations and cache. Default: the memory of its GPU, or its
     share of the machine's."""
 
-    def check_job(self, command: str) -> None:
-        """Raise on an invalid model or ranks.
+    def check(self) -> None:
+        """Raise on invalid values, without reading any file.
 
         Raises:
-            LongspanError: with the numbers and a fix.
+            LongspanError: with the value and a fix.
         """
         if not self.model:
-            raise LongspanError(f"{command} needs --model: the name or folder of a model with its weights")
+            raise LongspanError("--model is missing; give the name or folder of a model with its weights")
         for name in ("model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name}", getattr(self, name))
         self.parallel.check()
-        if self.nproc is not None:
-            check_number("--nproc", self.nproc, 1, LARGEST_COUNT)
+        self.check_ranks()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
         self.rope()
-        if self.timeout is not None:
-            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
-        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
 
 
+@flags_last
 @dataclass(frozen=True)
 class GenerateConfig(ModelFlags):
     """Continue a text, or answer a question about it, with a KV cache sharded over all ranks.
@@ -132,12 +121,8 @@ class GenerateConfig(ModelFlags):
         return self.prefill_chunk or 8192 * self.parallel.ranks
 
     def check(self) -> None:
-        """Raise on invalid values, without reading any file.
-
-        Raises:
-            LongspanError: with the numbers and a fix.
-        """
-        self.check_job("generate")
+        """Raise on invalid values, without reading any file."""
+        super().check()
         if self.prompt is not None and self.file is not None:
             raise LongspanError("--prompt and --file both give a text; give one of them (and ask by --question)")
         for name in ("prompt", "question"):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longspan.core.validation import check_processes
-from longspan.generate.config import GenerateConfig
+from longspan.generate.config import GenerateConfig, ModelFlags
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from longspan.generate.prompt import Prompt
+
+Flags = TypeVar("Flags", bound=ModelFlags)
 
 
 def run(config: GenerateConfig) -> int:
@@ -26,15 +30,8 @@ def run(config: GenerateConfig) -> int:
         longspan.ranks.launch.RankFailed: if a rank died or was lost.
         longspan.ranks.launch.Stopped: if a signal ended the job early; the text so far is written.
     """
-    config.check()
-    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
-    prompt: Prompt | None = None
-    if not launch.under_torchrun():  # under torchrun, the ranks check after the rendezvous
-        check_names(config.model, None, None, config.tokenizer)
-        check_processes(config.parallel.ranks, config.parallel.flags)
-        prompt = open_fitting_prompt(config)
     try:
-        report: dict[str, Any] = launch.launch(_generate_rank, config, prompt, nproc=config.parallel.ranks)
+        report = launch_ranks(config, open_fitting_prompt, _generate_rank)
     except launch.Stopped as stop:
         if stop.not_saved:
             print("longspan: the ranks were ended while they computed; the text stops here", file=sys.stderr)
@@ -42,6 +39,27 @@ def run(config: GenerateConfig) -> int:
     if not config.json and launch.is_first_rank():
         print(format_report(report), file=sys.stderr)
     return 0
+
+
+def launch_ranks(
+    config: Flags, open_text: Callable[[Flags], Prompt], entry: Callable[[Flags, Prompt | None], dict[str, Any]]
+) -> dict[str, Any]:
+    """Check the config, open the text, and return the first rank's result of `entry(config, text)` on every rank.
+
+    Under torchrun the ranks open the text after the rendezvous, so `entry` gets None.
+
+    Raises:
+        LongspanError: as `config.check` and `open_text`, for names that do not exist, or another number of ranks.
+    """
+    config.check()
+    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
+    opened: Prompt | None = None
+    if not launch.under_torchrun():
+        check_names(config.model, None, None, config.tokenizer)
+        check_processes(config.parallel.ranks, config.parallel.flags)
+        opened = open_text(config)
+    report: dict[str, Any] = launch.launch(entry, config, opened, nproc=config.parallel.ranks)
+    return report
 
 
 def open_fitting_prompt(config: GenerateConfig) -> Prompt:

@@ -13,6 +13,7 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, TextTokenizer, load_tokenizer
+from longspan.data.tokens import split_text
 from longspan.hf.pretrained import (
     base_of,
     check_language_model,
@@ -60,12 +61,7 @@ def tokenizer_name(config: ModelFlags) -> str:
 
 
 def read_text(text: str | None, file: Path | None, flag: str) -> str:
-    """Return the text of a flag, a file or stdin.
-
-    Args:
-        text: value of the flag.
-        file: file to read.
-        flag: name of the flag, for messages.
+    """Return `text` (the value of `flag`), or the text of a file or stdin.
 
     Raises:
         LongspanError: if there is no text, or it is not UTF-8.
@@ -78,8 +74,7 @@ def read_text(text: str | None, file: Path | None, flag: str) -> str:
         raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in")
     where = "stdin" if file is None else f"--file {file}"
     try:
-        found = sys.stdin.buffer.read() if file is None else file.read_bytes()
-        decoded = found.decode("utf-8-sig")
+        decoded = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise LongspanError(f"{where} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
@@ -108,8 +103,8 @@ def open_prompt(config: GenerateConfig) -> Prompt:
     other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
     length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
     differs = np.flatnonzero(ids[:length] != other[:length])
-    kept = int(differs[0]) if len(differs) else length
-    return Prompt(model_config, ids, kept, _cache_key(config, model_config, ids[:kept]))
+    shared = int(differs[0]) if len(differs) else length
+    return Prompt(model_config, ids, shared, _cache_key(config, model_config, ids[:shared]))
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
@@ -143,12 +138,8 @@ def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.in
 
 def text_ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
     """Return the ids of a text with the tokenizer's first token, if it has one, and without an end token."""
-    text_tokenizer = TextTokenizer(tokenizer)
-    parts = [
-        text_tokenizer.ids(part, first=number == 0, last=False)
-        for number, part in enumerate(text_tokenizer.parts(text))
-    ]
-    return np.concatenate(parts)
+    pieces = TextTokenizer(tokenizer)
+    return np.concatenate([pieces.ids(part, first=i == 0, last=False) for i, part in enumerate(split_text(text))])
 
 
 def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> None:
@@ -168,16 +159,10 @@ def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> 
 
 
 def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
-    """Apply the requested RoPE scaling, then raise if the model has fewer positions than tokens.
-
-    Args:
-        config: names the model and the scaling.
-        model_config: its Hugging Face config; a scaling changes it in place.
-        tokens: of the text.
-        new: tokens to generate.
+    """Apply the requested RoPE scaling to `model_config` in place, then raise if it has too few positions.
 
     Raises:
-        LongspanError: with the numbers and a fix.
+        LongspanError: for more than its positions in `tokens` of the text and `new` tokens, with a fix.
     """
     rope = config.rope()
     if rope.scaling != "as-is":

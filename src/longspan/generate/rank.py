@@ -15,7 +15,7 @@ from longspan.cache.folder import INDEX
 from longspan.comm.consistency import host_group
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
-from longspan.generate.fit import planned_cache_bytes, planned_device_bytes
+from longspan.generate.fit import planned_cache
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
 from longspan.generate.start import start
@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """The generation of one rank.
-
-    Args:
-        config: of the command.
-        heartbeat: reports this rank's phase.
-        prompt: opened by the launcher; None if each rank opens it.
+    """The generation of one rank. `prompt` is None if each rank opens it.
 
     Attributes:
         first: whether this rank writes.
@@ -51,7 +46,7 @@ class Generation:
     def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
         self.config, self._heartbeat = config, heartbeat
         self.report: dict[str, Any] | None = None
-        self.prompt, self.sp, self.model = start(config, heartbeat, prompt, lambda: open_fitting_prompt(config))
+        self.prompt, self.sp, self.model = start(config, heartbeat, prompt, open_fitting_prompt)
         self.first = self.sp.replica_rank == 0
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))
@@ -128,8 +123,8 @@ class Generation:
 
     def settings(self) -> Any:
         """Return the model's generation config, updated by the flags."""
-        config, found = self.config, copy.deepcopy(self.model.generation_config)
-        found.update(
+        config, settings = self.config, copy.deepcopy(self.model.generation_config)
+        settings.update(
             max_new_tokens=config.max_new_tokens,
             max_length=None,
             min_length=0,
@@ -141,19 +136,19 @@ class Generation:
             prefill_chunk_size=config.chunk,
         )
         if config.temperature == 0:
-            found.update(do_sample=False, temperature=None, top_k=None, top_p=None)
+            settings.update(do_sample=False, temperature=None, top_k=None, top_p=None)
         elif any(value is not None for value in (config.temperature, config.top_k, config.top_p)):
-            found.do_sample = True
+            settings.do_sample = True
         for name in ("temperature", "top_k", "top_p"):
             if getattr(config, name):
-                setattr(found, name, getattr(config, name))
+                setattr(settings, name, getattr(config, name))
         if config.top_k == 0:
-            found.top_k = 0
-        if found.eos_token_id is None:
-            found.eos_token_id = self._tokenizer.eos_token_id
-        if found.pad_token_id is None:
-            found.pad_token_id = self._tokenizer.pad_token_id
-        return found
+            settings.top_k = 0
+        if settings.eos_token_id is None:
+            settings.eos_token_id = self._tokenizer.eos_token_id
+        if settings.pad_token_id is None:
+            settings.pad_token_id = self._tokenizer.pad_token_id
+        return settings
 
     def _forward_done(self, stop: StopRequest) -> None:
         """After each forward, report progress and stop if a signal reached any rank."""
@@ -182,7 +177,6 @@ class Generation:
         stream.close()
         new = len(stream.ids)
         prompt = min(held, self.prompt.tokens)
-        planned = self.config, self.prompt.model_config, prompt, held - prompt
         first_s = (stream.times[0] if stream.times else time.perf_counter()) - began
         later_s = stream.times[-1] - stream.times[0] if new > 1 else 0.0
         self.report = {
@@ -197,10 +191,6 @@ class Generation:
             "tokens_per_s": (new - 1) / later_s if later_s else None,
             "cached_tokens": held,
             "cache_bytes": each,
-            "planned_cache_bytes": planned_cache_bytes(*planned),
+            **({} if self.config.cache_offload == "none" else {"device_cache_bytes": on_device}),
+            **planned_cache(self.config, self.prompt.model_config, prompt, held - prompt),
         }
-        if self.config.cache_offload != "none":
-            self.report |= {
-                "device_cache_bytes": on_device,
-                "planned_device_cache_bytes": planned_device_bytes(*planned),
-            }

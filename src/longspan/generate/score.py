@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError, require
+from longspan.core.memory_flags import flags_last
 from longspan.core.parallel import ParallelConfig
-from longspan.core.validation import LARGEST_COUNT, check_number, check_output, check_processes
+from longspan.core.validation import LARGEST_COUNT, check_number, check_output
 from longspan.generate.config import AXES_OF_A_REPLICA, ModelFlags
-from longspan.hf.pretrained import check_names
+from longspan.generate.job import launch_ranks
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _ENDINGS = (".jsonl", ".npz", ".parquet")
 
 
+@flags_last
 @dataclass(frozen=True)
 class ScoreConfig(ModelFlags):
     """Perplexity of a long text, and the log-probability of each token given all before it.
@@ -49,12 +51,8 @@ class ScoreConfig(ModelFlags):
     log-probability."""
 
     def check(self) -> None:
-        """Raise on invalid values, without reading any file.
-
-        Raises:
-            LongspanError: with the numbers and a fix.
-        """
-        self.check_job("score")
+        """Raise on invalid values, without reading any file."""
+        super().check()
         if self.text is not None and self.file is not None:
             raise LongspanError("--text and --file both give a text; give one of them")
         if self.text == "":
@@ -79,14 +77,7 @@ def run(config: ScoreConfig) -> int:
         LongspanError: on bad input; nearly always before any rank starts.
         longspan.ranks.launch.RankFailed: if a rank died or was lost.
     """
-    config.check()
-    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
-    opened: Prompt | None = None
-    if not launch.under_torchrun():
-        check_names(config.model, None, None, config.tokenizer)
-        check_processes(config.parallel.ranks, config.parallel.flags)
-        opened = open_text(config)
-    report: dict[str, Any] = launch.launch(_score_rank, config, opened, nproc=config.parallel.ranks)
+    report = launch_ranks(config, open_text, _score_rank)
     if launch.is_first_rank():
         print(json.dumps(report) if config.json else format_report(report))
     return 0
@@ -111,14 +102,7 @@ def open_text(config: ScoreConfig) -> Prompt:
     """
     from longspan.data import load_tokenizer
     from longspan.generate.fit import check_score_memory
-    from longspan.generate.prompt import (
-        Prompt,
-        check_ids,
-        fit_positions,
-        read_text,
-        text_ids,
-        tokenizer_name,
-    )
+    from longspan.generate.prompt import Prompt, check_ids, fit_positions, read_text, text_ids, tokenizer_name
     from longspan.hf.pretrained import read_model_config
 
     model_config, _ = read_model_config("--model", config.model, 1)
@@ -153,22 +137,22 @@ def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None)
     from longspan.hf.logprobs import token_logprobs
     from longspan.hf.support import decoder_layers
 
-    prompt, sp, model = start(config, heartbeat, opened, lambda: open_text(config))
+    prompt, sp, model = start(config, heartbeat, opened, open_text)
     heartbeat.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
     progress = Progress(prompt.tokens, sp.replica_rank == 0)
     progress.follow(decoder_layers(model), prompt.tokens)
     with torch.no_grad():
-        found = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
+        logprobs = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
     seconds = time.perf_counter() - began
     progress.clear()
     if sp.replica_rank == 0 and config.out is not None:
-        write(config.out, prompt.ids, found.numpy())
-    mean = float(found.mean())
+        write(config.out, prompt.ids, logprobs.numpy())
+    mean = float(logprobs.mean())
     return {
         "tokens": prompt.tokens,
-        "scored_tokens": len(found),
+        "scored_tokens": len(logprobs),
         "mean_logprob": mean,
         "perplexity": math.exp(-mean) if -mean < math.log(sys.float_info.max) else math.inf,
         "tokens_per_s": prompt.tokens / seconds,
@@ -176,12 +160,9 @@ def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None)
 
 
 def write(path: Path, ids: NDArray[np.int64], logprobs: NDArray[np.float64]) -> None:
-    """Write ids and log-probabilities in order; the first token's is null (jsonl, parquet) or NaN (npz).
+    """Write ids `[S]` and log-probabilities `[S - 1]`, of ids[1:], in the format of the path's suffix.
 
-    Args:
-        path: its suffix chooses the format.
-        ids: int64 [S].
-        logprobs: fp64 [S - 1], of ids[1:].
+    The first token's log-probability is null (jsonl, parquet) or NaN (npz).
     """
     import numpy as np
 

@@ -1,14 +1,15 @@
-"""Start a job without training on every rank: compare the inputs, make the process group, load the model."""
+"""Start generate and score on a rank: compare the inputs, make the process group, load the model."""
 
 from __future__ import annotations
 
 import sys
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from longspan.comm.mesh import SequenceSharding, make_sharding
+from longspan.generate.config import ModelFlags
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import base_of, is_adapter
 from longspan.hf.weights.sources import Origin
@@ -17,29 +18,26 @@ from longspan.ranks import agreement, launch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from longspan.generate.config import ModelFlags
     from longspan.generate.prompt import Prompt
     from longspan.ranks.heartbeat import Heartbeat
 
+Flags = TypeVar("Flags", bound=ModelFlags)
+
 
 def start(
-    config: ModelFlags, heartbeat: Heartbeat, opened: Prompt | None, open_here: Callable[[], Prompt]
+    config: Flags, heartbeat: Heartbeat, opened: Prompt | None, open_text: Callable[[Flags], Prompt]
 ) -> tuple[Prompt, SequenceSharding, Any]:
     """Return the prompt, the sharding and the parallelized model. Collective.
 
-    Args:
-        config: of the command.
-        heartbeat: of this rank.
-        opened: prompt opened by the launcher; None if each rank opens it.
-        open_here: opens it.
+    `opened` is the prompt opened by the launcher; None if each rank opens it by `open_text(config)`.
 
     Raises:
-        LongspanError: on every rank: if `open_here` raises, ranks have different inputs, or the model cannot be loaded
+        LongspanError: on every rank: if `open_text` raises, ranks have different inputs, or the model cannot be loaded
             or sharded.
     """
     heartbeat.at("start", long=True)
     with agreement.refusing_together(heartbeat.peers, alive=True):
-        prompt = open_here() if opened is None else opened
+        prompt = open_text(config) if opened is None else opened
     facts = {
         **agreement.settings(config),
         **agreement.versions(),

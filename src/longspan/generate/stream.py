@@ -17,11 +17,7 @@ EVERY_S = 5.0
 
 
 class Decoder:
-    """Decode tokens one by one: a token's text may depend on those before it, and a character may take several.
-
-    Args:
-        tokenizer: the Hugging Face tokenizer.
-    """
+    """Decode tokens one by one: a token's text may depend on those before it, and a character may take several."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._ids = tokenizer, list[int]()
@@ -109,12 +105,7 @@ class TextStream:
 
 
 class Progress:
-    """Progress of the prompt on stderr: one rewritten line on a terminal, else a line every few seconds.
-
-    Args:
-        tokens: of the prompt.
-        enabled: whether this rank prints.
-    """
+    """Progress of a prompt's tokens on stderr: one rewritten line on a terminal, else a line every few seconds."""
 
     def __init__(self, tokens: int, enabled: bool) -> None:
         self._tokens, self._enabled = tokens, enabled
@@ -124,12 +115,7 @@ class Progress:
         self._hooks: list[Any] = []
 
     def follow(self, layers: Sequence[nn.Module], chunk: int) -> None:
-        """Also print progress after each layer: the first chunk of a long prompt takes minutes.
-
-        Args:
-            layers: the model's layers, in order.
-            chunk: tokens of the prompt per forward.
-        """
+        """Also print progress after each layer of a forward of `chunk` tokens: it may take minutes."""
 
         def after(number: int) -> Callable[..., None]:
             def hook(*_: Any) -> None:
