@@ -21,7 +21,7 @@ CODE = 32  # numbers of a byte's code, +1 or -1
 VOCABULARY = 259  # ByT5's: 3 special tokens, then the bytes
 NEWLINE = ord("\n") + 3
 HEAD_DIM = 384  # 64 fast rotary pairs; the 128 slow ones turn too little to matter
-SHARP = 40.0  # how much larger the score of the right place is than one that is off by one byte
+SHARP = 40.0  # by how much the score of the right position exceeds its neighbours'
 
 NAMES = "Ada Boris Clara David Elena Felix Greta Hugo Ines Jonas Karin Leo Mira Nils Olga Pavel Rosa Sven Tilda Viktor"
 TRADES = "baker weaver miller potter sailor tailor farmer glazier mason clockmaker"
@@ -53,7 +53,7 @@ def book(noise: int) -> str:
 @torch.no_grad()
 def look_up() -> LlamaForCausalLM:
     """The model. Its residual stream: a byte's code, a 1, the codes of the bytes before it, the code of the answer."""
-    hidden = CODE * (BACK + 3)  # a little is not used
+    hidden = CODE * (BACK + 3)  # slightly more than needed
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,

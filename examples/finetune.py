@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--ulysses", type=int, default=4)
     args = parser.parse_args()
 
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=args.ulysses))  # <-- who holds which tokens
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=args.ulysses))  # <-- which rank holds which tokens
 
     torch.manual_seed(0)
     if args.model:
@@ -33,12 +33,12 @@ def main() -> None:
         tokenizer = ByT5Tokenizer()
         config = AutoConfig.from_pretrained(Path(__file__).with_name("llama-tiny.json"))
         model = AutoModelForCausalLM.from_config(config)
-    model = longspan.parallelize(model.to(sp.device).train(), sp)  # <-- it takes whole batches and cuts them itself
+    model = longspan.parallelize(model.to(sp.device).train(), sp)  # <-- shards each batch itself
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     for step, tokens in zip(range(args.steps), sequences(tokenizer, args.context), strict=False):
         tokens = tokens.to(sp.device)
-        loss = model(input_ids=tokens, labels=tokens).loss  # the mean over the whole sequence, the same on every rank
+        loss = model(input_ids=tokens, labels=tokens).loss  # the mean over the full sequence, equal on every rank
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def sequences(tokenizer, context):
-    """Sequences [1, context] of the English text that comes with Python."""
+    """Yield sequences [1, context] of the English text that comes with Python."""
     from pydoc_data.topics import topics
 
     ids = tokenizer("\n".join(topics.values()), return_tensors="pt").input_ids[0]

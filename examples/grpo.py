@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/grpo.py [--model NAME_OR_PATH] [--context 2048] [--steps 8]
 
 `longspan.token_logprobs(gather=True)` returns the log-probabilities of all tokens on every rank, without logits, so the
-loss is written as on one process. Without --model, a small Llama starts from random weights. The completions are
+loss reads as on one process. Without --model, a small Llama starts from random weights. The completions are
 passages of the text that comes with Python; the reward counts how few of their letters are capitals.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
         with torch.no_grad():
             old = longspan.token_logprobs(model, batch, gather=True)
         items = (batch["labels"][:, 1:] != -100).sum()
-        for _ in range(2):  # two updates by the same completions
+        for _ in range(2):  # two updates with the same completions
             loss = grpo_loss(model, reference, batch, old, advantages, items, entropy_bonus=0.01)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def groups(tokenizer, context, completions=4):
-    """For a prompt each, rows of completions and their rewards. Your own come from where you generate."""
+    """Yield, for each prompt, a batch of completions and their rewards. Replace it by what your policy generates."""
     from pydoc_data.topics import topics
 
     for name, text in topics.items():

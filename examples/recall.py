@@ -2,15 +2,14 @@
 
     python examples/recall.py [--mib 32] [--png recall.png] [--save FOLDER] [--quick]
 
-1. Train. A document of noise contains needles: a key and four values each. After the document comes a key, and the
+1. Train. A document of noise contains needles, each a key and four values. After the document comes a key, and the
    model must answer with its values. The length doubles as soon as the model succeeds: up to 1,024 tokens on one rank,
    beyond that on four.
-2. Limit. Each process may take `--mib` MiB on top of what it holds (a control group of its own, or RLIMIT_DATA). Search
-   for the longest document that one rank can be asked about. A longer one fails: the kernel kills the rank, or refuses
-   memory.
+2. Limit. Each process may allocate `--mib` MiB more than it holds (by a control group, or RLIMIT_DATA). Search for the
+   longest document that one rank can be asked about. With a longer one, the kernel kills the rank or refuses memory.
 3. Ask four ranks, each under the same limit, about documents up to four times as long, at nine depths. The document is
    read once into a `longspan.ShardedCache`, which is cropped after each question. Then transformers on one process,
-   without a limit, answers the questions about the first document of each length: the same words, right or wrong.
+   without a limit, answers the questions about the first document of each length, with the same words.
 
 The ranks are forked processes on this machine; on several machines or GPUs, use torchrun.
 """
@@ -52,8 +51,8 @@ Found = tuple[list[float], list[list[int]]]  # recall at each depth; the answers
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=32, help="MiB that a process may take on top of what it holds")
-    parser.add_argument("--ranks", type=int, default=4, help="a ring of half of them, Ulysses over two")
+    parser.add_argument("--mib", type=int, default=32, help="MiB that a process may allocate under the limit")
+    parser.add_argument("--ranks", type=int, default=4, help="half of them in a ring, two for Ulysses")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument(
         "--head-dim", type=int, default=128, help="wide, so that a token's keys and values outweigh its id"
@@ -77,7 +76,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch's record of the last 2,000 collectives takes 5 MiB
     with contextlib.suppress(AttributeError):  # not glibc
-        for name, value in ((-3, 65536), (-1, 65536), (-8, 1)):  # what is freed goes back, and is not there for later
+        for name, value in ((-3, 65536), (-1, 65536), (-8, 1)):  # return freed memory to the system at once
             ctypes.CDLL(None).mallopt(name, value)
     if args.model is None:
         args.model = args.save
@@ -95,7 +94,7 @@ def main() -> None:
         f"\nunder a limit of {args.mib} MiB one rank reads at most {longest:,} tokens; {reach:,} {format_value(one)}\n",
         flush=True,
     )
-    table, alike, asked = {}, 0, 0
+    table, equal, asked = {}, 0, 0
     for n in (reach,) if args.quick else (reach // 16, reach // 8, reach // 4, reach // 2, reach):
         start = time.perf_counter()
         found = answered(args, args.ranks, n, args.documents)
@@ -103,11 +102,12 @@ def main() -> None:
             f"{args.ranks} ranks: {n:,} tokens {format_value(found)}, {time.perf_counter() - start:.0f} s", flush=True
         )
         if found is not None:
-            table[n], said = found
-            whole = run_ranks(plainly, 1, args, n)
-            alike, asked = alike + sum(a == b for a, b in zip(said, whole, strict=True)), asked + len(whole)
+            table[n], answered_first = found
+            expected = run_ranks(plainly, 1, args, n)
+            equal += sum(a == b for a, b in zip(answered_first, expected, strict=True))
+            asked += len(expected)
     print("\n" + render(table))
-    print(f"\n{alike} of {asked} answers are those of transformers on one process without a limit")
+    print(f"\n{equal} of {asked} answers equal those of transformers on one process without a limit")
     if args.png:
         draw(table, longest, args)
         print(f"\n{args.png}")
@@ -125,9 +125,9 @@ def doubled(first: int, last: int) -> list[int]:
 
 
 def document(n: int, needles: int, draw: torch.Generator, at_depths: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise `[n]` with needles in it, and the needles `[needles, 1 + WIDTH]` in their order: keys, values.
+    """Return noise `[n]` with needles in it, and the needles in order, `[needles, 1 + WIDTH]`: key and values.
 
-    No value occurs twice. The needles lie anywhere, or with `at_depths` evenly from the start to the end.
+    No value occurs twice. The needles are at random places, or with `at_depths` evenly spaced from start to end.
     """
     ids = torch.randint(*NOISE, (n,), generator=draw)
     keys = KEYS[0] + torch.randperm(KEYS[1] - KEYS[0], generator=draw)[:needles]
@@ -145,10 +145,10 @@ def document(n: int, needles: int, draw: torch.Generator, at_depths: bool = Fals
 
 
 def lesson(rows: int, n: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Documents with a question about each needle behind them, `[rows, n]`, and labels: the values of the answers.
+    """Return documents followed by a question about each needle, `[rows, n]`, and labels: the values of the answers.
 
-    In half of them the needles reach from the first token to the last, as where they are looked for afterwards: else
-    none would ever end right before its question.
+    In half of them the needles are evenly spaced, as in the evaluation; otherwise none would end right before its
+    question.
     """
     needles = min(DEPTHS, n // 16)
     tail = needles * (WIDTH + 1)
@@ -195,7 +195,7 @@ def train(ranks: int, args: argparse.Namespace, lengths: list[int]) -> bool:
         model = LlamaForCausalLM(config)
     else:
         model = LlamaForCausalLM.from_pretrained(args.model)
-    config = copy.deepcopy(model.config)  # as it is on one process
+    config = copy.deepcopy(model.config)  # before it is sharded
     model = longspan.parallelize(model.train(), sp)
     rate = 3e-3 if lengths[0] == 32 else 1e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -203,7 +203,7 @@ def train(ranks: int, args: argparse.Namespace, lengths: list[int]) -> bool:
     start, step = time.perf_counter(), 0
     for n in lengths:
         known, steps = 0.0, 0
-        enough = 0.9 if n == 32 else 0.95  # the first documents teach how, which the longer ones then practise
+        enough = 0.9 if n == 32 else 0.95  # short documents teach the task, longer ones refine it
         while known < enough and not over(start, args.minutes, sp):
             ids, labels = lesson(max(1, 4096 // n), n, draw)
             log_p = longspan.token_logprobs(model, {"input_ids": ids, "labels": labels}, gather=True)
@@ -234,17 +234,15 @@ def over(start: float, minutes: float, sp: longspan.SequenceSharding) -> bool:
 
 
 def ask(ranks: int, args: argparse.Namespace, n: int, documents: int) -> Found:
-    """The part of the questions at each depth that is answered right, about documents of `n` tokens, and the answers
-    about the first of them.
-    """
+    """Return the share of correct answers at each depth, and the answers about the first document, of `n` tokens."""
     sp = sharding(ranks)
     model = longspan.parallelize(LlamaForCausalLM.from_pretrained(args.model).eval(), sp)
     draw = torch.Generator().manual_seed(n)
-    answers(model, 4 * args.chunk, args, draw)  # what is made once is made before the limit
+    answers(model, 4 * args.chunk, args, draw)  # allocate caches of libraries before the limit
     limit(args.mib * MIB)
     found = [answers(model, n, args, draw) for _ in range(documents)]
-    right = [[float(said == wanted) for said, wanted in about] for about in found]
-    return torch.tensor(right).mean(0).tolist(), [said for said, _ in found[0]]
+    right = [[float(answer == expected) for answer, expected in about] for about in found]
+    return torch.tensor(right).mean(0).tolist(), [answer for answer, _ in found[0]]
 
 
 def answers(model, n: int, args: argparse.Namespace, draw: torch.Generator) -> list[tuple[list[int], list[int]]]:
@@ -280,7 +278,7 @@ def plainly(ranks: int, args: argparse.Namespace, n: int) -> list[list[int]]:
 
 
 def limit(nbytes: int) -> None:
-    """Limit the bytes that this process may take from now on."""
+    """Limit the bytes that this process may allocate from now on."""
     gc.collect()
     gc.freeze()  # else a later collection writes to every object that was forked, which copies its page
     for root, name in GROUPS:
@@ -331,18 +329,18 @@ def run_ranks(body, ranks: int, *args):
     fork = multiprocessing.get_context("fork")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    here, there = fork.Pipe(duplex=False)
-    processes = [fork.Process(target=rank_main, args=(body, rank, ranks, port, there, args)) for rank in range(ranks)]
+    receiver, sender = fork.Pipe(duplex=False)
+    processes = [fork.Process(target=rank_main, args=(body, rank, ranks, port, sender, args)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    there.close()
+    sender.close()
     ended = []
     while len(ended) < ranks and not any(ended):
         multiprocessing.connection.wait([process.sentinel for process in processes], 0.2)
         ended = [process.exitcode for process in processes if process.exitcode is not None]
     for process in processes:
         if any(ended):
-            process.kill()  # it waits for the one that is gone
+            process.kill()  # it would wait for the rank that ended
         process.join()
         for root, _ in GROUPS:
             with contextlib.suppress(OSError):
@@ -351,14 +349,14 @@ def run_ranks(body, ranks: int, *args):
         if not {-signal.SIGKILL, NO_MEMORY} & set(ended):
             raise SystemExit(f"a rank has failed with exit code {next(filter(None, ended))}")
         return None
-    return here.recv()
+    return receiver.recv()
 
 
-def rank_main(body, rank: int, ranks: int, port: int, there, args) -> None:
+def rank_main(body, rank: int, ranks: int, port: int, sender, args) -> None:
     if ranks > 1:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": ranks}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": ranks}
         os.environ.update(
-            {name: str(value) for name, value in {**where, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}.items()}
+            {name: str(value) for name, value in {**address, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}.items()}
         )
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -371,12 +369,12 @@ def rank_main(body, rank: int, ranks: int, port: int, there, args) -> None:
             os._exit(NO_MEMORY)
         raise
     if rank == 0:
-        there.send(value)
+        sender.send(value)
     if ranks > 1:
         torch.distributed.destroy_process_group()
 
 
-# --- what was found
+# --- results
 
 
 def render(table: dict[int, list[float]]) -> str:

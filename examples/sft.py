@@ -39,7 +39,7 @@ def main() -> None:
         learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", bf16=False,
         use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=options.ulysses))  # <-- who holds which tokens
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=options.ulysses))  # <-- which rank holds which tokens
     trainer = longspan.trainer(SFTTrainer)(model, args, train_dataset=data, processing_class=tokenizer, sp=sp)  # <--
     trainer.train()
     trainer.save_model()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def questions():
-    """Prompts and completions from the documentation that comes with Python."""
+    """Return prompts and completions from the documentation that comes with Python."""
     from pydoc_data.topics import topics
 
     return Dataset.from_list([

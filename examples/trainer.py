@@ -33,7 +33,7 @@ def main() -> None:
         options.out, max_steps=options.steps, per_device_train_batch_size=1, learning_rate=1e-3, logging_steps=1,
         save_strategy="no", report_to="none", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=options.ulysses))  # <-- who holds which tokens
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=options.ulysses))  # <-- which rank holds which tokens
     trainer = longspan.trainer(Trainer)(model, args, train_dataset=Text(tokenizer, options.context), sp=sp)  # <--
     trainer.train()
     trainer.save_model()

@@ -1,4 +1,4 @@
-"""The examples run as they say."""
+"""The examples run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    """Two ranks in which no other test has changed a library's settings."""
+    """Two ranks in which no other test has changed the settings of a library."""
     pool = RankPool(2, timeout=240)
     yield pool
     pool.close()
@@ -74,7 +74,7 @@ def test_a_training_loop_does_not_depend_on_the_ranks(ranks: RankPool, example: 
 
 
 @pytest.mark.parametrize("example", ["trainer", "sft"])
-def test_the_trainers_log_and_save(ranks: RankPool, example: str, tmp_path: Path) -> None:
+def test_trainers_log_and_save(ranks: RankPool, example: str, tmp_path: Path) -> None:
     if example == "sft":
         pytest.importorskip("trl")
     said = ranks.run(run_example, example, *SHORT, "2", "--out", str(tmp_path))[0]
@@ -83,7 +83,7 @@ def test_the_trainers_log_and_save(ranks: RankPool, example: str, tmp_path: Path
 
 
 def _rollouts() -> dict[str, Any]:
-    """Completions of unequal lengths, and what a policy that has moved on since said of them."""
+    """Return completions of different lengths, with log-probabilities of an older policy."""
     draw = torch.Generator().manual_seed(4)
     ids = torch.randint(3, 61, (4, 21), generator=draw)
     mask = torch.ones_like(ids)
@@ -102,7 +102,7 @@ SHAPE = {"clip": 0.3, "beta": 0.1, "entropy_bonus": 0.05}
 
 
 def _grpo_on_logits() -> tuple[float, dict[str, torch.Tensor]]:
-    """The same loss by logits, on one process."""
+    """Return the same loss from logits, on one process."""
     model, reference, given = build("Llama").double(), build("Llama", seed=1).double(), _rollouts()
     labels = given["batch"].pop("labels")
     chosen = labels[:, 1:].clamp_min(0)[..., None]
@@ -134,7 +134,7 @@ def _grpo_sharded(meshes: list[tuple[int, int, bool]]) -> list[tuple[float, dict
     return found
 
 
-def test_a_grpo_loss_is_that_of_one_process(pool2: RankPool, pool4: RankPool) -> None:
+def test_the_grpo_loss_equals_one_process(pool2: RankPool, pool4: RankPool) -> None:
     """Ratio, clip, KL to a reference and entropy, in fp64."""
     loss, expected = _grpo_on_logits()
     on_2, on_4 = [(1, 2, True), (1, 1, False)], [(2, 2, True), (1, 2, False)]

@@ -38,7 +38,7 @@ def _tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose likeliest tokens depend on what it read, and a tokenizer of single characters."""
+    """A Llama whose greedy tokens depend on the context, and a tokenizer of single characters."""
     path = tmp_path_factory.mktemp("lm-eval") / "model"
     model = build("Llama").eval()
     torch.manual_seed(1)
@@ -56,7 +56,7 @@ def _encoded() -> list[tuple[list[int], list[int]]]:
 
 
 def _greedy(folder: Path, pairs: list[Any]) -> list[Any]:
-    """With continuations that are greedy's own, one letter off, and longer than what the model may be given."""
+    """Add the greedy continuation, and one that differs in its last token."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     context = _tokenizer().encode(TEXTS[0])
     out = model.generate(torch.tensor([context]), max_new_tokens=5, do_sample=False, eos_token_id=None)
@@ -99,8 +99,8 @@ def _from_the_first_rank(meshes: list[dict[str, int]], pretrained: str, pairs: A
     return answers
 
 
-def test_what_the_first_rank_asks_is_answered_by_all_as_by_one(pool4: RankPool, folder: Path) -> None:
-    """Also where the model's length cuts the context off, and in batches of unlike lengths."""
+def test_ranks_answer_as_one_process(pool4: RankPool, folder: Path) -> None:
+    """Also with contexts cut to the model's length, and batches of different lengths."""
     pairs, prompts = _greedy(folder, _encoded()), [_tokenizer().encode(text) for text in TEXTS]
     whole = _by_generate(folder, prompts, [], 51)
     stops = [whole[0][4:6], whole[3][2]]  # texts of two tokens and of one, which stop some rows and not others
@@ -108,14 +108,14 @@ def test_what_the_first_rank_asks_is_answered_by_all_as_by_one(pool4: RankPool, 
     assert {greedy for _, greedy in log_p} == {True, False} and texts[0] == whole[0][:4] != whole[0]
     meshes = [{"ring": 2, "ulysses": 2}, {"ulysses": 4, "batch_size": 3}]
     answers = pool4.run(_from_the_first_rank, meshes, str(folder), pairs, prompts, stops)[0]
-    for found, said in answers:
-        assert [greedy for _, greedy in found] == [greedy for _, greedy in log_p]
-        assert [x for x, _ in found] == pytest.approx([x for x, _ in log_p], rel=1e-5)
-        assert said == texts
+    for likelihoods, generated in answers:
+        assert [greedy for _, greedy in likelihoods] == [greedy for _, greedy in log_p]
+        assert [x for x, _ in likelihoods] == pytest.approx([x for x, _ in log_p], rel=1e-5)
+        assert generated == texts
 
 
-def test_the_harness_gets_what_its_own_model_gives(folder: Path) -> None:
-    """Log-likelihoods, those of texts longer than the model, and generation up to stops."""
+def test_results_equal_the_harness_model(folder: Path) -> None:
+    """Log-likelihoods, also of texts longer than the model, and generation up to stops."""
     pytest.importorskip("lm_eval")
     from lm_eval.api.registry import get_model
     from lm_eval.models.huggingface import HFLM
@@ -147,7 +147,7 @@ class _Lines:
 
 
 @pytest.mark.parametrize(("keys", "values"), [(1, 1), (4, 1), (1, 4)])
-def test_needles_lie_in_documents_of_the_length_that_was_asked_for(keys: int, values: int) -> None:
+def test_needles_are_in_documents_of_the_requested_length(keys: int, values: int) -> None:
     line = len(needles.NOISE.split())
     for length in (400, 3000):
         made = needles.documents(_Lines(), length, keys, values, samples=5)
@@ -166,7 +166,7 @@ def test_needles_lie_in_documents_of_the_length_that_was_asked_for(keys: int, va
 
 
 def test_the_harness_runs_the_needle_tasks(folder: Path, tmp_path: Path) -> None:
-    """With a model that knows nothing: every document is asked about, and scored."""
+    """With a random model: every document is asked about and scored."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
 

@@ -107,10 +107,7 @@ def _run(command: str, args: list[str]) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _end_broken_pipe()
-        code, why = (
-            2,
-            f"longspan: error: the disk is full: {error}; make room, and run it again\n",
-        )
+        code, why = 2, f"longspan: error: the disk is full: {error}; make room, and run it again\n"
     except LongspanError as error:
         code, why = 2, f"longspan: error: {error}{_where_given(str(error), origins)}\n"
     except RankFailed as error:
@@ -148,9 +145,9 @@ def _end_broken_pipe() -> int:
 
 def _where_given(message: str, origins: dict[str, str]) -> str:
     """Return " (given in ...)" if the flag that the error names came from a file."""
-    named = re.match(r"--([a-z][a-z-]*)", message)
-    found = origins.get(named[1]) if named else None
-    return f" (given in {found})" if found else ""
+    flag = re.match(r"--([a-z][a-z-]*)", message)
+    origin = origins.get(flag[1]) if flag else None
+    return f" (given in {origin})" if origin else ""
 
 
 def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) -> Any:
@@ -166,7 +163,7 @@ def parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) 
 
 
 def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str) -> tuple[Any, dict[str, str]]:
-    """As `parse`; also return by flag where in the file its value stands."""
+    """As `parse`; also return, by flag, the place of its value in the file."""
     import tyro
 
     from longspan.cli_file import expand_home, read_flags
@@ -182,52 +179,32 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(value_rule)
     registry.struct_rule(documented(config_class))
-    description = f"{summary[0].upper()}{summary[1:]}.\n\n{_doc(config_class)}"
-    # `--from` was removed above; it is here for the help.
-    whole = dataclasses.make_dataclass(
-        "Arguments",
-        [
-            ("config", Annotated[config_class, tyro.conf.arg(name="")]),
-            (
-                "file",
-                Annotated[
-                    Path | None,
-                    tyro.conf.arg(
-                        name="from",
-                        metavar="FILE.toml",
-                        help="Read values from this file: a table for each section, a key for each flag.",
-                    ),
-                ],
-                dataclasses.field(default=None),
-            ),
-        ],
-        frozen=True,
+    _, _, doc = inspect.cleandoc(config_class.__doc__ or "").partition("\n\n")
+    file = tyro.conf.arg(
+        name="from",
+        metavar="FILE.toml",
+        help="Read values from this file: a table for each section, a key for each flag.",
     )
-    # Values of the file replace the defaults, so that no text in it is parsed as a flag.
-    required = [
-        field.name
-        for field in dataclasses.fields(config_class)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    fields: list[Any] = [
+        ("config", Annotated[config_class, tyro.conf.arg(name="")]),
+        ("file", Annotated[Path | None, file], dataclasses.field(default=None)),  # removed above; listed in the help
     ]
+    arguments = dataclasses.make_dataclass("Arguments", fields, frozen=True)
+    # Values of the file replace the defaults, so that no text in it is parsed as a flag.
+    missing = (dataclasses.MISSING, dataclasses.MISSING)
+    required = [f.name for f in dataclasses.fields(config_class) if (f.default, f.default_factory) == missing]
     defaults = make(config_class, **{**dict.fromkeys(required, tyro.MISSING), **from_file})
-    prints_here = is_first_local_rank()
     with registry, wrapped():
-        found = tyro.cli(
-            whole,
+        parsed = tyro.cli(
+            arguments,
             args=flags,
-            default=whole(config=defaults),
+            default=arguments(config=defaults),
             prog=prog,
-            description=description,
-            console_outputs=prints_here,
+            description=f"{summary[0].upper()}{summary[1:]}.\n\n{doc}",
+            console_outputs=is_first_local_rank(),
         )
-    config = expand_home(found.config)
     given = {re.sub(r"^--(no-)?|=.*$", "", arg, flags=re.DOTALL).replace("_", "-") for arg in flags}
-    return config, {name: where for name, where in origins.items() if name not in given}
-
-
-def _doc(config_class: type[Any]) -> str:
-    _, _, rest = inspect.cleandoc(config_class.__doc__ or "").partition("\n\n")
-    return rest
+    return expand_home(parsed.config), {flag: origin for flag, origin in origins.items() if flag not in given}
 
 
 def _split_from(args: list[str]) -> tuple[Path | None, list[str]]:
@@ -245,12 +222,9 @@ def _split_from(args: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def _check_options(config_class: type[Any], args: list[str], prog: str) -> None:
-    """Raise on an option that the command does not have, and suggest the closest one.
+    """Raise on an unknown option, and suggest the closest one.
 
     The argument after an option that takes a value is its value, even if it looks like an option.
-
-    Raises:
-        LongspanError: naming the option.
     """
     from longspan.cli_help import suggest_option
 

@@ -1,4 +1,4 @@
-"""The file of flags that `--from` names: its values, and where each stands."""
+"""The file of flags that `--from` names: its values, and the place of each."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ def expand_home(config: Any) -> Any:
 
 
 def read_flags(config_class: type[Any], path: Path, prog: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of a file by field, and where each stands by flag.
+    """Return the values of a file by field, and the place of each by flag.
 
     Raises:
         LongspanError: for a file that cannot be read, or has unknown or repeated keys or values of a wrong type.
     """
-
     file = read_toml("--from", path)
     known = {option.flag: option for option in options(config_class).values()}
     sections = {option.section for option in known.values() if option.section}
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for keys, value in _pairs(file.values, sections):
         *table, key = keys
@@ -50,11 +49,11 @@ def read_flags(config_class: type[Any], path: Path, prog: str) -> tuple[dict[str
         if flag in origins:
             raise file.error(f"{key} is also set in {origins[flag]}, spelled differently; keep one", *keys)
         try:
-            found[option.name] = _relative_to_file(path, option.name, from_toml(option.kind, value))
+            given[option.name] = _relative_to_file(path, option.name, from_toml(option.kind, value))
         except ValueError as error:
             raise file.error(f"{key} = {format_value(value)} is invalid: {error}", *keys) from error
         origins[flag] = file.where(*keys)
-    return found, origins
+    return given, origins
 
 
 def _pairs(tables: dict[str, Any], sections: set[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -73,14 +72,14 @@ def _relative_to_file(file: Path, field: str, value: Any) -> Any:
     if not text or text.startswith("~") or not (isinstance(value, Path) or name or field == "offload_folder"):
         return value
     path = Path(text)
-    there = file.parent / path  # an absolute path does not change
-    if name and not there.exists() and not means_a_path(text):
+    resolved = file.parent / path  # an absolute path does not change
+    if name and not resolved.exists() and not means_a_path(text):
         if path.exists():  # the same flag on the command line would mean this path
             raise ValueError(
-                f"paths in a file are relative to the file, and {there} does not exist, but {path.absolute()} does; "
+                f"paths in a file are relative to the file, and {resolved} does not exist, but {path.absolute()} does; "
                 f"write {os.path.relpath(path, file.parent)!r}"
             )
         return value
-    plain = Path(os.path.normpath(there))
-    there = plain if plain.resolve() == there.resolve() else there  # after a symlink, ".." is not the parent
-    return there if isinstance(value, Path) else str(there)
+    plain = Path(os.path.normpath(resolved))
+    resolved = plain if plain.resolve() == resolved.resolve() else resolved  # after a symlink, ".." is not the parent
+    return resolved if isinstance(value, Path) else str(resolved)

@@ -39,8 +39,8 @@ def from_toml(kind: Any, value: Any) -> Any:
         return float(value)
     if kind in (str, Path) and isinstance(value, str):
         return check_text("the value", value) if kind is str else path_of("the path", value)
-    wanted = {bool: "true or false", int: 'a whole number (or "8k")', float: "a number", str: "text", Path: "a path"}
-    raise ValueError(f"give {wanted[kind]}")
+    accepted = {bool: "true or false", int: 'a whole number (or "8k")', float: "a number", str: "text", Path: "a path"}
+    raise ValueError(f"give {accepted[kind]}")
 
 
 def value_rule(info: Any) -> Any:

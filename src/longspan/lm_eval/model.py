@@ -91,14 +91,14 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        found: list[Any] = [None] * len(requests)
+        results: list[Any] = [None] * len(requests)
         for rows in _batches(order, _BATCHES_PER_CALL * self.batch_size, "log-likelihoods"):
             answers = self.leader.ask("loglikelihoods", pairs=[tuple(requests[i][1:]) for i in rows])
             for i, answer in zip(rows, answers, strict=True):
-                found[i] = answer
+                results[i] = answer
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log p of each whole text; a text longer than the model is split into windows."""
@@ -111,13 +111,13 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
                 context_len=1,
             )
             windows += [(i, utils.make_disjoint_window(pair)) for pair in rolled]
-        found = [0.0] * len(requests)
+        results = [0.0] * len(requests)
         answers = self._loglikelihood_tokens([(None, *pair) for _, pair in windows])
         for (i, _), (log_p, _) in zip(windows, answers, strict=True):
-            found[i] += log_p
-        for request, total in zip(requests, found, strict=True):
+            results[i] += log_p
+        for request, total in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return found
+        return results
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text generated for each context; contexts with the same options share batches."""
@@ -125,15 +125,15 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         by_options: dict[str, list[int]] = {}
         for i in sorted(range(len(requests)), key=lambda i: -len(prompts[i])):
             by_options.setdefault(repr(requests[i].args[1]), []).append(i)
-        found = [""] * len(requests)
+        results = [""] * len(requests)
         for same in by_options.values():
             options = self._options(requests[same[0]].args[1])
             for rows in _batches(same, self.batch_size, "generation"):
                 texts = self.leader.ask("generate", prompts=[prompts[i] for i in rows], **options)
                 for i, text in zip(rows, texts, strict=True):
-                    found[i] = text
+                    results[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        return found
+        return results
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return a task's options for `Scorer.generate`; greedy unless the task samples."""

@@ -15,10 +15,7 @@ _LOAD, _END = "load", "end"
 
 
 class Leader:
-    """A `Scorer` over all ranks, used by the first rank while the others run `serve`.
-
-    Args:
-        options: of `load_scorer`.
+    """A `Scorer` over all ranks, used by the first rank while the others run `serve`. `options` are `load_scorer`'s.
 
     Raises:
         LongspanError: on another rank, or as `load_scorer`.
@@ -27,12 +24,12 @@ class Leader:
     def __init__(self, **options: Any) -> None:
         if dist.is_initialized() and dist.get_rank() != 0:
             raise LongspanError("only the first rank calls the model; the others call longspan.lm_eval.ranks.serve()")
-        _send(_LOAD, options)
+        broadcast_object((_LOAD, options), _world())
         self.scorer = load_scorer(**options)
 
     def ask(self, name: str, **arguments: Any) -> Any:
         """Call a method of the scorer on every rank and return its result."""
-        _send(name, arguments)
+        broadcast_object((name, arguments), _world())
         return getattr(self.scorer, name)(**arguments)
 
 
@@ -40,7 +37,7 @@ def serve() -> None:
     """Repeat the first rank's calls on another rank, until it calls `end`."""
     scorer: Scorer | None = None
     while True:
-        name, arguments = _receive()
+        name, arguments = broadcast_object(None, _world())
         if name == _END:
             return
         if name == _LOAD:
@@ -51,7 +48,7 @@ def serve() -> None:
 
 def end() -> None:
     """End `serve` on the other ranks."""
-    _send(_END, {})
+    broadcast_object((_END, {}), _world())
 
 
 def load_scorer(
@@ -104,21 +101,11 @@ _DEFAULT_LENGTH = 2048
 def _longest(config: Any, tokenizer: Any) -> int:
     """Return the most tokens that the model accepts, from config or tokenizer as the harness does."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-        if isinstance(found := getattr(config, name, None), int):
-            return found
-    found = tokenizer.model_max_length
-    return int(found) if found and found < 10**9 else _DEFAULT_LENGTH
+        if isinstance(length := getattr(config, name, None), int):
+            return length
+    length = tokenizer.model_max_length
+    return int(length) if length and length < 10**9 else _DEFAULT_LENGTH
 
 
-def _alone() -> bool:
-    return not dist.is_initialized() or dist.get_world_size() == 1
-
-
-def _send(name: str, arguments: dict[str, Any]) -> None:
-    if not _alone():
-        broadcast_object((name, arguments), dist.group.WORLD)
-
-
-def _receive() -> tuple[str, dict[str, Any]]:
-    call: tuple[str, dict[str, Any]] = broadcast_object(None, dist.group.WORLD)
-    return call
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None

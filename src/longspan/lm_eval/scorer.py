@@ -54,22 +54,22 @@ class Scorer:
         """
         for context, continuation in pairs:
             _check_pair(context, continuation, self.max_length)
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
         for rows in _batches([len(a) + len(b) for a, b in pairs], self.batch_size):
-            whole = [(pairs[row][0] + pairs[row][1])[-self.max_length - 1 :] for row in rows]
-            batch = self._predicting(whole, [len(pairs[row][1]) for row in rows])
+            sequences = [(pairs[row][0] + pairs[row][1])[-self.max_length - 1 :] for row in rows]
+            batch = self._predicting(sequences, [len(pairs[row][1]) for row in rows])
             log_p, top1 = token_logprobs(self.model, batch, top1=True, gather=True)
             predicted = batch["shift_labels"] != IGNORE
             for i, row in enumerate(rows):
-                found[row] = float(log_p[i][predicted[i]].sum()), bool(top1[i][predicted[i]].all())
-        return found
+                results[row] = float(log_p[i][predicted[i]].sum()), bool(top1[i][predicted[i]].all())
+        return results
 
-    def _predicting(self, whole: list[Tokens], predicted: list[int]) -> dict[str, Tensor]:
+    def _predicting(self, sequences: list[Tokens], predicted: list[int]) -> dict[str, Tensor]:
         """Return a batch that predicts the last `predicted` tokens of each row, padded on the right."""
-        length = max(map(len, whole)) - 1
-        ids = torch.full((len(whole), length), self.pad)
+        length = max(map(len, sequences)) - 1
+        ids = torch.full((len(sequences), length), self.pad)
         labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
-        for i, (row, count) in enumerate(zip(whole, predicted, strict=True)):
+        for i, (row, count) in enumerate(zip(sequences, predicted, strict=True)):
             n = len(row) - 1
             ids[i, :n], mask[i, :n] = torch.tensor(row[:-1]), 1
             labels[i, n - count : n] = torch.tensor(row[-count:])
@@ -97,7 +97,7 @@ class Scorer:
                 f"{max_new} tokens to generate leave no room for a prompt: the model is given at most "
                 f"{self.max_length}; ask for fewer (max_gen_toks), or give max_length"
             )
-        found = [""] * len(prompts)
+        results = [""] * len(prompts)
         for rows in _batches([len(prompt) for prompt in prompts], self.batch_size):
             ids, mask = self._prompts([prompts[row][-room:] for row in rows])
             n = ids.shape[1]
@@ -110,8 +110,8 @@ class Scorer:
                 **options,
             )
             for i, row in enumerate(rows):
-                found[row] = until(self.tokenizer.decode(out[i, n:], skip_special_tokens=True), stops)
-        return found
+                results[row] = until(self.tokenizer.decode(out[i, n:], skip_special_tokens=True), stops)
+        return results
 
     def _prompts(self, prompts: list[Tokens]) -> tuple[Tensor, Tensor]:
         length = max(map(len, prompts))
