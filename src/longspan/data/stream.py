@@ -102,7 +102,6 @@ class SequenceStream:
                 yield Piece(place, number, number == len(texts) - 1, texts[number])
 
     def ids_of(self, piece: Piece) -> NDArray[np.int64]:
-        """Return the token ids of a piece."""
         return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
 
     def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:

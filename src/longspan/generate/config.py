@@ -117,7 +117,6 @@ class GenerateConfig(ModelFlags):
 
     @property
     def chunk(self) -> int:
-        """Tokens of the prompt per forward."""
         return self.prefill_chunk or 8192 * self.parallel.ranks
 
     def check(self) -> None:

@@ -48,7 +48,6 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens."""
         return len(self.ids)
 
 

@@ -84,7 +84,6 @@ class TextStream:
         """Do nothing: `close` ends the stream."""
 
     def close(self) -> None:
-        """Write the remaining text and close the file."""
         if self._decoder is not None:
             self._write(self._decoder.end())
             if self._output is not None and self.text and not self.text.endswith("\n"):

@@ -53,12 +53,10 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model accepts."""
         return self.leader.scorer.max_length
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
         return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
 
     @property
@@ -73,7 +71,6 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         return self.tokenizer.name_or_path.replace("/", "__")  # type: ignore[no-any-return]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text."""
         return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
             chat_history,
             tokenize=False,

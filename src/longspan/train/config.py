@@ -44,11 +44,9 @@ class ModelSection(RopeFlags):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer in use."""
         return self.tokenizer or self.model or "bytes"
 
     def check(self) -> None:
-        """Raise unless exactly one model is named, or on a value out of range."""
         if (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
             raise LongspanError(f"train needs either --model NAME_OR_PATH or --config FILE, got {given}")
@@ -81,7 +79,6 @@ class DataSection:
     attention stays within a document."""
 
     def check(self) -> None:
-        """Raise on missing data, or a value out of range."""
         if not self.data:
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
         check_name("--text-field", self.text_field)
@@ -108,7 +105,6 @@ class MemorySection(MemoryFlags):
         return replace(super().to_memory(), offload_folder=self.offload_folder)
 
     def check(self) -> None:
-        """Raise on memory options that contradict each other."""
         self.to_memory()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
@@ -146,7 +142,6 @@ class OptimizerSection:
     most an eighth of the memory."""
 
     def check(self) -> None:
-        """Raise on a value out of range."""
         check_number("--lr", self.lr, 0, above=True)
         check_number("--warmup", self.warmup, 0, LARGEST_COUNT)
         check_number("--weight-decay", self.weight_decay, 0)
@@ -176,7 +171,6 @@ class CheckpointSection:
     --steps set to the steps it has done."""
 
     def check(self) -> None:
-        """Raise on a value out of range."""
         check_number("--save-every", self.save_every, 0, LARGEST_COUNT)
         check_number("--keep", self.keep, 0, LARGEST_COUNT)
         check_name("--resume", self.resume)
@@ -206,7 +200,6 @@ class LoggingSection:
     """Checksum the weights after each step and compare before the next: finds memory that changed by itself."""
 
     def check(self) -> None:
-        """Raise on a value out of range."""
         check_number("--log-every", self.log_every, 1, LARGEST_COUNT)
         check_number("--spike", self.spike, 0)
         check_number("--zero-gradients", self.zero_gradients, 0, LARGEST_COUNT)
@@ -286,12 +279,10 @@ class TrainConfig(RankFlags):
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
         return self.out / "checkpoints"
 
     @property
     def exported(self) -> Path:
-        """The Hugging Face folder of the run."""
         return self.out / "hf"
 
     def check(self) -> None:

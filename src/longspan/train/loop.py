@@ -210,7 +210,6 @@ class Trainer:
                 self._export(last=True)
 
     def _save(self, *, last: bool = False) -> None:
-        """Save, and with `--export saves` export."""
         self._at("save", self.step, long=True)
         state = {
             "data": self.data_state,

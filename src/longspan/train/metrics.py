@@ -284,7 +284,6 @@ class Display:
         self._progress = None
 
     def log(self, text: str) -> None:
-        """Print a line."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         elif self.enabled:

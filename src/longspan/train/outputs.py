@@ -55,7 +55,6 @@ class Outputs:
             checkpoint.check_replaceable(self.config.exported)
 
     def release(self) -> None:
-        """Close the metrics and unlock the folder."""
         if self._metrics is not None:
             self._metrics.close()
         if self._lock is not None:

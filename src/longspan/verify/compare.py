@@ -57,12 +57,10 @@ class ErrorSums:
 
     @property
     def sharded_error(self) -> float:
-        """Relative error of the sharded run."""
         return relative(self.sharded, self.reference)
 
     @property
     def unsharded_error(self) -> float:
-        """Relative error of the unsharded run in the same dtype."""
         return relative(self.unsharded, self.reference)
 
 

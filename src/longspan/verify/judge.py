@@ -152,7 +152,6 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it passed on every rank."""
         return all(self.passed_on(rank) for rank in range(len(self.sharded)))
 
     def severity(self, rank: int) -> float:
@@ -161,7 +160,6 @@ class Check:
 
     @property
     def worst_rank(self) -> int:
-        """The rank with the largest error in units of its limit."""
         return max(range(len(self.sharded)), key=self.severity)
 
 

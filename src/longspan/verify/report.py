@@ -38,7 +38,6 @@ class Equality:
 
     @property
     def passed(self) -> bool:
-        """Whether no rank differs."""
         return not self.differing
 
 
@@ -68,7 +67,6 @@ class Report:
         return held and self.wide_limit is None
 
     def passed_on(self, rank: int) -> bool:
-        """Whether every check and every equality holds on `rank`."""
         return all(check.passed_on(rank) for check in self.checks) and all(
             rank not in equal.differing for equal in self.equalities
         )
@@ -85,7 +83,6 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 if it passed, 1 if not."""
         return 0 if self.passed else 1
 
     def groups(self) -> Iterator[tuple[str, list[Check]]]:
