@@ -1,4 +1,4 @@
-"""What parallelize is given must be alike on every rank: the difference is named, on all of them, and nothing hangs."""
+"""Arguments of parallelize must be equal on every rank: each rank names the difference, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pool import RankError, RankPool
 
 
 def _refused(**options: Any) -> str:
-    """Parallelize with what only rank 1 has: `mine` options, `changes` to its config, or a `fault`."""
+    """Parallelize with a difference on rank 1: its `mine` options, `changes` to its config, or a `fault`."""
     odd = dist.get_rank() == 1
     mine = options.pop("mine", {}) if odd else options.pop("mine", {}) and {}
     changes, family = (options.pop(key, default) for key, default in (("changes", {}), ("family", "Llama")))
@@ -66,14 +66,12 @@ def _all_refused(cases: list[dict[str, Any]]) -> list[str]:
     return [_refused(**case) for case in cases]
 
 
-def test_what_differs_is_named_on_every_rank(pool4: RankPool) -> None:
-    said = pool4.run(_all_refused, [case for case, _ in CASES], timeout=120)
-    for i, (case, texts) in enumerate(CASES):
-        messages = {rank[i] for rank in said}
+def test_differences_are_named_on_every_rank(pool4: RankPool) -> None:
+    results = pool4.run(_all_refused, [case for case, _ in CASES], timeout=120)
+    for (case, texts), messages in zip(CASES, zip(*results, strict=True), strict=True):
         if case.get("mine", {}).get("kernel") != "flash_attn":
-            assert len(messages) == 1, (case, messages)
-        for text in texts:
-            assert text in said[0][i], (case, said[0][i])
+            assert len(set(messages)) == 1, (case, messages)
+        assert all(text in messages[0] for text in texts), (case, messages[0])
 
 
 def _another_error() -> None:
@@ -81,7 +79,7 @@ def _another_error() -> None:
     longspan.parallelize(torch.nn.Linear if dist.get_rank() == 2 else build("Llama"), sp)  # type: ignore[type-var]
 
 
-def test_an_error_of_any_kind_is_heard_of_by_all(pool4: RankPool) -> None:
+def test_an_error_of_another_kind_raises_on_all_ranks(pool4: RankPool) -> None:
     with pytest.raises(RankError) as error:
         pool4.run(_another_error, timeout=30)
     failures = error.value.failures
@@ -101,7 +99,7 @@ def _broadcast(fsdp: bool) -> None:
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
-def test_the_first_ranks_weights_are_given_to_all(pool4: RankPool, fsdp: bool) -> None:
+def test_broadcast_weights(pool4: RankPool, fsdp: bool) -> None:
     pool4.run(_broadcast, fsdp)
 
 
@@ -121,12 +119,12 @@ def _meta() -> None:
     compare(truth_of(build("Llama"), batch()), model, batch(), sp)
 
 
-def test_models_without_values(pool2: RankPool) -> None:
+def test_models_on_the_meta_device(pool2: RankPool) -> None:
     pool2.run(_meta)
 
 
 def _drift(every: int, fault: str) -> str:
-    """Replicas that part: one rank's optimizer has another learning rate, or a bit of its memory flips."""
+    """Diverging replicas: one rank's optimizer has another learning rate, or a bit of its memory flips."""
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama"), sp, fsdp=False, check_weights=every)
     odd = dist.get_rank() == 3
@@ -146,7 +144,7 @@ def _drift(every: int, fault: str) -> str:
     return "unseen"
 
 
-def test_replicas_that_part_are_noticed(pool4: RankPool) -> None:
+def test_diverging_replicas_raise(pool4: RankPool) -> None:
     for fault, step, name in (("bit", 3, "lm_head.weight on rank 3"), ("lr", 1, "model.embed_tokens.weight and")):
         messages = set(pool4.run(_drift, 2, fault))
         assert len(messages) == 1
@@ -155,7 +153,7 @@ def test_replicas_that_part_are_noticed(pool4: RankPool) -> None:
         assert "rank 3, not as on ranks 0, 1, 2" in message and "2 training forwards ago" in message
 
 
-def test_the_usual_and_the_odd_ones() -> None:
+def test_differences_and_odd_ones() -> None:
     assert odd_ones([1, 1, 2, 1]) == [2] and odd_ones([2, 1]) == [1] and odd_ones([3, 1, 1]) == [0]
     facts = [{"a": "1", "b": "x"}, {"a": "2"}, {"a": "1", "b": "x"}, {"a": "2", "b": "x"}, {"a": "1", "b": "x"}]
     assert differences(facts, [4, 5, 6, 7, 8]) == [

@@ -1,4 +1,4 @@
-"""Arguments of the public functions that a user can get wrong: refused in words, with the value and the way out."""
+"""Wrong arguments of public functions raise, with the value and the fix."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def sp() -> longspan.SequenceSharding:
     return longspan.SequenceSharding(longspan.init_mesh())
 
 
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))
+
+
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters())
 
@@ -53,7 +58,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "text"),
     [
         (_attend(q=None), r"`q` must be a tensor, got None \(NoneType\)"),
         (_attend(k=K.to("meta")), r"must be on one device, got q cpu, k meta, v cpu"),
@@ -109,13 +114,13 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (lambda _: plan.search("x", plan.Job(64), 1, H100), r"model is 'x'; make one with longspan.plan.read_model"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
-def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: longspan.SequenceSharding) -> None:
-    with pytest.raises(LongspanError, match=said):
+def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longspan.SequenceSharding) -> None:
+    with pytest.raises(LongspanError, match=text):
         call(sp)
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "text"),
     [
         # --- a missing or unknown argument
         (lambda m, sp, to: longspan.parallelize(m), r"missing .*'sp'; call it as parallelize\(model, sp\)"),
@@ -161,16 +166,15 @@ def test_a_wrong_argument_is_refused(call: Callable[[Any], Any], said: str, sp: 
         (lambda m, sp, to: checkpoint.latest(None), r"`folder` must be a path .*got None"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_with_a_model_is_refused(
-    call: Callable[..., Any], said: str, sp: longspan.SequenceSharding, tmp_path: Path
+def test_wrong_calls_with_a_model_raise(
+    call: Callable[..., Any], text: str, model: Any, sp: longspan.SequenceSharding, tmp_path: Path
 ) -> None:
-    model = longspan.parallelize(build("Llama"), sp)
-    with pytest.raises(LongspanError, match=said):
+    with pytest.raises(LongspanError, match=text):
         call(model, sp, tmp_path)
 
 
-def test_paths_may_be_text_and_dtypes_names(sp: longspan.SequenceSharding, tmp_path: Path) -> None:
-    """Save, load and export with paths as text; without a config and a dtype an export has the model's."""
+def test_paths_as_text_and_dtypes_as_names(sp: longspan.SequenceSharding, tmp_path: Path) -> None:
+    """Save, load and export with paths as text; an export has the model's config and dtype by default."""
     model = longspan.parallelize(build("Llama"), sp)
     run, folder = str(tmp_path / "run"), str(tmp_path / "hf")
     saved = checkpoint.save(run, 3, model, _sgd(model), {})
@@ -189,21 +193,21 @@ def test_paths_may_be_text_and_dtypes_names(sp: longspan.SequenceSharding, tmp_p
     assert all(loaded.config.to_dict()[key] == value for key, value in own.items() if key in NUMBERS)
 
 
-def test_on_several_ranks() -> None:
+def test_empty_sequences_raise_on_several_ranks() -> None:
     with fake_ranks(4):
         sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=2, device_type="cpu"))
-        for call, said in (
+        for call, text in (
             (lambda: sp.shard(torch.zeros(1, 0, 3)), r"a sequence needs at least 1 token"),
             (lambda: sp.gather(torch.zeros(1, 0, 3)), r"no sequence gives 4 ranks 0 entries each"),
             (lambda: exchange.reshard(torch.zeros(1, 0, 4), sp.group, 1, 2), r"has nothing to exchange over 4 ranks"),
             (lambda: exchange.heads_to_seq(torch.zeros(1, 8, 2, 0), sp.ulysses_group), r"has nothing to exchange"),
         ):
-            with pytest.raises(LongspanError, match=said):
+            with pytest.raises(LongspanError, match=text):
                 call()
         assert exchange.heads_to_seq(torch.zeros(1, 8, 1, 4), sp.ulysses_group, heads=1).shape == (1, 4, 1, 4)
 
 
-def test_numbers_of_numpy_are_numbers(sp: longspan.SequenceSharding) -> None:
+def test_numpy_numbers_are_accepted(sp: longspan.SequenceSharding) -> None:
     assert sp.positions(np.int64(3)).tolist() == [0, 1, 2]
     out = longspan.attention(Q, K, K, sp, length=np.int64(8), scale=np.float32(0.5), causal=True)  # type: ignore[arg-type]
     assert out.shape == Q.shape

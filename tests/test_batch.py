@@ -1,4 +1,4 @@
-"""What a batch says of which tokens belong together, and of their labels, without any model."""
+"""Documents, padding and labels of a batch, without a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_way_to_mark_documents(marks: dict[str, Any]) -> None:
     assert info.segments == (ROW,) and info.starts is None
 
 
-def test_what_marks_nothing() -> None:
+def test_one_document_is_no_segment() -> None:
     for marks in ({"document_ids": _tokens()}, {"cu_seq_lens_q": torch.tensor([0, 7])}, {"seq_idx": None}):
         assert _info(marks).segments is None
 
@@ -61,7 +61,7 @@ def test_padding_between_documents() -> None:
     rows = (((0, 2), (3, 4), (4, 6)),)
     assert _info({"document_ids": IDS, "attention_mask": mask}).segments == rows
     assert _info({"document_ids": IDS.masked_fill(mask == 0, -1)}).segments == rows
-    # Positions of padding say nothing.
+    # Positions of padding are ignored.
     positions = torch.tensor([[0, 1, 1, 0, 0, 1, 1]])
     assert _info({"document_ids": IDS, "attention_mask": mask, "position_ids": positions}).segments == rows
 
@@ -83,31 +83,20 @@ def test_labels_of_a_masked_lm_are_not_shifted() -> None:
     assert shifted["labels"].tolist() == [[1, 2, 3, 4, 5, 6, IGNORE]] and shifted["longspan"].shifted
 
 
-def _token_types() -> dict[str, Any]:
+def _sharded() -> tuple[dict[str, Any], list[Tensor]]:
+    sp, cpu = sharding(), torch.device("cpu")
     types = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     batch = {"input_ids": _tokens(), "token_type_ids": types, "document_ids": IDS, "max_length_q": None}
-    return shard_batch(batch, sharding())
-
-
-def test_token_types_are_cut_and_marks_kept_back(pool2: RankPool) -> None:
-    parts = pool2.run(_token_types)
-    assert torch.equal(
-        torch.cat([part["token_type_ids"] for part in parts], 1)[:, :7], torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    )
-    assert all(sorted(part) == ["input_ids", "longspan", "position_ids", "token_type_ids"] for part in parts)
-
-
-def _real() -> list[Tensor]:
-    sp = sharding()
-    cpu = torch.device("cpu")
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
-    info = shard_batch({"input_ids": _tokens(2, 5), "attention_mask": mask}, sp)["longspan"]
-    plain = shard_batch({"input_ids": _tokens(2, 5)}, sp)["longspan"]
-    return [real_tokens(info, sp, 2, cpu), real_tokens(plain, sp, 2, cpu)]
+    infos = [shard_batch({"input_ids": _tokens(2, 5), "attention_mask": m}, sp)["longspan"] for m in (mask, None)]
+    return shard_batch(batch, sp), [real_tokens(info, sp, 2, cpu) for info in infos]
 
 
-def test_real_tokens(pool2: RankPool) -> None:
-    padded, plain = zip(*pool2.run(_real), strict=True)
+def test_token_types_and_real_tokens_are_sharded(pool2: RankPool) -> None:
+    parts, real = zip(*pool2.run(_sharded), strict=True)
+    assert torch.cat([part["token_type_ids"] for part in parts], 1)[0, :7].tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert all(sorted(part) == ["input_ids", "longspan", "position_ids", "token_type_ids"] for part in parts)
+    padded, plain = zip(*real, strict=True)
     assert torch.cat(padded, 1).int().tolist() == [[0, 0, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
     assert torch.cat(plain, 1).int().tolist() == [[1, 1, 1, 1, 1, 0]] * 2
 
@@ -161,7 +150,7 @@ def test_refused(batch: dict[str, Any], text: str) -> None:
 
 
 def test_labels_on_padding_of_a_masked_lm() -> None:
-    """Its logits there are zero attention, on either side; a causal LM's last padding predicts the first token."""
+    """It attends to nothing there, on either side; a causal LM's last padding predicts the first token."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])
     labels = torch.where(mask == 1, 5, IGNORE)
     assert _info({"attention_mask": mask, "labels": labels}).segments == _info({"attention_mask": mask}, False).segments
@@ -170,15 +159,10 @@ def test_labels_on_padding_of_a_masked_lm() -> None:
         _info({"attention_mask": mask, "labels": labels.index_fill(1, torch.tensor([1]), 5)}, shift=False)
 
 
-def _collated() -> dict[str, Any]:
+def test_the_batch_of_transformers_packing_collator() -> None:
     from transformers import DataCollatorWithFlattening
 
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch: dict[str, Any] = dict(collator([{"input_ids": list(range(3, 3 + n))} for n in (3, 1, 3)]))
-    return batch
-
-
-def test_the_batch_of_transformers_packing_collator() -> None:
-    batch = _collated()
     assert {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"} <= batch.keys()
     assert _info(batch).segments == (ROW,)

@@ -1,5 +1,7 @@
-"""torch.compile: whole graphs, and gradients that equal the eager ones. A collective that a compiler inlines away
-gives zero gradients silently, so every parameter is compared."""
+"""torch.compile: full graphs, and gradients that equal the eager ones.
+
+A collective that a compiler inlines away gives zero gradients silently, so every parameter is compared.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import longspan
 from longspan import LongspanError, Memory, exchange
+from tests.choose import confirming
 from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, truth_of
 from tests.pool import RankPool
 from tests.tolerance import excess
@@ -52,28 +55,28 @@ def _compare(
     block = _Block(sp, q_heads, kv_heads, length, chunks)
     x = sp.shard(torch.randn(2, length, 32))
     eager, exact = _gradients(block, x), _gradients(block.double(), x.double())
-    block.float()  # the same weights as before: fp64 holds every number of fp32
+    block.float()  # the same weights as before: fp64 represents every fp32 number
     torch._dynamo.reset()
-    whole = ring == chunks == 1 and not options
-    compiled = _gradients(torch.compile(block, fullgraph=whole, backend=backend), x)  # type: ignore[arg-type]
+    fullgraph = ring == chunks == 1 and not options
+    compiled = _gradients(torch.compile(block, fullgraph=fullgraph, backend=backend), x)  # type: ignore[arg-type]
     for name, grad in eager.items():
         assert grad.abs().max() > 0, name
         assert excess(compiled[f"_orig_mod.{name}" if name != "x" else name], grad, exact[name]) <= 1, name
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads", "length"), [(4, 2, 16), (6, 3, 15), (4, 1, 16)])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "length"), [(6, 3, 15), (4, 1, 16), *confirming([(4, 2, 16)])])
 def test_compiled_gradients_equal_eager(pool2: RankPool, q_heads: int, kv_heads: int, length: int) -> None:
     pool2.run(_compare, q_heads, kv_heads, length, "aot_eager", timeout=180)
 
 
-@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize("ring", [2, *confirming([4])])
 def test_compiled_gradients_of_a_ring_equal_eager(pool4: RankPool, ring: int) -> None:
-    """The ring itself is not compiled: the graph breaks around it, and its gradients are its own."""
+    """The ring itself is not compiled: the graph breaks around it."""
     pool4.run(_compare, 4, 2, 18, "aot_eager", ring, timeout=180)
 
 
 def test_compiled_gradients_of_chunks_equal_eager(pool2: RankPool) -> None:
-    """Nor is what exchanges by chunks: its buffers are filled by collectives inside of one function."""
+    """Chunked all-to-alls are not compiled: collectives fill their buffers within one function."""
     pool2.run(_compare, 8, 4, 15, "aot_eager", 1, 2, timeout=180)
     for options in ({"overlap_chunks": 2}, {"wire_dtype": "int8"}):
         pool2.run(functools.partial(_compare, 8, 4, 15, "aot_eager", **options), timeout=180)
@@ -87,10 +90,10 @@ def test_inductor_gradients_equal_eager(pool2: RankPool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Models.
 
-KEPT = Memory(checkpointing="save_attention", tiled_mlp=3, tiled_norms=True)
+SAVED = Memory(checkpointing="save_attention", tiled_mlp=3, tiled_norms=True)
 # Family, mesh, memory, and the lengths of the batches.
 MODELS: list[tuple[str, dict[str, int], Any, tuple[int, ...]]] = [
-    ("Mistral", {"ring": 2}, KEPT, (21, 26)),
+    ("Mistral", {"ring": 2}, SAVED, (21, 26)),
     ("Gemma3Text", {"tensor": 2}, Memory(recompute_mlp_act=True), (21,)),
 ]
 
@@ -120,7 +123,7 @@ def test_compiled_layers_make_no_logits_and_keep_their_memory_options(pool2: Ran
     pool2.run(_compare_models, truths, timeout=240)
 
 
-def test_what_cannot_be_compiled_is_refused() -> None:
+def test_compile_layers_errors() -> None:
     with pytest.raises(LongspanError, match="is not parallelized"):
         longspan.compile_layers(build("Llama"))
     model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))

@@ -1,4 +1,4 @@
-"""Generation with a cache over the ranks: tokens and logits are those of one process."""
+"""Generation with a sharded KV cache: tokens and logits equal those of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _on_meshes(name: str, meshes: list[tuple[int, bool]], cases: list[tuple[dict
     for ring, fsdp in meshes:
         model, sp = parallelized(name, ring, fsdp)
         for options, inputs, expected in cases:
-            if name == "dynamic":  # transformers' frequencies are those of the longest sequence that it has seen
+            if name == "dynamic":  # transformers uses the frequencies of the longest sequence so far
                 model, sp = parallelized(name, ring, fsdp)
             torch.manual_seed(3 if sp.rank == 0 else 4)
             check_generated(generated(model, inputs, **options), expected)
@@ -45,20 +45,20 @@ def _cases(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
 
 
 def _all_padded() -> dict[str, Any]:
-    """Rows that all have padding: of a prompt of 37 tokens 32 at most are real, and frequencies go by these."""
+    """Rows that all have padding: of 37 tokens at most 32 are real, which decides the frequencies."""
     return {key: rows[1:] for key, rows in prompt(3, padded=True).items()}
 
 
 @pytest.mark.parametrize("name", [*GENERATED, *FAMILY])
 def test_greedy_on_4_ranks(pool4: RankPool, name: str) -> None:
     meshes = [(1, True), (2, False), (4, False)]
-    if name not in ("Llama", "Llama4Text", "DeepseekV3"):  # each of the others on one of them and on the ring of two
+    if name not in ("Llama", "Llama4Text", "DeepseekV3"):  # the others on the ring of two, and on one more mesh
         meshes = [meshes[1], meshes[2 * (GENERATED.index(name) % 2) if name in GENERATED else 0]]
     pool4.run(_on_meshes, name, meshes, _cases(name))
 
 
 def _ways(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
-    """Sampling, beams, an end of sequence that stops some rows early."""
+    """Sampling, beams, and an end-of-sequence token that stops some rows early."""
     ends = int(plain(name, 3, True)[0][0, PROMPT + 2])
     stopped = {"eos_token_id": ends}
     return [
@@ -68,7 +68,7 @@ def _ways(name: str) -> list[tuple[dict[str, Any], Any, Any]]:
 
 
 def _drafted(name: str, repeated: Any, expected: list[Any]) -> None:
-    """Test prompt lookup, a plain assistant and a parallelized one, then the names of other caches."""
+    """Prompt lookup, a plain assistant and a parallelized one, then `cache_implementation`."""
     for ring in (1, 2):
         model, _ = parallelized(name, ring, fsdp=ring == 1)
         ways: list[dict[str, Any]] = [{"prompt_lookup_num_tokens": 3}]
@@ -80,8 +80,8 @@ def _drafted(name: str, repeated: Any, expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text"])
-def test_drafted_tokens_and_other_caches_names(pool4: RankPool, name: str) -> None:
-    """The tokens are those that one process generates one by one, wherever drafted tokens were rejected."""
+def test_drafted_tokens_and_cache_implementations(pool4: RankPool, name: str) -> None:
+    """The tokens equal those of one process without drafts, also after drafted tokens were rejected."""
     repeated = {key: rows.repeat(1, 2)[:, :41] for key, rows in prompt(1, 17).items()}
     plainly = made(name).generate(**repeated, do_sample=False, max_new_tokens=20)
     pool4.run(_drafted, name, repeated, [plainly] * 3)
@@ -105,7 +105,7 @@ def test_ways_of_generating_on_more_meshes(get_pool: Any, ranks: int, meshes: li
         get_pool(ranks).run(_on_meshes, name, meshes, cases)
 
 
-class _Kept(BaseStreamer):
+class _Recorder(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
         self.ended = False
@@ -118,13 +118,13 @@ class _Kept(BaseStreamer):
 
 
 def _turns(expected: list[tuple[Tensor, Tensor]], more: Tensor) -> None:
-    """A cache kept for a second turn, cropped to the middle of the first, and gone on with; on three meshes."""
+    """Reuse a cache in a second turn, crop it to the middle of the first, and continue; on three meshes."""
     for ring in (1, 2, 4):
         model, _ = parallelized("Llama", ring, False)
-        cache, kept = longspan.ShardedCache(model), _Kept()
-        first = generated(model, {**prompt(), "past_key_values": cache}, kept)
+        cache, streamer = longspan.ShardedCache(model), _Recorder()
+        first = generated(model, {**prompt(), "past_key_values": cache}, streamer)
         check_generated(first, expected[0])
-        assert kept.ended and torch.equal(torch.cat([x.view(-1) for x in kept.tokens]), first[0][0])
+        assert streamer.ended and torch.equal(torch.cat([x.view(-1) for x in streamer.tokens]), first[0][0])
         assert cache.get_seq_length() == PROMPT + NEW - 1 and cache.is_croppable
         second = torch.cat([first[0], more], 1)
         check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected[1])
@@ -144,7 +144,7 @@ def test_turns_of_a_conversation(pool4: RankPool) -> None:
 
 
 def _replicas(fsdp: bool, prompts: list[Any], expected: list[Any]) -> str:
-    """Two replicas with prompts of other lengths, of which one ends early."""
+    """Two replicas with prompts of different lengths, of which one ends early."""
     model, sp = parallelized("Llama", 1, fsdp, data=2)
     mine = sp.data_rank
     new = (NEW, 3)[mine]
@@ -156,33 +156,31 @@ def _replicas(fsdp: bool, prompts: list[Any], expected: list[Any]) -> str:
     return str(error.value)
 
 
-def test_replicas_with_prompts_of_their_own(pool4: RankPool) -> None:
+def test_replicas_with_different_prompts(pool4: RankPool) -> None:
     prompts = [prompt(), prompt(n=21, seed=9)]
     model = made("Llama")
     expected = [generated(model, p, max_new_tokens=new) for p, new in zip(prompts, (NEW, 3), strict=True)]
     for fsdp in (True, False):
-        said = set(pool4.run(_replicas, fsdp, prompts, expected))
-        assert said == {
+        assert set(pool4.run(_replicas, fsdp, prompts, expected)) == {
             "the replicas' prompts come in 5 chunks, since one of them has 37 tokens, and 2 tokens (rank 2) are not "
             "cut into so many; give the replicas prompts of about one length, or a larger prefill_chunk_size"
         }
 
 
 def _refusals() -> list[str]:
-    """What every rank is told."""
     model, sp = parallelized("Llama", 2, False)
     other = longspan.ShardedCache(model)
     ids = prompt()["input_ids"]
-    said = []
+    messages = []
 
     def refused(**batch: Any) -> None:
         with torch.no_grad(), pytest.raises(longspan.LongspanError) as error:
             model(**batch)
-        said.append(str(error.value))
+        messages.append(str(error.value))
 
     refused(input_ids=ids, cache=longspan.ShardedCache(model), past_key_values=other)
     with torch.no_grad():
-        model(ids, None, None, other)  # by place
+        model(ids, None, None, other)  # by position
         if sp.rank == 3:
             other.crop(-5)
     refused(input_ids=ids[:, :1], past_key_values=other)
@@ -194,15 +192,15 @@ def _refusals() -> list[str]:
         model(input_ids=ids, past_key_values=cache)
     hook.remove()
     with torch.no_grad():
-        model(input_ids=ids)  # another forward does not make it whole
+        model(input_ids=ids)  # another forward does not repair the cache
     refused(input_ids=ids[:, :1], past_key_values=cache)
     refused(input_ids=ids[:, :0], past_key_values=longspan.ShardedCache(model))
-    return said
+    return messages
 
 
-def test_caches_that_differ_or_broke_off_are_refused(pool4: RankPool) -> None:
+def test_different_or_incomplete_caches_raise(pool4: RankPool) -> None:
     two, lengths, prompts, broken, nothing = zip(*pool4.run(_refusals), strict=True)
-    assert all("is a tuple: a parallelized model keeps its keys and values" in said for said in two)
+    assert all("is a tuple: a parallelized model keeps its keys and values" in text for text in two)
     assert len(set(lengths)) == len(set(prompts)) == 1
     assert "a cache of 37 tokens in 1 rows' on ranks 0, 1, 2" in lengths[0] and "of 32 tokens" in lengths[0]
     assert "ranks 1 were given another one than ranks 0, 2, 3" in prompts[0]
@@ -211,8 +209,7 @@ def test_caches_that_differ_or_broke_off_are_refused(pool4: RankPool) -> None:
 
 
 def _with_adapters(inputs: Any, expected: Any) -> None:
-    model, _ = _adapted(), None
-    model = longspan.parallelize(model, sharding(ring=2), fsdp=False)
+    model = longspan.parallelize(_adapted(), sharding(ring=2), fsdp=False)
     check_generated(generated(model, inputs), expected)
 
 
@@ -231,18 +228,18 @@ def test_adapters(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "kind"), [(2, 2, "zigzag"), (3, 1, "contiguous"), (1, 4, "contiguous")])
-def test_what_a_rank_holds_in_closed_form(ring: int, ulysses: int, kind: str) -> None:
-    """Against placing every token, for prompts of few and many chunks and starts in all parts of them."""
+def test_tokens_per_rank_in_closed_form(ring: int, ulysses: int, kind: str) -> None:
+    """Compare with placing every token, for prompts of few and many chunks and several starts."""
     layout = Layout(ring, ulysses, kind)
-    for chunk in (11, 24, 48, 96):
-        for tokens in (1, 7, 48, 150, 203, 480):
+    for chunk in (11, 48, 96):
+        for tokens in (1, 7, 48, 203, 480):
             for more in (0, 5, 70, 300):
-                places, rest = KVPlacement(ring), tokens
+                placement, rest = KVPlacement(ring), tokens
                 while rest:
-                    places.add(layout, min(chunk, rest))
+                    placement.add(layout, min(chunk, rest))
                     rest -= min(chunk, rest)
                 for _ in range(more):
-                    places.grow(1)
+                    placement.grow(1)
                 for start in (0, 3, tokens // 2, tokens - 1, tokens, tokens + more // 2):
-                    counted = tuple(places.count(rank, start) for rank in range(ring))
+                    counted = tuple(placement.count(rank, start) for rank in range(ring))
                     assert tokens_per_rank(layout, tokens, more, start, chunk) == counted

@@ -1,4 +1,4 @@
-"""What may not be done to a parallelized model is refused, on every rank; what may be done goes on working."""
+"""Misuse of a parallelized model raises on every rank; supported changes keep working."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _lora(model: Any) -> Any:
 
 
 class _Outer(nn.Module):
-    """A module of the user's around the model."""
+    """A user's module around the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Outer(nn.Module):
 
 @contextlib.contextmanager
 def _as_under_torchrun() -> Iterator[None]:
-    """What accelerate looks at to know that there are several ranks; it keeps what it has seen."""
+    """Set the environment from which accelerate learns the number of ranks, and reset its cached state."""
     from accelerate.state import AcceleratorState, PartialState
 
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
@@ -71,65 +71,52 @@ def _trainer(model: Any) -> Any:
         Trainer(model, arguments, train_dataset=rows).train()
 
 
-WRAPPERS: dict[str, Any] = {
-    "ddp": lambda model: DistributedDataParallel(model)(**batch()),
-    "ddp around a module": lambda model: DistributedDataParallel(_Outer(model))(**batch()),
-    "accelerate": _accelerate,
-    "trainer": _trainer,
-    "deepcopy": copy.deepcopy,
-    "deepcopy of a module around it": lambda model: copy.deepcopy(_Outer(model)),
-    "half": lambda model: model.half(),
-    "to": lambda model: model.to(torch.bfloat16),
-    "to in a module around it": lambda model: _Outer(model).to(torch.float64),
-    "peft": lambda model: _lora(model)(**batch()),
-    "fsdp1": lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))(**batch()),
-    "fsdp2": lambda model: fully_shard(model)(**batch()),
-    "fsdp2 of a layer": lambda model: (fully_shard(model.model.layers[1]), model(**batch())),
-    "again": lambda model: longspan.parallelize(model, sharding()),
-    "head": lambda model: (setattr(model, "lm_head", nn.Linear(32, 61)), model(**batch())),
-    "adapter": lambda model: (model.register_parameter("late", nn.Parameter(torch.zeros(1))), model(**batch())),
-}
+DDP = "DistributedDataParallel around a parallelized model would divide its gradients by the number of ranks"
+DEEPCOPY = "copy.deepcopy of a parallelized model would share its process groups and shards; copy the model"
 
-SAID = {
-    "ddp": "DistributedDataParallel around a parallelized model would divide its gradients by the number of ranks",
-    "ddp around a module": "call the model that longspan.parallelize returned",
-    "accelerate": "with accelerate, prepare the loader, optimizer and scheduler, not the model",
-    "trainer": "DistributedDataParallel around a parallelized model would divide its gradients",
-    "deepcopy": "copy.deepcopy of a parallelized model would share its process groups and shards; copy the model",
-    "deepcopy of a module around it": "copy.deepcopy of a parallelized model",
-    "half": "a parallelized model keeps its dtype: torch.float32 would become torch.float16",
-    "to": "torch.float32 would become torch.bfloat16, and its optimizer",
-    "to in a module around it": "torch.float32 would become torch.float64",
-    "peft": "q_proj.lora_A.default.weight was added after parallelize (8 are)",
-    "fsdp1": "after parallelize",
-    "fsdp2": "use longspan.parallelize(..., fsdp=True), which shards it",
-    "fsdp2 of a layer": "was sharded (fully_shard) after longspan.parallelize(fsdp=False)",
-    "again": "is parallelized already",
-    "head": "parameter lm_head.bias was added after parallelize",
-    "adapter": "parameter late was added after parallelize",
-}
+MISUSE: dict[str, tuple[Any, str]] = {
+    "ddp": (lambda model: DistributedDataParallel(model)(**batch()), DDP),
+    "ddp around a module": (lambda model: DistributedDataParallel(_Outer(model))(**batch()), DDP),
+    "accelerate": (_accelerate, "with accelerate, prepare the loader, optimizer and scheduler, not the model"),
+    "trainer": (_trainer, DDP),
+    "deepcopy": (copy.deepcopy, DEEPCOPY),
+    "deepcopy of a module around it": (lambda model: copy.deepcopy(_Outer(model)), DEEPCOPY),
+    "half": (lambda model: model.half(), "its dtype: torch.float32 would become torch.float16, and its optimizer"),
+    "to in a module around it": (lambda model: _Outer(model).to(torch.float64), "would become torch.float64"),
+    "peft": (lambda model: _lora(model)(**batch()), "q_proj.lora_A.default.weight was added after parallelize (8 are)"),
+    "fsdp1": (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))(**batch()),
+              "after parallelize"),
+    "fsdp2": (lambda model: fully_shard(model)(**batch()), "use longspan.parallelize(..., fsdp=True), which shards it"),
+    "fsdp2 of a layer": (lambda model: (fully_shard(model.model.layers[1]), model(**batch())),
+                         "was sharded (fully_shard) after longspan.parallelize(fsdp=False)"),
+    "again": (lambda model: longspan.parallelize(model, sharding()), "is parallelized already"),
+    "head": (lambda model: (setattr(model, "lm_head", nn.Linear(32, 61)), model(**batch())),
+             "parameter lm_head.bias was added after parallelize"),
+    "adapter": (lambda model: (model.register_parameter("late", nn.Parameter(torch.zeros(1))), model(**batch())),
+                "parameter late was added after parallelize"),
+}  # fmt: skip
 
 
-def _wrapped(names: list[str], fsdp: bool) -> list[str]:
-    said = []
+def _misused(names: list[str], fsdp: bool) -> list[str]:
+    messages = []
     for name in names:
         model = longspan.parallelize(build("Llama"), sharding(data=2), fsdp=fsdp)
         try:
-            WRAPPERS[name](model)
-            said.append(f"{name} was accepted")
+            MISUSE[name][0](model)
+            messages.append(f"{name} was accepted")
         except LongspanError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-@pytest.mark.parametrize("fsdp", [True, False])
-def test_wrappers_are_refused(pool2: RankPool, fsdp: bool) -> None:
-    # A second FSDP, and DistributedDataParallel around shards, torch refuses by itself.
-    names = [name for name in WRAPPERS if not (fsdp and name.startswith(("fsdp", "ddp around")))]
-    first, second = pool2.run(_wrapped, names, fsdp, timeout=120)
-    assert first == second
-    for name, message in zip(names, first, strict=True):
-        assert SAID[name] in message, (name, message)
+def test_misuse_raises(pool2: RankPool) -> None:
+    for fsdp in (True, False):
+        # torch itself refuses a second FSDP, and DistributedDataParallel around shards.
+        names = [name for name in MISUSE if not (fsdp and name.startswith(("fsdp", "ddp around")))]
+        first, second = pool2.run(_misused, names, fsdp, timeout=120)
+        assert first == second
+        for name, message in zip(names, first, strict=True):
+            assert MISUSE[name][1] in message, (name, message)
 
 
 def _autocast() -> str:
@@ -141,13 +128,13 @@ def _autocast() -> str:
     return str(error.value)
 
 
-def test_autocast_around_fsdps_own_policy(pool2: RankPool) -> None:
+def test_autocast_around_an_fsdp_policy_raises(pool2: RankPool) -> None:
     for message in pool2.run(_autocast):
         assert "autocast to torch.bfloat16 around a model whose FSDP computes in torch.bfloat16 (mp_policy)" in message
 
 
 def _early_optimizer(on: list[int], keep: str) -> str:
-    """Ranks in `on` make an optimizer first; `keep` says what of it is alive when the model is trained."""
+    """Make an optimizer on ranks `on` before parallelize; `keep` names what is alive when the model is trained."""
     model = build("Llama")
     early = torch.optim.AdamW(model.parameters()) if dist.get_rank() in on else None
     held = list(model.parameters()) if keep == "list" else None
@@ -166,20 +153,8 @@ def _early_optimizer(on: list[int], keep: str) -> str:
     return ""
 
 
-def test_an_optimizer_made_before_is_found(pool2: RankPool) -> None:
-    text = (
-        "an optimizer (AdamW) was made before longspan.parallelize: it holds 21 parameters, model.embed_tokens.weight"
-    )
-    for message in pool2.run(_early_optimizer, [0, 1], "optimizer"):
-        assert text in message and "after longspan.parallelize" in message
-    for message in pool2.run(_early_optimizer, [1], "optimizer"):
-        assert message.startswith("rank 1 refused its batch: an optimizer (AdamW) was made before")
-    assert pool2.run(_early_optimizer, [0, 1], "nothing") == ["", ""]
-    assert pool2.run(_early_optimizer, [0, 1], "list") == ["", ""]
-
-
-def _early_but_replicated() -> None:
-    """Without FSDP the parameters stay the same objects, so an optimizer made before trains them."""
+def _early_optimizer_without_fsdp() -> None:
+    """The parameters stay the same objects, so the optimizer trains them."""
     model = build("Llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = longspan.parallelize(model, sharding(), fsdp=False)
@@ -189,12 +164,21 @@ def _early_but_replicated() -> None:
     assert not torch.equal(model.lm_head.weight, before)
 
 
-def test_without_fsdp_it_may_be_made_before(pool2: RankPool) -> None:
-    pool2.run(_early_but_replicated)
+def test_an_optimizer_made_before_parallelize_raises(pool2: RankPool) -> None:
+    text = (
+        "an optimizer (AdamW) was made before longspan.parallelize: it holds 21 parameters, model.embed_tokens.weight"
+    )
+    for message in pool2.run(_early_optimizer, [0, 1], "optimizer"):
+        assert text in message and "after longspan.parallelize" in message
+    for message in pool2.run(_early_optimizer, [1], "optimizer"):
+        assert message.startswith("rank 1 refused its batch: an optimizer (AdamW) was made before")
+    assert pool2.run(_early_optimizer, [0, 1], "nothing") == ["", ""]
+    assert pool2.run(_early_optimizer, [0, 1], "list") == ["", ""]
+    pool2.run(_early_optimizer_without_fsdp)
 
 
-def _still_works(fsdp: bool) -> None:
-    """Compiled, checkpointed, adapted before, moved, and with accelerate around everything else."""
+def _supported_changes(fsdp: bool) -> None:
+    """Compiled, checkpointed, moved, and with an optimizer, loader and scheduler prepared by accelerate."""
     from accelerate import Accelerator
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
@@ -230,8 +214,8 @@ def _still_works(fsdp: bool) -> None:
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
-def test_what_may_be_done_goes_on_working(pool2: RankPool, fsdp: bool) -> None:
-    pool2.run(_still_works, fsdp, timeout=180)
+def test_supported_changes_keep_working(pool2: RankPool, fsdp: bool) -> None:
+    pool2.run(_supported_changes, fsdp, timeout=180)
 
 
 def _at_rest(fsdp: bool, when: str) -> str:
@@ -255,7 +239,7 @@ def _at_rest(fsdp: bool, when: str) -> str:
         flip("before the step", step)
         optimizer.step()
         optimizer.zero_grad()
-        if when == "nothing" and step == 1:  # what is written to weights is no damage
+        if when == "nothing" and step == 1:  # a write to weights is no damage
             with torch.no_grad():
                 parameter.mul_(0.5)
             model.load_state_dict(model.state_dict())
@@ -264,7 +248,7 @@ def _at_rest(fsdp: bool, when: str) -> str:
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
-def test_memory_that_changes_between_steps(pool4: RankPool, fsdp: bool) -> None:
+def test_weights_damaged_between_steps_raise(pool4: RankPool, fsdp: bool) -> None:
     for when, step in (("before the forward", 2), ("before the step", 3)):
         messages = set(pool4.run(_at_rest, fsdp, when))
         assert len(messages) == 1, messages

@@ -1,4 +1,4 @@
-"""What bounds length: the loss and log-probabilities without logits, against one process in fp64."""
+"""The loss and log-probabilities without logits, compared with one process in fp64."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from longspan.core.errors import LongspanError
 from longspan.losses.cross_entropy import IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits, Head
 from longspan.losses.logprobs import logprobs_of
+from tests.choose import pairwise
 from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
 from tests.pool import RankPool
 from tests.tolerance import excess
@@ -27,7 +28,7 @@ T, D, V = 50, 12, 37
 
 
 class _Lora(nn.Module):
-    """As PEFT wraps a head: a frozen product, and two small ones that are trained."""
+    """A head as PEFT wraps it: a frozen matmul, and two small trained ones."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -37,17 +38,13 @@ class _Lora(nn.Module):
         return self.base(x) + 2 * self.b(self.a(x))
 
 
-def _frozen(base: nn.Linear) -> nn.Linear:
-    return base.requires_grad_(False)
-
-
 ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 HEADS: dict[str, Any] = {
     "plain": lambda base: base,
     "bias": lambda base: nn.Linear(D, V),
     "lora": _Lora,
-    "frozen": _frozen,
+    "frozen": lambda base: base.requires_grad_(False),
 }
 STEPS: dict[str, Any] = {
     "none": lambda x: x,
@@ -66,30 +63,31 @@ def _case(head: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
     return module, hidden, labels
 
 
-def _whole(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+def _plain_loss(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
     x, y = logits.flatten(0, 1), labels.flatten()
     loss = F.cross_entropy(x, y, reduction="sum", label_smoothing=terms.label_smoothing)
     return loss + terms.z_loss * (x.logsumexp(-1).square() * (y != IGNORE)).sum()
 
 
-@pytest.mark.parametrize("deferred", [True, False])
-@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.1, 1e-2)], ids=["plain", "terms"])
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("head", HEADS)
-def test_the_loss_and_all_its_gradients(
+@pytest.mark.parametrize(
+    ("head", "steps", "terms", "deferred"), pairwise(HEADS, STEPS, [LossTerms(), LossTerms(0.1, 1e-2)], [True, False])
+)
+def test_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch, head: str, steps: str, terms: LossTerms, deferred: bool
 ) -> None:
-    monkeypatch.setattr(
-        "longspan.losses.cross_entropy.head_tile", lambda *_: 7
-    )  # so that tiles end in the middle of things
+    monkeypatch.setattr("longspan.losses.cross_entropy.head_tile", lambda *_: 7)  # tiles that do not end with rows
     found = []
-    for compute, dtype in ((loss_sum, torch.float32), (_whole, torch.float32), (_whole, torch.float64)):
+    for compute, dtype in (
+        (loss_sum, torch.float32),
+        (_plain_loss, torch.float32),
+        (_plain_loss, torch.float64),
+    ):
         module, hidden, labels = _case(head, dtype)
         trained = [hidden, *(p for p in module.parameters() if p.requires_grad)]
         if deferred and compute is loss_sum:
             Head(module).defer_next = True
         logits = STEPS[steps](module(hidden))
-        if isinstance(logits, Tensor) and compute is loss_sum:  # as users reach it
+        if isinstance(logits, Tensor) and compute is loss_sum:  # through the public function
             options = {"label_smoothing": terms.label_smoothing, "z_loss": terms.z_loss}
             loss = longspan.causal_lm_loss(logits, labels, ONE_DEVICE, 1, **options)
         else:
@@ -99,8 +97,8 @@ def test_the_loss_and_all_its_gradients(
         assert excess(mine, single, exact) <= 1
 
 
-def test_low_precision_heads_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    # bf16 has 8 bits: a gradient of 50 tokens that were added up one after the other would lose most of them.
+def test_low_precision_heads_accumulate_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # bf16 has 8 bits: a gradient accumulated over 50 tokens one by one would lose most of them.
     grads = []
     for rows in (1, T):
         monkeypatch.setattr("longspan.losses.cross_entropy.head_tile", lambda *_, rows=rows: rows)
@@ -115,7 +113,7 @@ def test_low_precision_heads_add_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("head", ["plain", "bias"])
-def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> None:
+def test_torchs_linear_cross_entropy(head: str, smoothing: float) -> None:
     found = []
     for name, dtype in (("torch", torch.float32), ("tiled", torch.float32), ("tiled", torch.float64)):
         module, hidden, labels = _case(head, dtype)
@@ -128,7 +126,7 @@ def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "head", "dtype", "terms", "said"),
+    ("name", "head", "dtype", "terms", "text"),
     [
         ("torch", "plain", torch.float32, LossTerms(z_loss=0.1), "no z-loss"),
         ("torch", "plain", torch.bfloat16, LossTerms(), "sums the loss in torch.bfloat16, which has 8 bits"),
@@ -136,18 +134,18 @@ def test_torchs_own_loss_behind_the_same_seam(head: str, smoothing: float) -> No
         ("liger", "plain", torch.float32, LossTerms(), "not installed; pip install|need a GPU"),
     ],
 )
-def test_what_others_losses_cannot_do(name: str, head: str, dtype: torch.dtype, terms: LossTerms, said: str) -> None:
+def test_unsupported_head_losses_raise(name: str, head: str, dtype: torch.dtype, terms: LossTerms, text: str) -> None:
     if name == "torch" and not hasattr(F, "linear_cross_entropy"):
-        said = "which came with 2.13"
+        text = "which came with 2.13"
     module, hidden, labels = _case(head, dtype)
     deferring = Head(module)
     deferring.defer_next, deferring.loss = True, name
-    with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({said}).*; use head_loss='tiled'"):
+    with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({text}).*; use head_loss='tiled'"):
         loss_sum(module(hidden), labels, terms)
 
 
 class _Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operator makes."""
+    """Records the most elements of any tensor that an operator returns."""
 
     most = 0
 
@@ -182,7 +180,7 @@ def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "text"),
     [
         (lambda x: torch.softmax(x, -1), "calls softmax on logits"),
         (lambda x: x.argmax(-1), r"reads logits\.argmax"),
@@ -191,19 +189,19 @@ def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
         (lambda x: torch.tanh(input=x), "calls tanh on logits"),
     ],
 )
-def test_who_needs_logits_is_told_how_to_get_them(use: Any, said: str) -> None:
+def test_reading_deferred_logits_raises_with_the_fix(use: Any, text: str) -> None:
     module, hidden, _ = _case("plain", torch.float32)
     Head(module).defer_next = True
     logits = module(hidden)
     assert isinstance(logits, DeferredLogits) and logits.shape == (2, T // 2, V)
-    with pytest.raises(LongspanError, match=said + r".*longspan\.parallelize\(\.\.\., logits=True\)"):
+    with pytest.raises(LongspanError, match=text + r".*longspan\.parallelize\(\.\.\., logits=True\)"):
         logprobs_of(use(logits), torch.zeros(2, T // 2, dtype=torch.int64))
-    assert isinstance(module(hidden), Tensor)  # one call alone is deferred
+    assert isinstance(module(hidden), Tensor)  # only one call is deferred
 
 
 @pytest.mark.parametrize("kind", ["tiled", *(["torch"] if hasattr(F, "linear_cross_entropy") else [])])
 def test_a_second_backward(kind: str) -> None:
-    """A retained graph gives the same gradients again; without it, or with other kernels, an error is raised."""
+    """A retained graph gives the same gradients again; without it, or with other kernels, it raises."""
     module, hidden, labels = _case("plain", torch.float32)
     head = Head(module)
     head.defer_next, head.loss = True, kind
@@ -218,7 +216,7 @@ def test_a_second_backward(kind: str) -> None:
         loss.backward()
 
 
-def test_an_output_says_where_its_logits_are() -> None:
+def test_an_output_without_logits_explains_why() -> None:
     model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh())).train()
     out = model(**batch())
     assert list(out) == ["loss"]
@@ -234,8 +232,8 @@ def test_an_output_says_where_its_logits_are() -> None:
 
 
 @pytest.mark.parametrize("what", ["loss", "logprobs"])
-def test_under_autocast_a_tile_is_computed_as_the_head_is(what: str) -> None:
-    # The backward runs where autocast is off; what it computes again must be what the forward computed.
+def test_autocast_applies_to_tiles(what: str) -> None:
+    # The backward runs without autocast; it must recompute the same values as the forward.
     grads = []
     for deferred in (True, False):
         module, hidden, labels = _case("plain", torch.float32)
@@ -285,7 +283,7 @@ def _a_step_without_warnings() -> None:
         model(**batch()).loss.backward()
 
 
-def test_fsdp_is_not_told_that_there_are_no_logits(pool2: RankPool) -> None:
+def test_a_training_step_does_not_warn(pool2: RankPool) -> None:
     pool2.run(_a_step_without_warnings)
 
 
@@ -309,14 +307,14 @@ def _logprobs(truth: Any, data: int, ring: int, fsdp: bool, gather: bool) -> Non
 
 @pytest.mark.parametrize(
     ("data", "ring", "fsdp", "gather"),
-    [(1, 1, True, False), (1, 2, True, True), (2, 2, True, False), (2, 1, False, True)],
+    [(1, 2, True, True), (2, 2, True, False), (2, 1, False, True)],
 )
 def test_token_logprobs(pool4: RankPool, data: int, ring: int, fsdp: bool, gather: bool) -> None:
     truth = truth_by(build("Llama"), lambda model: _reference(model, 0.7))
     pool4.run(_logprobs, truth, data, ring, fsdp, gather)
 
 
-def test_token_logprobs_refuses() -> None:
+def test_token_logprobs_errors() -> None:
     with pytest.raises(LongspanError, match="is not parallelized"):
         longspan.token_logprobs(build("Llama"), batch())
     model = longspan.parallelize(build("Llama"), longspan.SequenceSharding(longspan.init_mesh()))

@@ -19,8 +19,8 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.memory_auto import config_shape, hardware_of
-from longspan.hf.shapes import shape_from_modules
+from longspan.hf.memory_auto import hardware_of
+from longspan.hf.shapes import config_shape, shape_from_modules
 from longspan.memory.normed_linear import NormedLinear
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.tiles import Tiled
@@ -399,7 +399,7 @@ def test_what_a_model_cannot_do() -> None:
 def test_auto_takes_what_fits_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     held = 40e6
     monkeypatch.setattr(
-        "longspan.hf.memory_options.hardware_of", lambda device, held_=None: _with(hardware_of(device), held)
+        "longspan.hf.memory_auto.hardware_of", lambda device, held_=None: _with(hardware_of(device), held)
     )
     model = longspan.parallelize(build("Llama", max_position_embeddings=1 << 17), ONE_DEVICE, memory="auto").train()
     assert "attention: chosen at the first forward" in longspan.explain(model)
@@ -435,7 +435,7 @@ def test_auto_reads_a_family_that_the_planner_does_not_know(family: str, monkeyp
     jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
     needed = [cost(shape, job, Mesh(), cpu).memory_total_bytes for job in jobs]  # room for one of them alone
     room = _with(cpu, sum(needed) / 2)
-    monkeypatch.setattr("longspan.hf.memory_options.hardware_of", lambda device, _=None: room)
+    monkeypatch.setattr("longspan.hf.memory_auto.hardware_of", lambda device, _=None: room)
     truth = gradients_of(copy.deepcopy(plain), long)
     model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
     model(**long).loss.backward()
@@ -456,10 +456,10 @@ def test_modules_give_the_shape_that_the_planner_reads_from_a_config(family: str
 
 
 def test_auto_leaves_out_what_does_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    def least(*_: Any, fixed: dict[str, Any], **__: Any) -> tuple[Memory, str]:
+    def least(auto: Any, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
         return Memory(**{"checkpointing": "full", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a planner of ours"
 
-    monkeypatch.setattr("longspan.hf.memory_options.memory_options_for", least)
+    monkeypatch.setattr("longspan.hf.memory_auto.AutoMemory.choose", least)
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
@@ -479,7 +479,7 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_auto_reserves_room_in_the_forward_that_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(checkpointing="full", offload="disk")
-    monkeypatch.setattr("longspan.hf.memory_options.memory_options_for", lambda *_, **__: (memory, "a planner of ours"))
+    monkeypatch.setattr("longspan.hf.memory_auto.AutoMemory.choose", lambda *_: (memory, "a planner of ours"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
     reserved: list[int] = []
     plain = DiskStore.reserve

@@ -308,14 +308,14 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf.forward import loss_stages
 
-    def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> torch.Tensor:
         total = F.cross_entropy(
             logits.compute(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
         mine = total / (labels != -100).sum().clamp_min(1) / sp.world_size
         every = mine.detach().clone()
         dist.all_reduce(every, group=sp.world_group)
-        return mine + (every - mine).detach(), torch.zeros(())
+        return mine + (every - mine).detach()
 
     patch.setattr(loss_stages, "mean_loss", loss)
 
@@ -339,12 +339,7 @@ def _report_another_loss(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf.forward import loss_stages
 
     original = loss_stages.mean_loss
-
-    def loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, carried = original(*args)
-        return mean * (1 + 1e-7 * _rank()), carried
-
-    patch.setattr(loss_stages, "mean_loss", loss)
+    patch.setattr(loss_stages, "mean_loss", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:

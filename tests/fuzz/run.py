@@ -22,7 +22,7 @@ from torch import Tensor
 import longspan
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
-from longspan.hf.support import Place, check_model, is_masked_lm
+from longspan.hf.support import check_model, is_masked_lm
 from tests import fitting
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
@@ -90,9 +90,9 @@ def _refusal(family: str) -> Outcome | None:
             model = build(family, {}, 0)
         except Exception as error:  # no small model: the default one, without weights, may be refused as well
             with torch.device("meta"), contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
-                check_model(default_model(family), Place(torch.device("cpu")), "auto")
+                check_model(default_model(family), torch.device("cpu"), 1, "auto")
             raise error
-        check_model(model, Place(torch.device("cpu")), "auto")
+        check_model(model, torch.device("cpu"), 1, "auto")
     except LongspanError as error:
         return Outcome("refused", str(error))
     return None

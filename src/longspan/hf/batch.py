@@ -10,36 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
 from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.digests import Digester
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
 from longspan.core.validation import check_flag, checked_call
+from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of
 from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-    from longspan.core.layout import Layout
-
-
-@dataclass(frozen=True, eq=False)
-class VisibleKeys:
-    """A `mask_mod` that hides the zeros of an attention mask, bool [B, n], from every query."""
-
-    mask: Tensor
-
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        """Return whether the mask is 1 at the key, which may lie in padding beyond the end."""
-        return self.mask.to(kv.device)[b, kv.clamp(max=self.mask.shape[1] - 1)]
+    from longspan.core.layout import Layout, Span
 
 
 @dataclass(frozen=True)
@@ -47,14 +36,14 @@ class SequenceInfo:
     """Facts about the whole batch that each rank needs.
 
     Attributes:
-        length: tokens of the sequence, without the padding that `shard` adds.
+        length: tokens of the sequence, without the padding that `longspan.comm.shard` adds.
         segments: documents and padding; None if every token of a row may see its whole row.
         max_position: the largest position id of the whole batch.
         layout: which rank holds which tokens, under this batch's mask.
         starts: for each run of `segments` the position id of its first token, if position ids restart; None: all 0.
         shifted: whether labels are shifted, as a causal LM's are.
         digest: `digest` of the whole batch, to detect ranks with different batches; None if it is on a GPU.
-        device_digest: `device_digest` of a batch on a GPU that was sharded by `shard_batch`, int64 [] there.
+        device_digest: `device_digest` of a batch that `shard_batch` sharded on a GPU, int64 [] on that GPU.
         counted: whether `position_ids` were not given and count along the row.
         visible: which keys are real, if an attention mask has zeros between the ones of a row.
         fillers: for each key of the batch, the values of one real token per row, `[B, ...]`, which replace padding in a
@@ -87,9 +76,9 @@ def digest(batch: Mapping[str, Any]) -> int:
     crc = 0
     for key, value in sorted(batch.items()):
         if isinstance(value, Tensor):
-            whole = value.detach().cpu().contiguous()
-            crc = zlib.crc32(f"{key} {tuple(whole.shape)} {whole.dtype}".encode(), crc)
-            crc = zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data, crc)
+            x = value.detach().cpu().contiguous()
+            crc = zlib.crc32(f"{key} {tuple(x.shape)} {x.dtype}".encode(), crc)
+            crc = zlib.crc32(x.view(-1).view(torch.uint8).numpy().data, crc)
         elif isinstance(value, bool | int | float | str):
             crc = zlib.crc32(f"{key} {value!r}".encode(), crc)
     return crc
@@ -102,14 +91,9 @@ def device_digest(batch: Mapping[str, Any]) -> Tensor:
     return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
 
 
-# Keys with a value per token.
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
-_CUT = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask"}
-
-# Keys that mark documents. They become `SequenceInfo.segments` and are removed.
-_IDS = ("document_ids", "seq_idx")
-_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")
-_LONGEST = ("max_length_q", "max_length_k")
+_PER_TOKEN = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask", *ID_KEYS}
+_PER_BATCH = {*BORDER_KEYS, *LONGEST_KEYS}
 
 
 def check_batch(name: str, batch: Any) -> None:
@@ -164,8 +148,8 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
         return dict(batch)
     out = cut_batch(batch, sp, shift=shift)
     on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
-    made = {"digest": digest(batch)} if on_cpu else {"device_digest": device_digest(batch)}
-    out["longspan"] = dataclasses.replace(out["longspan"], **made)
+    digests = {"digest": digest(batch)} if on_cpu else {"device_digest": device_digest(batch)}
+    out["longspan"] = dataclasses.replace(out["longspan"], **digests)
     return out
 
 
@@ -181,9 +165,9 @@ def cut_batch(
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
-    rows, starts, visible = _rows_of(batch, positions, batch_size, n)
-    own = {*_CUT, *_IDS, *_BORDERS, *_LONGEST, "cache_position"}
-    out = {key: value for key, value in batch.items() if key not in own}
+    rows, starts, visible = segments_of(batch, positions, batch_size, n)
+    replaced = {*_PER_TOKEN, *_PER_BATCH, "cache_position"}
+    out = {key: value for key, value in batch.items() if key not in replaced}
     for key in _INPUTS:
         if batch.get(key) is not None:
             out[key] = _part(batch[key], sp)
@@ -200,7 +184,7 @@ def cut_batch(
     else:
         out["position_ids"] = _part(positions, sp)
         max_position = int(positions.max())
-    padded = _has_padding(rows, n) or sp.layout.local_length(n) * sp.size > n
+    padded = sp.layout.local_length(n) * sp.size > n or any(_tokens_in(row) < n for row in rows or ())
     fillers = _fillers(batch, rows, batch_size, n) if padded else {}
     out["longspan"] = SequenceInfo(
         n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers
@@ -208,8 +192,8 @@ def cut_batch(
     return out
 
 
-def _has_padding(rows: Segments | None, n: int) -> bool:
-    return rows is not None and any(sum(stop - start for start, stop in row) < n for row in rows)
+def _tokens_in(row: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in row)
 
 
 def _fillers(batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int) -> dict[str, Tensor]:
@@ -230,8 +214,8 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
     """Replace my padding by a real token of its row, in every input, and mark it in `cut["longspan"]`.
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
-    has an infinite derivative where an embedding is 0 (as that of a padding token often is). Padding that predicts a
-    token (the last one before a row begins) is computed as in one process.
+    has an infinite derivative where an embedding is 0 (often that of the padding token). Padding that predicts a token
+    (the last one before a row begins) is computed as in one process.
 
     Args:
         cut: my part of a batch; changed in place.
@@ -286,39 +270,34 @@ def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int, torch.device]:
 
 
 def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
+    check_cache_position(batch.get("cache_position"), 0, n)
+    ignored = {"input_ids", "inputs_embeds", "logits_to_keep", "cache_position", *_PER_BATCH}
     for key, value in batch.items():
-        if value is None or key in ("input_ids", "inputs_embeds", "logits_to_keep", *_BORDERS, *_LONGEST):
-            continue
-        if key == "cache_position":
-            check_cache_position(value, 0, n)
+        if value is None or key in ignored:
             continue
         if not isinstance(value, Tensor):
-            if key in _CUT or key in _IDS:
+            if key in _PER_TOKEN:
                 raise LongspanError(f"`{key}` must be a tensor, got {type(value).__name__}")
             continue
         shape = tuple(value.shape)
-        if key == "position_ids":
-            if shape not in ((batch_size, n), (1, n), (n,)):
-                raise LongspanError(
-                    f"`position_ids` has the shape {shape}, the batch has {batch_size} rows of {n} tokens"
-                )
-        elif key in _CUT or key in _IDS:
-            if (shape[:2] if key == "per_layer_inputs" else shape) != (batch_size, n):
+        if key in _PER_TOKEN:
+            fits = (shape[:2] if key == "per_layer_inputs" else shape) == (batch_size, n)
+            if not fits and not (key == "position_ids" and shape in ((1, n), (n,))):
                 hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
-                if key == "labels" and value.shape[:1] == (batch_size,) and value.dim() < 3:
-                    hint = "; labels of rows are not cut, give them to the model beside the cut batch"
+                if key == "labels" and shape[:1] == (batch_size,) and value.dim() < 3:
+                    hint = "; labels of rows are not cut: pass them to the model together with the cut batch"
                 raise LongspanError(
                     f"`{key}` has the shape {shape}, the batch has {batch_size} rows of {n} tokens{hint}"
                 )
-        elif value.dim() >= 1 and n in shape and n > 1:
+        elif n in shape and n > 1:
             raise LongspanError(
                 f"`{key}` of shape {shape} seems to have one entry per token, and longspan does not know how to cut "
-                f"it; it cuts {', '.join(sorted({*_CUT, *_IDS}))}"
+                f"it; it cuts {', '.join(sorted(_PER_TOKEN))}"
             )
 
 
 def check_cache_position(value: Any, past: int, new: int) -> None:
-    """Refuse a `cache_position` that does not count the tokens from `past` on; transformers has no other use for it.
+    """Raise for a `cache_position` other than the positions of the new tokens; transformers needs no other.
 
     Raises:
         LongspanError: with what is accepted.
@@ -375,110 +354,3 @@ def _refuse_labels_on_padding(labels: Tensor, rows: Segments, n: int, shift: boo
                     f"`labels` of row {b} ask for a loss on {wrong} tokens of {where} (tokens {start} to {stop - 1}); "
                     f"set the labels there{also} to {IGNORE}"
                 )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents.
-
-
-def _rows_of(
-    batch: Mapping[str, Any], positions: Tensor | None, batch_size: int, n: int
-) -> tuple[Segments | None, tuple[tuple[int, ...], ...] | None, VisibleKeys | None]:
-    """Return `segments`, `starts` and `visible` of the `SequenceInfo`, from all keys that mark documents or padding."""
-    mask = batch.get("attention_mask")
-    documents = _documents_of(batch, n)
-    if documents is None:
-        if mask is not None:
-            rows, holes = padding_segments(mask)
-            return rows, None, VisibleKeys(mask.bool()) if holes else None
-        if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
-            return None, None, None
-        documents = _restarts(positions).cumsum(-1).expand(batch_size, -1)
-    elif mask is not None:
-        documents = _without_padding(documents, mask)
-    rows = document_segments(documents)
-    if rows is None or positions is None:
-        return rows, None, None
-    positions = positions.expand(batch_size, -1)
-    restarts = _restarts(positions)
-    _refuse_restarts_in_documents(restarts, documents)
-    if mask is not None or not bool(restarts.any()):
-        return rows, None, None
-    at = [torch.tensor([start for start, _ in row], dtype=torch.int64, device=positions.device) for row in rows]
-    starts = tuple(tuple(positions[b, i].tolist()) for b, i in enumerate(at))
-    return rows, starts if any(any(row) for row in starts) else None, None
-
-
-def _restarts(positions: Tensor) -> Tensor:
-    """Return where a position id is not that of the previous token plus 1, bool [B, n]."""
-    restarts = torch.zeros_like(positions, dtype=torch.bool)
-    restarts[:, 1:] = positions.diff(dim=-1) != 1
-    return restarts
-
-
-def _documents_of(batch: Mapping[str, Any], n: int) -> Tensor | None:
-    """Return the documents that the batch marks, as ids [B, n], below 0 for padding; None if it marks none."""
-    found: dict[str, Tensor] = {key: batch[key].to(torch.int64) for key in _IDS if batch.get(key) is not None}
-    found |= {key: _ids_between(key, batch, n) for key in _BORDERS if batch.get(key) is not None}
-    if not found:
-        for key in _LONGEST:
-            if batch.get(key) is not None:
-                raise LongspanError(f"`{key}` is the length of the longest document; give cu_seq_lens_q with it")
-        return None
-    (first, ids), *others = found.items()
-    rows = document_segments(ids, first)
-    for key, also in others:
-        if (rows_of_key := document_segments(also, key)) != rows:
-            raise LongspanError(
-                f"`{first}` and `{key}` mark different documents: {_format_documents(rows, n)}, and "
-                f"{_format_documents(rows_of_key, n)}; give one of them"
-            )
-    return ids
-
-
-def _format_documents(rows: Segments | None, n: int) -> str:
-    """Return the lengths of the first row's documents as text."""
-    row = ((0, n),) if rows is None else rows[0]
-    sizes = [str(stop - start) for start, stop in row[:6]]
-    return f"{len(row)} of {', '.join(sizes)}{', ...' if len(row) > 6 else ''} tokens in row 0"
-
-
-def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
-    """Return document ids from FlashAttention's cumulative lengths."""
-    borders, tokens = batch[key], batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    if tokens.shape[0] != 1:
-        raise LongspanError(
-            f"`{key}` marks the documents of one row, the batch has {tokens.shape[0]}; give document_ids [B, n]"
-        )
-    if not isinstance(borders, Tensor) or borders.dim() != 1 or borders.is_floating_point():
-        got = f"the shape {tuple(borders.shape)}, {borders.dtype}" if isinstance(borders, Tensor) else repr(borders)
-        raise LongspanError(f"`{key}` must be a tensor of integers [documents + 1], got {got}")
-    sizes = [stop - start for start, stop in cu_seqlens_segments(borders, n, key)[0]]
-    longest = batch.get(f"max_length_{key[-1]}")
-    if longest is not None and int(longest) < max(sizes):
-        raise LongspanError(
-            f"`max_length_{key[-1]}` is {int(longest)}, the longest document of `{key}` has {max(sizes)} tokens"
-        )
-    lengths = torch.tensor(sizes, device=tokens.device)
-    return torch.arange(len(sizes), device=tokens.device).repeat_interleave(lengths)[None]
-
-
-def _without_padding(documents: Tensor, mask: Tensor) -> Tensor:
-    """Return `documents` with the mask's padding marked; padding may be between documents, not inside."""
-    ids = documents.masked_fill(mask == 0, -1)
-    try:
-        document_segments(ids)
-    except LongspanError as error:  # the documents alone are valid, so the mask splits one
-        raise LongspanError("`attention_mask` has zeros inside a document; only padding is supported") from error
-    return ids
-
-
-def _refuse_restarts_in_documents(restarts: Tensor, documents: Tensor) -> None:
-    inside = restarts.clone()
-    inside[:, 1:] &= (documents.diff(dim=-1) == 0) & (documents[:, 1:] >= 0)
-    if bool(inside.any()):
-        b, i = inside.nonzero()[0].tolist()
-        raise LongspanError(
-            f"`position_ids` restart at token {i} of row {b}, in the middle of a document; give position ids that "
-            f"restart where documents begin, or none"
-        )

@@ -1,4 +1,4 @@
-"""What was chosen for a parallelized model, and why, in words."""
+"""`longspan.explain`: what was chosen for a parallelized model, and why."""
 
 from __future__ import annotations
 
@@ -14,25 +14,21 @@ if TYPE_CHECKING:
 
 @checked_call()
 def explain(model: nn.Module) -> str:
-    """What `parallelize` has chosen for a model: mesh, layout, memory options and why, and in its last forward
-    the attention kernel of each kind of layer.
-
-    Args:
-        model: parallelized.
+    """Return what `parallelize` chose for a model: mesh, layout, memory options and why, and in its last forward the
+    attention kernel of each kind of layer.
 
     Raises:
-        LongspanError: for a model that was not parallelized.
+        LongspanError: for a model that is not parallelized.
     """
     state = state_of(model)
     sp = state.sp
     tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"
-    lines = [
-        f"mesh: data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}, layout {sp.layout.kind}",
-    ]
+    axes = f"data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}"
+    lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
     if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
         lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
     lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
-    chosen = Counter(str(layer.choice) for layer in state.binding.layers if layer.choice is not None)
+    chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
     if not chosen:
         lines.append("attention: chosen at the first forward")

@@ -1,42 +1,44 @@
-"""Memory options by the planner: the fastest that fit this device, for the batch that is there."""
+"""`memory="auto"`: the fastest memory options that fit this device, chosen by the planner for each larger batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from longspan.core.memory import Memory
+from longspan.hf.shapes import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh, TensorStyle
-from longspan.plan.models.read import shape_from_config
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.suggestions import choose
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from transformers import PreTrainedModel
+
     from longspan.comm.mesh import SequenceSharding
 
 BASE_OF_A_RANK = 1 << 30
-"""Bytes that Python and its libraries take on a CPU (or a CUDA context on a GPU), which no plan counts."""
+"""Bytes of Python and its libraries on a CPU, or of a CUDA context on a GPU, which no plan counts."""
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of the GPU's memory, or on CPU of this rank's share of the machine's."""
+    """Return the bytes of the GPU's memory, or on CPU of this rank's part of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, ranks_here)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, local_ranks)
 
 
 def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardware:
-    """This device for the planner: of the catalogue by its name, else like the usual one, with its own memory.
+    """Return this device for the planner: from the catalogue by its name, else as an H100, with its own memory.
 
     Args:
         device: of the ranks.
-        rank_bytes: what a rank may take; by default the device's, without what plans do not count.
+        rank_bytes: memory of a rank; by default the device's, without `BASE_OF_A_RANK`.
     """
     held = max(device_memory(device) - BASE_OF_A_RANK, BASE_OF_A_RANK) if rank_bytes is None else rank_bytes
     if device.type == "cpu":
@@ -60,49 +62,59 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     return hardware_of(device, nbytes)
 
 
-def config_shape(config: Any) -> ModelShape:
-    """The planner's model of a Hugging Face config.
-
-    Raises:
-        LongspanError: for a model that the planner does not know; `longspan.hf.shapes` reads any.
-    """
-    return shape_from_config(config.to_dict(), type(config).__name__.removesuffix("Config"))
-
-
-def memory_options_for(
-    shape: ModelShape,
-    sp: SequenceSharding,
-    hardware: Hardware,
-    *,
-    tokens: int,
-    batch: int,
-    dtype: torch.dtype,
-    fsdp: bool,
-    style: TensorStyle = "tp",
-    fixed: Mapping[str, Any] | None = None,
-) -> tuple[Memory, str]:
-    """The fastest memory options that fit, and why.
+class AutoMemory:
+    """Choose memory options by the planner.
 
     Args:
-        shape: the model.
-        sp: the mesh.
-        hardware: the device.
-        tokens: of one sequence.
-        batch: sequences at a time, over all replicas.
-        dtype: of the activations.
+        model: the transformers model.
+        sp: its sharding.
         fsdp: whether weights are sharded.
+        mp_policy: FSDP's mixed precision, for the compute dtype.
         style: of the tensor axis.
-        fixed: memory options that stay as they are given, by the fields of `Memory`.
+
+    Attributes:
+        largest: tokens of the largest batch so far.
 
     Raises:
-        LongspanError: where nothing fits: with the sum, item by item, and what would do.
+        LongspanError: for a model that the planner cannot read.
     """
-    job = Job(
-        context=tokens,
-        batch=batch,
-        dtype="fp32" if dtype == torch.float32 else "bf16",
-        weight_sharding=fsdp and sp.world_size > 1,
-        tensor_style=style,
-    )
-    mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
-    return choose(shape, job, mesh, hardware, fixed)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sp: SequenceSharding,
+        fsdp: bool,
+        mp_policy: MixedPrecisionPolicy | None,
+        style: TensorStyle,
+    ) -> None:
+        self.sp, self.largest = sp, 0
+        self.shape = shape_of_model(model)
+        compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
+        self.job = Job(
+            context=1,
+            dtype="fp32" if compute_dtype == torch.float32 else "bf16",
+            weight_sharding=fsdp and sp.world_size > 1,
+            tensor_style=style,
+        )
+        self.hardware: Hardware | None = None
+
+    def choose(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
+        """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.
+
+        Args:
+            length: tokens of a sequence.
+            rows: sequences of a replica.
+            fixed: memory options that stay, by the fields of `Memory`.
+
+        Raises:
+            LongspanError: if nothing fits: with the memory item by item, and what would fit.
+        """
+        sp = self.sp
+        if self.hardware is None:
+            least = torch.tensor(hardware_of(sp.device).memory_bytes, dtype=torch.float64, device=sp.device)
+            if sp.job_size > 1:
+                dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            self.hardware = hardware_of(sp.device, float(least))
+        job = dataclasses.replace(self.job, context=length, batch=rows * sp.data_size)
+        mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
+        return choose(self.shape, job, mesh, self.hardware, fixed)

@@ -23,12 +23,12 @@ from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.checks.guards import Guard, RestCheck, forbid
-from longspan.hf.checks.savers import refuse_savers
+from longspan.hf.checks.misuse import refuse_savers, refuse_wrappers_and_casts
 from longspan.hf.checks.version import check_version
-from longspan.hf.forward.binding import bind_layers
+from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
-from longspan.hf.forward.outputs import head_of
+from longspan.hf.forward.input_checks import ModelUnchanged, WeightsUnchanged
+from longspan.hf.forward.logits import head_of
 from longspan.hf.forward.stage import ModelTraits
 from longspan.hf.generate import Generate
 from longspan.hf.memory_options import MemoryManager
@@ -139,34 +139,27 @@ def parallelize(
     inner = checked.model
     _prepare_weights_and_dropout(inner, sp, options)
     traits = ModelTraits.of(inner)
-    binding = bind_layers(inner, sp, kernel, checked.memory)
+    attention = AttentionLayers(inner, sp, kernel, checked.memory)
     memory_manager = MemoryManager(checked.modules, inner.config, checked.memory, checked.store, checked.auto)
     head = head_of(inner)
     if head is not None:
         head.loss = checked.memory.head_loss
-    batches, guard = _consistency_checks(model, sp, options, checked)
-    tensor = _shard_over_tensor_axis(sp, options, checked, head)
+    batches, unchanged = _consistency_checks(model, sp, options, checked)
+    tensor = None
+    if checked.tensor_plan is not None:
+        tensor = TensorParallel(inner, sp, tensor_style, checked.tensor_plan, head)
     gradients = _shard_weights(sp, options, checked, head)
-    forward = ForwardHooks(
-        inner,
-        traits,
-        sp,
-        binding=binding,
-        memory=memory_manager,
-        head=head,
-        tensor=tensor,
-        gradients=gradients,
-        batches=batches,
-        guard=guard,
-        rest=RestCheck(inner) if check_at_rest else None,
-        logits=logits,
+    state = ParallelState(inner.config, sp, traits, attention, memory_manager, head, tensor, gradients)
+    weights_unchanged = WeightsUnchanged(inner) if check_at_rest else None
+    state.forward = ForwardHooks(
+        inner, state, batches=batches, unchanged=unchanged, weights=weights_unchanged, make_logits=logits
     )
-    forward.install(inner, fsdp=checked.shards_weights)
+    state.forward.install(inner, fsdp=checked.shards_weights)
     if inner.can_generate():
         inner.generate = Generate(inner, sp)
     if sp.tensor_size > 1 or checked.shards_weights:
         refuse_savers(model, inner)
-    inner.longspan_state = ParallelState(inner.config, sp, binding, memory_manager, head, tensor, gradients, forward)
+    inner.longspan_state = state
     return model
 
 
@@ -182,26 +175,17 @@ def _prepare_weights_and_dropout(model: PreTrainedModel, sp: SequenceSharding, o
 
 def _consistency_checks(
     model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions, checked: Checked
-) -> tuple[BatchCheck | None, Guard | None]:
+) -> tuple[BatchCheck | None, ModelUnchanged | None]:
     """Return what compares batches over the ranks, and what detects changes of the model; None where not needed."""
-    inner, batches, guard = checked.model, None, None
+    inner, batches = checked.model, None
     if sp.job_size > 1:
         replicas = ReplicaCheck(inner, options.check_weights if checked.sums_gradients else 0)
         batches = BatchCheck(sp, options.check_batches, replicas)
-    if sp.job_size > 1 or checked.shards_weights:
-        guard = Guard(inner, sp, options.mp_policy)
-        forbid(model, inner)
-        if sp.tensor_size > 1 or checked.shards_weights:
-            guard.remember(inner)
-    return batches, guard
-
-
-def _shard_over_tensor_axis(
-    sp: SequenceSharding, options: ParallelizeOptions, checked: Checked, head: Head | None
-) -> TensorParallel | None:
-    if checked.tensor_plan is None:
-        return None
-    return TensorParallel(checked.model, sp, options.tensor_style, checked.tensor_plan, head)
+    elif not checked.shards_weights:
+        return None, None
+    refuse_wrappers_and_casts(model, inner)
+    sharded = sp.tensor_size > 1 or checked.shards_weights
+    return batches, ModelUnchanged(inner, sp, options.mp_policy, sharded=sharded)
 
 
 def _shard_weights(

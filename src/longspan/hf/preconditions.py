@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,9 +22,10 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.validation import check_flag, format_value
-from longspan.hf.memory_options import Auto, MemoryModules
+from longspan.hf.memory_auto import AutoMemory
+from longspan.hf.memory_options import MemoryModules
 from longspan.hf.state import is_parallelized
-from longspan.hf.support import Place, attention_dropout, check_model, refuse_dropout, transformers_model
+from longspan.hf.support import attention_dropout, check_model, refuse_dropout, transformers_model
 from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle, check_style, tensor_plan
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
@@ -56,7 +56,7 @@ class ParallelizeOptions:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks of `parallelize` found and computed.
+    """What the checks of `parallelize` return.
 
     Attributes:
         model: the transformers model.
@@ -73,7 +73,7 @@ class Checked:
     memory: Memory
     modules: MemoryModules
     store: Store | None
-    auto: Auto | None
+    auto: AutoMemory | None
     tensor_plan: TensorPlan | None
     shards_weights: bool
     sums_gradients: bool
@@ -105,28 +105,25 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
         LongspanError: naming the option, or the layer and the reason.
     """
     inner = transformers_model(model)
-    name = type(inner).__name__
     if is_parallelized(inner):
-        raise LongspanError(f"{name} is parallelized already; a model is given to parallelize once")
+        raise LongspanError(f"{type(inner).__name__} is parallelized already; a model is given to parallelize once")
     memory = FASTEST if options.memory == "auto" else memory_of(options.memory)
     shards_weights = sp.shards_weights(fsdp=options.fsdp, cpu_offload=memory.cpu_offload)
     _check_options(options, sp, shards_weights)
-    _check_parameters(inner, name, options)
-    check_model(inner, Place(sp.device, sp.ring_size), options.kernel, recompute_all_to_all=memory.recompute_all_to_all)
+    _check_parameters(inner, options)
+    modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
     plan = None
     if sp.tensor_size > 1:
         plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
+        if memory.head_loss != "tiled":
+            raise LongspanError(
+                f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
+                "use 'tiled'"
+            )
     heads_of_ranks(inner, sp)
-    modules = MemoryModules(inner)
-    _check_memory(modules, memory, fsdp=options.fsdp)
-    if sp.tensor_size > 1 and memory.head_loss != "tiled":
-        raise LongspanError(
-            f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
-            "use 'tiled'"
-        )
     auto = None
     if options.memory == "auto":
-        auto = Auto(inner, sp, options.fsdp, options.mp_policy, options.tensor_style)
+        auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style)
     check_cpu_offload(sp.device, memory.cpu_offload)
     store = store_for(memory, sp.device)
     sums_gradients = not options.fsdp and sp.world_size > 1
@@ -155,15 +152,19 @@ def check_ahead(
     Raises:
         LongspanError: naming the layer and the reason.
     """
-    check_model(model, Place(device, ring_size), kernel, recompute_all_to_all=memory_options.recompute_all_to_all)
-    _check_memory(MemoryModules(model), memory_options, fsdp=fsdp)
+    _check_structure(model, device, ring_size, kernel, memory_options, fsdp=fsdp)
     refuse_dropout(attention_dropout(model))
 
 
-def _check_memory(modules: MemoryModules, memory: Memory, *, fsdp: bool) -> None:
+def _check_structure(
+    model: PreTrainedModel, device: torch.device, ring_size: int, kernel: AnyKernel, memory: Memory, *, fsdp: bool
+) -> MemoryModules:
+    check_model(model, device, ring_size, kernel, recompute_all_to_all=memory.recompute_all_to_all)
+    modules = MemoryModules(model)
     modules.check(memory)
     if memory.cpu_offload and not fsdp:
         raise LongspanError("cpu_offload=True needs FSDP, and fsdp is off; leave one of them out")
+    return modules
 
 
 def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_weights: bool) -> None:
@@ -193,26 +194,26 @@ def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_wei
             raise LongspanError(f"{option}={value!r} must be a number of forwards, 0 for none")
 
 
-def _check_parameters(model: PreTrainedModel, name: str, options: ParallelizeOptions) -> None:
-    for parameter, p in model.named_parameters():
+def _check_parameters(model: PreTrainedModel, options: ParallelizeOptions) -> None:
+    for name, p in model.named_parameters():
+        parameter = f"parameter {name} of {type(model).__name__}"
         if isinstance(p, DTensor):
             raise LongspanError(
-                f"parameter {parameter} of {name} is sharded already; give longspan.parallelize the plain model, it "
-                f"shards weights by itself (fsdp=True)"
+                f"{parameter} is sharded already; give longspan.parallelize the plain model, it shards weights by "
+                f"itself (fsdp=True)"
             )
         if p.is_meta and (not options.fsdp or options.weights == "broadcast"):
             raise LongspanError(
-                f"parameter {parameter} of {name} is on the meta device and has no values; load them first, or use "
-                f"fsdp=True with weights='same', then model.to_empty and load its shards"
+                f"{parameter} is on the meta device and has no values; load them first, or use fsdp=True with "
+                f"weights='same', then model.to_empty and load its shards"
             )
 
 
 def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> dict[str, str]:
-    """Return what must be the same on every rank, by the name that an error gives it; without weights."""
+    """Return what must be the same on every rank, by its name in errors; without weights."""
     config = getattr(model, "config", None)
     settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else {}
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in given.items()}
+    facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in vars(options).items()}
     facts["kernel"] = getattr(options.kernel, "name", facts["kernel"])
     facts |= {
         "torch": torch.__version__,
@@ -222,8 +223,8 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) 
         f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
         "the model's class": type(model).__name__,
     }
-    # Where files lie may differ from machine to machine.
-    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in settings.items() if k not in ("_name_or_path",)}
+    # The folder of the model's files may differ between machines.
+    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in settings.items() if k != "_name_or_path"}
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in tensors:
             trained = ", trained" if x.requires_grad else ""

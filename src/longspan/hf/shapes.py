@@ -10,10 +10,19 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.core.errors import LongspanError
-from longspan.hf.memory_auto import config_shape
 from longspan.hf.support import attention_layers, decoder_layers
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Dense, Experts, Mlp, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
+from longspan.plan.models.read import shape_from_config
+
+
+def config_shape(config: Any) -> ModelShape:
+    """Return the shape of a Hugging Face config.
+
+    Raises:
+        LongspanError: for a family that the planner does not know; `shape_of_model` reads any.
+    """
+    return shape_from_config(config.to_dict(), type(config).__name__.removesuffix("Config"))
 
 
 def shape_of_model(model: PreTrainedModel) -> ModelShape:
@@ -27,7 +36,7 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
         return config_shape(config)
     try:
         return shape_from_modules(model)
-    except (AttributeError, IndexError, TypeError) as error:  # its sizes have names of their own
+    except (AttributeError, IndexError, TypeError) as error:  # a config that names its sizes differently
         raise LongspanError(f"the planner cannot read the sizes of {type(model).__name__}: {error}") from error
 
 
@@ -44,7 +53,7 @@ def shape_of(config: Any) -> ModelShape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever its class raises
+    except Exception as error:
         raise LongspanError(f"{type(config).__name__} cannot be made into a causal language model: {error}") from error
     return shape_of_model(model)
 
@@ -80,13 +89,12 @@ def shape_from_modules(model: PreTrainedModel) -> ModelShape:
 
 
 def _mixer(block: nn.Module, config: Any, index: int) -> Softmax:
-    found = attention_layers(block)
-    if not found:
+    attention = next(iter(attention_layers(block).values()), None)
+    if attention is None:
         raise LongspanError(f"layer {index} ({type(block).__name__}) has no attention, so it cannot be planned")
-    attention = next(iter(found.values()))
     keys = _attended_keys(attention, config, index)
     heads = _first(config, "num_attention_heads", "n_head", "n_heads")
-    if getattr(config, "kv_lora_rank", None):  # latent attention: DeepSeek and its kin
+    if getattr(config, "kv_lora_rank", None):  # latent attention: DeepSeek
         rope = config.qk_rope_head_dim
         dim = config.qk_nope_head_dim + rope
         return Softmax(heads, heads, dim, config.v_head_dim, keys, config.kv_lora_rank + rope, rope)
@@ -131,11 +139,10 @@ def _mlp(block: nn.Module, config: Any) -> tuple[Mlp, tuple[Parameter, ...]]:
     attends = {name.partition(".")[0] for name in attention_layers(block)}
     matrices = [n for n, p in block.named_parameters() if n.partition(".")[0] not in attends and p.dim() > 1]
     owners = {name.partition(".")[0] for name in matrices}
-    renamed = [
-        (_renamed(name, owners) if name.partition(".")[0] in owners else name, tuple(p.shape))
+    parameters = tuple(
+        Parameter(_renamed(name, owners) if name.partition(".")[0] in owners else name, tuple(p.shape))
         for name, p in block.named_parameters()
-    ]
-    parameters = tuple(Parameter(name, shape) for name, shape in renamed)
+    )
     return _mlp_of([p for p in parameters if p.name.startswith("mlp.") and len(p.shape) > 1], block, config), parameters
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.forward.binding import ModelBinding
+    from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
+    from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.memory_options import MemoryManager
     from longspan.hf.tensor_parallel.layers import TensorParallel
     from longspan.hf.weights.gradients import GradientSum
@@ -27,8 +28,9 @@ class ParallelState:
     Attributes:
         config: the model's own copy.
         sp: the sharding.
-        binding: the attention layers.
-        memory: the memory options in use.
+        traits: of the model, from before FSDP.
+        attention: the attention layers.
+        memory: applies the memory options in use.
         head: the language-model head; None if the model has none.
         tensor: the tensor axis; None if its size is 1.
         gradients: the gradient sum without FSDP; None with FSDP or on one rank.
@@ -38,12 +40,13 @@ class ParallelState:
 
     config: Any
     sp: SequenceSharding
-    binding: ModelBinding
+    traits: ModelTraits
+    attention: AttentionLayers
     memory: MemoryManager
     head: Head | None
     tensor: TensorParallel | None
     gradients: GradientSum | None
-    forward: ForwardHooks
+    forward: ForwardHooks = field(init=False)
     in_backward: InBackward | None = None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,15 +70,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
     layers = [layer for blocks in lists if all(attention_layers(b) for b in blocks) for layer in blocks]
-    found = set(layers)
-    return [layer for layer in layers if not any(m in found and m is not layer for m in layer.modules())]
+    every = set(layers)
+    return [layer for layer in layers if not any(m in every and m is not layer for m in layer.modules())]
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the child that contains the layers; its output goes into the model's head."""
     layers = set(decoder_layers(model))
-    found: nn.Module = next(child for child in model.children() if not layers.isdisjoint(child.modules()))
-    return found
+    return next(child for child in model.children() if not layers.isdisjoint(child.modules()))
 
 
 def innermost_decoder(model: PreTrainedModel) -> nn.Module:
@@ -109,8 +107,8 @@ def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
     config = model.config.get_text_config()
     for path, layer in attention_layers(model).items():
         for name in ("attention_dropout", "attn_dropout", "dropout"):
-            found = getattr(layer, name, None)
-            p = found.p if isinstance(found, nn.Dropout) else found
+            value = getattr(layer, name, None)
+            p = value.p if isinstance(value, nn.Dropout) else value
             if isinstance(p, int | float) and p > 0:
                 return path, float(p), next((k for k in _DROPOUT_KEYS if hasattr(config, k)), name)
     return None
@@ -163,7 +161,7 @@ def router_top_k(model: PreTrainedModel) -> int | None:
     for mask in (None, real):
         try:
             value = theirs(logits, 5, 2, mask)
-        except Exception:  # whatever a function of another form raises
+        except Exception:  # a function of another form may raise anything
             return None
         ours = balance(balance_sums(logits, 2, mask))
         if not isinstance(value, Tensor) or not torch.allclose(value.double(), ours, rtol=1e-5):
@@ -175,37 +173,52 @@ def router_top_k(model: PreTrainedModel) -> int | None:
 # Checks.
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a model will run, as far as kernels depend on it.
-
-    Attributes:
-        device: of the ranks.
-        ring_size: blocks of a sequence.
-    """
-
-    device: torch.device
-    ring_size: int = 1
-
-
-def check_model(model: PreTrainedModel, place: Place, kernel: AnyKernel, *, recompute_all_to_all: bool = False) -> None:
+def check_model(
+    model: PreTrainedModel,
+    device: torch.device,
+    ring_size: int,
+    kernel: AnyKernel,
+    *,
+    recompute_all_to_all: bool = False,
+) -> None:
     """Refuse a model that would not compute the same when its sequence is sharded.
+
+    Args:
+        model: may be on the meta device.
+        device: of the ranks.
+        ring_size: size of the ring axis.
+        kernel: the local attention.
+        recompute_all_to_all: whether the kernel must return log-sum-exps for it.
 
     Raises:
         LongspanError: naming the layer and the reason.
     """
-    name, kind = type(model).__name__, kind_of(model.config)
+    name, modality = type(model).__name__, kind_of(model.config)
     try:
-        _check_model(model, name, place, kernel, recompute_all_to_all)
+        _check_family(model, name)
+        for path, layer in attention_layers(model).items():
+            # Autocast or a policy may change the dtype later, so assume one that flash attention supports.
+            request = KernelRequest(
+                Mask(), _scores_of(layer, model.config.get_text_config()), device, ring=ring_size, dtype=torch.bfloat16,
+                lse=recompute_all_to_all,
+            )  # fmt: skip
+            try:
+                choose_kernel(kernel, request)
+            except LongspanError as error:
+                raise LongspanError(f"layer {path}: {error}") from error
     except LongspanError as error:
-        if kind is None or kind in str(error):
+        if modality is None or modality in str(error):
             raise
-        raise LongspanError(f"{name} is {kind}, and only models of tokens are supported: {error}") from error
+        raise LongspanError(f"{name} is {modality}, and only models of tokens are supported: {error}") from error
 
 
-def _check_model(
-    model: PreTrainedModel, name: str, place: Place, kernel: AnyKernel, recompute_all_to_all: bool
-) -> None:
+def _scores_of(layer: nn.Module, config: Any) -> Scores:
+    sinks = getattr(layer, "sinks", None)
+    softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
+    return Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
+
+
+def _check_family(model: PreTrainedModel, name: str) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "
@@ -227,13 +240,10 @@ def _check_model(
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
-    parameters = inspect.signature(model.forward).parameters
-    if "position_ids" not in parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         raise LongspanError(
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )
-    for path, layer in layers.items():
-        _check_layer(path, layer, model.config.get_text_config(), kernel, place, recompute_all_to_all)
 
 
 def _check_modules(model: PreTrainedModel, name: str) -> None:
@@ -290,20 +300,3 @@ def no_router_loss(name: str) -> str:
         f"output_router_logits=True asks {name} for an auxiliary loss over all tokens, and it is not the "
         f"load-balancing loss that longspan knows how to sum over the ranks; set output_router_logits=False"
     )
-
-
-def _check_layer(
-    path: str, layer: nn.Module, config: Any, kernel: AnyKernel, place: Place, recompute_all_to_all: bool
-) -> None:
-    sinks = getattr(layer, "sinks", None)
-    softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
-    scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
-    try:  # autocast or a policy may change the dtype later, so assume one that flash attention supports
-        choose_kernel(
-            kernel,
-            KernelRequest(
-                Mask(), scores, place.device, ring=place.ring_size, dtype=torch.bfloat16, lse=recompute_all_to_all
-            ),
-        )
-    except LongspanError as error:
-        raise LongspanError(f"layer {path}: {error}") from error

@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from longspan.compat.trl_api import count_tokens_once, fused_head_of
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.scored import Scoring
+from longspan.hf.forward.stage import Scoring
 from longspan.hf.support import transformers_model
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
-from longspan.hf.support import Place, check_model, switch_dropout_off
+from longspan.hf.support import check_model, switch_dropout_off
 from longspan.hf.weights.shard_slices import my_box
 from longspan.hf.weights.sources import FirstRank, Origin
 from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, row_chunks
@@ -57,7 +57,7 @@ def make_models(
 
     def make() -> nn.Module | None:
         # Fail before the long runs.
-        check_model(origin.on_meta(), Place(sp.device, sp.ring_size), config.kernel)
+        check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel)
         if source is not None and dist.get_rank(sp.mesh_group):
             return None
         given = source.whole if isinstance(source, FirstRank) else None

@@ -1,7 +1,7 @@
 """Compare the batches of all ranks at every forward, before it could hang.
 
-The host knows what decides which collectives run and how large they are: names, shapes, dtypes, whether there are
-labels and gradients. The hosts gather a digest of these at each forward, and of the values if they are on the CPU.
+The host knows which collectives run and how large they are: names, shapes, dtypes, whether there are labels and
+gradients. The hosts gather a digest of these at each forward, and of the values if they are on the CPU.
 
 Reading values on a GPU would make the host wait. Their digest is computed on the device and added to the all-reduce of
 the loss, with factors that cancel if all ranks of a sequence group have the same values. The host reads that sum at one
@@ -20,12 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.consistency import (
-    ReplicaCheck,
-    gather_numbers,
-    host_group,
-    is_on_cpu,
-)
+from longspan.comm.consistency import ReplicaCheck, gather_numbers, host_group, is_on_cpu
 from longspan.comm.digests import digest_of_text
 from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.objects import gather_objects
@@ -38,7 +33,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 THOROUGH = 3
-"""First forwards in which the host waits for values on a GPU and compares them: most faults show there."""
+"""First forwards in which the host waits for values on a GPU and compares them: most faults appear there."""
 
 _APART = 1 << 20  # separates the difference within a tensor group from that within a sequence group
 _REFUSED, _LATE = 1, 2  # flags of a rank in a gather
@@ -54,7 +49,7 @@ class _Pending:
 
 
 class BatchCheck:
-    """Compare, at each forward of a model, what the ranks call it with.
+    """Compare the ranks' batches at each forward of a model.
 
     Args:
         sp: the sharding, over more than one rank.
@@ -63,12 +58,10 @@ class BatchCheck:
     """
 
     def __init__(self, sp: SequenceSharding, forwards: int | None, replicas: ReplicaCheck) -> None:
-        self.sp = sp
-        self.left = forwards
-        self.replicas = replicas
+        self.sp, self.left, self.replicas, self.forward = sp, forwards, replicas, 0
         self.group = host_group(sp) if forwards != 0 or replicas.every else None
-        self.forward = 0
-        self.mine: Tensor | None = None
+        self.batch_ranks = sp.size * sp.tensor_size  # ranks with the same batch; they are neighbours
+        self.mine: Tensor | None = None  # digest of the batch, if the loss's all-reduce compares it
         self.pending: deque[_Pending] = deque()
 
     @property
@@ -116,23 +109,25 @@ class BatchCheck:
     ) -> None:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
-        seen = [(row[2], row[3]) for row in rows]
-        same = self.sp.size * self.sp.tensor_size  # ranks with the same batch are neighbours
-        groups = [range(first, first + same) for first in range(0, self.sp.job_size, same)]
-        apart = next((group for group in groups if len({seen[i] for i in group}) > 1), None)
-        if apart is not None:
-            facts = gather_objects(structure, self.group)
-            found = differences([facts[i] for i in apart], [ranks[i] for i in apart])
-            raise LongspanError(self._batch_error([ranks[i] for i in apart], [seen[i] for i in apart], listed(found)))
+        batches = [(row[2], row[3]) for row in rows]
+        group = self._unequal_group(batches)
+        if group is not None:
+            details = listed(differences(gather_objects(structure, self.group)[group], ranks[group]))
+            raise LongspanError(self._batch_error(ranks[group], batches[group], details))
         raise_on_every_rank(problem, self.group, "refused its batch", [bool(row[0] & _REFUSED) for row in rows])
         if len({row[1] for row in rows}) > 1:
-            found = differences(gather_objects(call_facts, self.group), ranks)
-            raise LongspanError(f"every rank must call the model in the same way: {listed(found)}")
+            details = listed(differences(gather_objects(call_facts, self.group), ranks))
+            raise LongspanError(f"every rank must call the model in the same way: {details}")
         if any(row[0] & _LATE for row in rows):
             self._raise_late(ranks)
 
-    def _batch_error(self, ranks: list[int], seen: list[Any], details: str) -> str:
-        odd = odd_ones(seen)
+    def _unequal_group(self, batches: list[Any]) -> slice | None:
+        """Return the first sequence group whose ranks have different batches."""
+        groups = (slice(i, i + self.batch_ranks) for i in range(0, self.sp.job_size, self.batch_ranks))
+        return next((group for group in groups if len(set(batches[group])) > 1), None)
+
+    def _batch_error(self, ranks: list[int], batches: list[Any], details: str) -> str:
+        odd = odd_ones(batches)
         others, same = ([ranks[i] for i in range(len(ranks)) if (i in odd) == wrong] for wrong in (True, False))
         return (
             f"the ranks of a sequence group need the same full batch: ranks {', '.join(map(str, others))} were given "
@@ -148,14 +143,14 @@ class BatchCheck:
 
         Terms are below 2^31, so sums over ranks are exact. Equal batches of a sequence group cancel.
         """
-        if self.mine is None or self.sp.size * self.sp.tensor_size == 1:
+        if self.mine is None or self.batch_ranks == 1:
             return None
-        apart = self.mine * (1 if self.sp.rank else 1 - self.sp.size)
-        if self.sp.tensor_size > 1:  # the loss is not summed over these
-            more = self.mine * (1 if self.sp.tensor_rank else 1 - self.sp.tensor_size)
-            dist.all_reduce(more, group=self.sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
-            apart = apart + more.abs() * _APART
-        return apart
+        term = self.mine * (1 if self.sp.rank else 1 - self.sp.size)
+        if self.sp.tensor_size > 1:  # the loss is not summed over the tensor group
+            difference = self.mine * (1 if self.sp.tensor_rank else 1 - self.sp.tensor_size)
+            dist.all_reduce(difference, group=self.sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
+            term = term + difference.abs() * _APART
+        return term
 
     @not_compiled
     def carried(self, total: Tensor) -> None:
@@ -193,15 +188,11 @@ class BatchCheck:
                 break
         else:
             return
-        seen = gather_objects((first.forward, float(first.values[1])), self.group)
-        same = self.sp.size * self.sp.tensor_size
-        for start in range(0, self.sp.job_size, same):
-            group = slice(start, start + same)
-            if len(set(seen[group])) > 1:
-                text = self._batch_error(
-                    ranks[group], seen[group], f"{self.forward - first.forward} forwards before this one"
-                )
-                raise LongspanError(text)
+        batches = gather_objects((first.forward, float(first.values[1])), self.group)
+        group = self._unequal_group(batches)
+        if group is not None:
+            ago = f"{self.forward - first.forward} forwards before this one"
+            raise LongspanError(self._batch_error(ranks[group], batches[group], ago))
 
 
 def _number(facts: Mapping[str, str]) -> int:
@@ -215,8 +206,7 @@ def _structure(batch: Mapping[str, Any]) -> dict[str, str]:
 
 def _format(value: Any) -> str:
     if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"{kind} {list(value.shape)}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, SequenceInfo):  # shards differ, their source must not
         return f"cut from {value.describe()}"
     if isinstance(value, bool | int | float | str):
@@ -226,11 +216,10 @@ def _format(value: Any) -> str:
 
 def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str, str]:
     """Return what must be equal on all ranks, also across replicas, as it decides their joint collectives."""
-    items = batch.get("num_items_in_batch")
     labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
     facts = {
         "a batch's labels": "given" if labels else "missing",
-        "num_items_in_batch": _format_number(items),
+        "num_items_in_batch": _format_number(batch.get("num_items_in_batch")),
         "the router loss": "asked for" if router else "not asked for",
         "the model's mode": "training" if model.training else "evaluation",
         "torch.is_grad_enabled()": str(torch.is_grad_enabled()),
@@ -242,9 +231,9 @@ def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dic
 
 
 def _format_number(items: Any) -> str:
-    if items is None or (isinstance(items, Tensor) and items.device.type != "cpu"):
-        return "given" if items is not None else "missing"
-    return str(float(items))
+    if items is None:
+        return "missing"
+    return "given" if isinstance(items, Tensor) and items.device.type != "cpu" else str(float(items))
 
 
 def _content(batch: Mapping[str, Any], wait: bool) -> int | None:

@@ -1,9 +1,9 @@
-"""NaN and infinity: on which rank, in which layer and in which tensor they appeared first.
+"""Find NaN and infinity: on which rank, in which layer and in which tensor they appear first.
 
-Nothing here runs while all is well. When a loss or a gradient is found not finite, the same forward and backward are
-run once more under hooks that look at every module's tensors on every rank. What is not finite spreads: through an
-exchange to the other ranks, through the sums of gradients to all weights. So the ranks count what they look at, in the
-order in which the model works, which is the same everywhere, and the lowest count is where it began.
+Nothing here runs in a healthy step. If a loss or a gradient is not finite, the same forward and backward run a second
+time under hooks that look at every module's tensors on every rank. A NaN spreads: through collectives to the other
+ranks, through gradient sums to all weights. So each rank numbers the tensors in the order in which the model computes
+them, which is the same on all ranks; the lowest number is the origin.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Where the first tensor that is not finite was found.
+    """The first tensor that is not finite.
 
     Attributes:
-        ranks: in the job, those that found it there; the others found it later, or not at all.
+        ranks: of the job, those on which it is not finite.
         kind: "weight", "input", "activation", "loss" or "gradient".
-        tensor: what it is, with the module or parameter.
+        tensor: its description, with the module or parameter.
         values: how many of its values are not finite, and of how many, on the first of `ranks`.
     """
 
@@ -54,8 +54,8 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What one rank found: `order` counts what was looked at before."""
+class _Local:
+    """The first on this rank; `order` is its number among the tensors of a run."""
 
     order: int
     kind: str
@@ -65,20 +65,20 @@ class _Found:
 
 @checked_call(model=check_module, batch=check_batch, backward=check_flag)
 def find_nonfinite(model: nn.Module, batch: Mapping[str, Any], *, backward: bool = True) -> NonFinite | None:
-    """Run a parallelized model once on a batch, and say where the first NaN or infinity appears. Collective.
+    """Run a parallelized model once on a batch, and return where the first NaN or infinity appears. Collective.
 
-    For a loss or a gradient norm that is not finite: call it with the batch that gave it, on every rank, before the
-    optimizer's step; seed the generators as before the forward if the model has dropout. It looks at the weights, then
-    at the inputs and outputs of every module, the loss, the gradients of every module's outputs, and of every parameter
-    before they are summed over the ranks. Gradients that had accumulated are kept; the weights are not touched.
+    For a loss or a gradient norm that is not finite: call it with the same batch, on every rank, before the optimizer's
+    step; seed the generators as before the forward if the model has dropout. It looks at the weights, then at the
+    inputs and outputs of every module, the loss, the gradients of every module's outputs, and of every parameter before
+    they are summed over the ranks. Accumulated gradients and the weights do not change.
 
     Args:
-        model: from `longspan.parallelize`.
-        batch: what the model is called with: whole, or cut by `shard_batch`.
+        model: as `longspan.parallelize` returned it.
+        batch: the model's arguments: a full batch, or one sharded by `shard_batch`.
         backward: run the backward too; it needs labels.
 
     Returns:
-        The same on every rank; None where everything is finite (if it was not before, that was a fault of a machine).
+        The same on every rank; None if everything is finite (a NaN that does not occur again was a hardware fault).
 
     Raises:
         LongspanError: for a model that is not parallelized, or a batch that it refuses.
@@ -90,12 +90,12 @@ def find_nonfinite(model: nn.Module, batch: Mapping[str, Any], *, backward: bool
             loss.backward()
         return loss
 
-    return watch(model, sharding_of(model), run)
+    return watch(model, state_of(model).sp, run)
 
 
 def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | None]) -> NonFinite | None:
-    """As `find_nonfinite`, of any forwards and backwards: `run` does them, and returns the loss. Collective."""
-    bad = first_not_finite(model, sp)
+    """As `find_nonfinite`, for any forwards and backwards: `run` executes them, and returns the loss. Collective."""
+    bad = first_nonfinite_weight(model, sp)
     if bad is not None:
         return bad
     updates = state_of(model).in_backward
@@ -116,54 +116,45 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
         reshard(model)
         for p, grad in before:
             p.grad = grad
-    return _first_of_all(watcher.found, sp)
+    return _first_of_all(watcher.first, sp)
 
 
-def first_not_finite(model: nn.Module, sp: SequenceSharding) -> NonFinite | None:
-    """The first parameter or buffer with a NaN or an infinity, on whichever rank; None where there is none. Collective.
+def first_nonfinite_weight(model: nn.Module, sp: SequenceSharding) -> NonFinite | None:
+    """Return the first parameter or buffer of any rank that is not finite, or None. Collective.
 
-    Each rank looks at what it holds, under FSDP its shards. One pass over the weights, and one wait for the device.
+    Each rank looks at its own weights, under FSDP its shards. One pass over the weights, and one wait for the device.
     """
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [name for name, x in weights.items() if not x.is_meta and x.is_floating_point()]
     local = [local_part(weights[name]) for name in names]
-    # A sum is not finite if any of its terms is not. (It may overflow although all are: then they are counted.)
-    sums = torch.stack([_sum(x).to(sp.device) for x in local]) if local else torch.zeros(0)
-    found = None
+    # A sum is not finite if any of its terms is not. It may also overflow, so count.
+    sums = torch.stack([_countable(x).sum(dtype=torch.float64).to(sp.device) for x in local] or [torch.zeros(())])
+    first = None
     for i in (~sums.isfinite()).nonzero().flatten().tolist():
         count = _count(local[i])
         if count:
-            found = _Found(i, "weight", f"weight {names[i]}", (count, local[i].numel()))
+            first = _Local(i, "weight", f"weight {names[i]}", (count, local[i].numel()))
             break
-    return _first_of_all(found, sp)
-
-
-def sharding_of(model: nn.Module) -> SequenceSharding:
-    """The sharding that a model was parallelized with.
-
-    Raises:
-        LongspanError: if it was not.
-    """
-    return state_of(model).sp
+    return _first_of_all(first, sp)
 
 
 class _Watcher:
-    """Hooks on every module that look at what goes in and comes out, forward and backward; the first finding stays."""
+    """Hooks on every module that look at its inputs and outputs, in forward and backward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.order = 0
-        self.found: _Found | None = None
+        self.first: _Local | None = None
         self.handles: list[Any] = []
         self.head: Head | None = state_of(model).head
 
     def __enter__(self) -> None:
         for name, module in self.model.named_modules():
             at = name or type(module).__name__
-            if self.head is not None and module is self.head.module:  # logits by tiles are what no module returns
+            if self.head is not None and module is self.head.module:  # no module returns the logits of tiles
                 self.head.observer = functools.partial(self.look, "activation", f"the output of {at}")
             self.handles.append(module.register_forward_pre_hook(self._before(at), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._after(at), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._after(at)))
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
@@ -174,24 +165,24 @@ class _Watcher:
     def look(self, kind: str, tensor: str, x: Tensor) -> None:
         """Note a tensor if it is the first that is not finite."""
         self.order += 1
-        if self.found is None:
+        if self.first is None:
             local = local_part(x)
             count = _count(local)
             if count:
-                self.found = _Found(self.order, kind, tensor, (count, local.numel()))
+                self.first = _Local(self.order, kind, tensor, (count, local.numel()))
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in _tensors((args, kwargs)):
                 self.look("input", f"what goes into {name}", x)
             for key, p in module.named_parameters(recurse=False):
-                # FSDP has gathered it: what arrives here is this rank's part of the gradient, before any sum.
+                # FSDP has gathered it: its gradient is this rank's part, before any sum.
                 self._on_gradient(p, f"the gradient of parameter {name}.{key}")
 
         return hook
 
     def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
             for x in _tensors(output):
                 self.look("activation", f"the output of {name}", x)
                 self._on_gradient(x, f"the gradient of the output of {name}")
@@ -203,37 +194,30 @@ class _Watcher:
             self.handles.append(x.register_hook(lambda grad: self.look("gradient", tensor, grad)))
 
 
-def _first_of_all(mine: _Found | None, sp: SequenceSharding) -> NonFinite | None:
+def _first_of_all(mine: _Local | None, sp: SequenceSharding) -> NonFinite | None:
     group = sp.mesh_group
-    if group is None:
-        found, ranks = [mine], [0]
-    else:
-        found, ranks = gather_objects(mine, group), dist.get_process_group_ranks(group)
-    each = [(x, rank) for x, rank in zip(found, ranks, strict=True) if x is not None]
-    if not each:
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    every = [(x, rank) for x, rank in zip(gather_objects(mine, group), ranks, strict=True) if x is not None]
+    if not every:
         return None
-    first = min((x for x, _ in each), key=lambda x: x.order)
-    where = tuple(rank for x, rank in each if (x.order, x.tensor) == (first.order, first.tensor))
+    first = min((x for x, _ in every), key=lambda x: x.order)
+    where = tuple(rank for x, rank in every if (x.order, x.tensor) == (first.order, first.tensor))
     return NonFinite(where, first.kind, first.tensor, first.values)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Floating-point tensors in what a module takes or gives."""
+    """Yield the floating-point tensors in a module's arguments or output."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
 
 
-def _sum(x: Tensor) -> Tensor:
-    return (x.float() if x.element_size() == 1 else x).sum(dtype=torch.float64)  # 8 bits have no sum of their own
+def _countable(x: Tensor) -> Tensor:
+    return x.float() if x.element_size() == 1 else x  # torch neither sums nor tests 8-bit floats
 
 
 def _count(x: Tensor) -> int:
-    """How many values are NaN or infinite."""
-    return int((~(x.float() if x.element_size() == 1 else x).isfinite()).sum())
+    return int((~_countable(x).isfinite()).sum())

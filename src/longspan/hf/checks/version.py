@@ -1,4 +1,4 @@
-"""Checks a version of transformers that longspan was not tested with, before a model is sharded on it.
+"""Check a version of transformers that longspan was not tested with, before a model is sharded on it.
 
 Small models of transformers compute the same batch twice: by transformers alone, and parallelized over the user's mesh.
 Together they use everything that longspan replaces: causal, bidirectional, sliding-window and chunked masks, padding,
@@ -45,20 +45,15 @@ _checked: set[str] = set()
 def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None:
     """Warn of an untested version of transformers, and check it once per process. Collective.
 
-    Args:
-        sp: the sharding of the user's model.
-        parallelize: `longspan.parallelize`.
-
     Raises:
         LongspanError: on every rank, if a small model computes something else when it is parallelized.
     """
-    said = untested("transformers")
-    version = transformers.__version__
-    if said is None or version in _checked:
+    warning, version = untested("transformers"), transformers.__version__
+    if warning is None or version in _checked:
         return
     _checked.add(version)  # first: the check itself calls parallelize
     if sp.data_rank == sp.rank == sp.tensor_rank == 0:
-        warnings.warn(said, stacklevel=3)
+        warnings.warn(warning, stacklevel=3)
     exact = copy.copy(sp)
     exact.wire_dtype, exact.plans = "exact", type(sp.plans)()
     try:
@@ -66,13 +61,13 @@ def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None
         with torch.random.fork_rng(devices), torch.device("cpu"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             wrong = next(_differences(exact, parallelize), None)
-    except Exception as error:  # a private name that is gone may raise anything
+    except Exception as error:  # a private name that was removed may raise anything
         wrong = f"{type(error).__name__}: {error}"
     wrong = next((text for text in gather_objects(wrong, sp.mesh_group) if text is not None), None)
     if wrong is not None:
         _checked.discard(version)
         tested = " to ".join(TESTED["transformers"])
-        raise LongspanError(f"{said}. A check of small models failed: {wrong}; install transformers {tested}")
+        raise LongspanError(f"{warning}. A check of small models failed: {wrong}; install transformers {tested}")
 
 
 def _differences(sp: SequenceSharding, parallelize: Callable[..., Any]) -> Iterator[str]:
@@ -83,16 +78,16 @@ def _differences(sp: SequenceSharding, parallelize: Callable[..., Any]) -> Itera
         plain = _build(family, sp)
         sharded = parallelize(copy.deepcopy(plain), sp, fsdp=False, check_batches=0, check_weights=0)
         for kind, batch in _batches(family, sp).items():
-            expected, found = _logits(plain, batch), _logits(sharded, batch, sp)
+            expected, actual = _logits(plain, batch), _logits(sharded, batch, sp)
             real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-            yield from _compare(f"{family} with {kind}", found[real], expected[real])
+            yield from _compare(f"{family} with {kind}", actual[real], expected[real])
         if family not in _MASKED:
             batch = _batches(family, sp)["padding"]
             yield from _compare(f"{family} in generation", *(_generated(model, batch) for model in (sharded, plain)))
 
 
-def _compare(what: str, found: Tensor, expected: Tensor) -> Iterator[str]:
-    off = float((found - expected).abs().max() / expected.abs().max())
+def _compare(what: str, actual: Tensor, expected: Tensor) -> Iterator[str]:
+    off = float((actual - expected).abs().max() / expected.abs().max())
     if not off < _LIMIT:
         yield f"logits of {what} differ by {off:.1e} of the largest"
 
@@ -117,8 +112,8 @@ def _batches(family: str, sp: SequenceSharding) -> dict[str, dict[str, Tensor]]:
     mask[1, :6] = 0
     batches = {"whole rows": {"input_ids": ids}, "padding": {"input_ids": ids, "attention_mask": mask}}
     if family not in _MASKED:
-        places = torch.cat([torch.arange(11), torch.arange(_LENGTH - 11)])
-        batches["packed documents"] = {"input_ids": ids, "position_ids": places.expand(2, -1).to(sp.device)}
+        positions = torch.cat([torch.arange(11), torch.arange(_LENGTH - 11)])
+        batches["packed documents"] = {"input_ids": ids, "position_ids": positions.expand(2, -1).to(sp.device)}
     return batches
 
 

@@ -4,54 +4,106 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from longspan.attn.segments import padding_segments
 from longspan.comm.consistency import is_on_cpu
+from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
+from longspan.core.validation import format_value
+from longspan.hf.batch import check_cache_position
+from longspan.hf.documents import VisibleKeys
 from longspan.hf.forward.binding import check_positions
-from longspan.hf.forward.kv_cache import CachedInfo, NewTokens, last_tokens
-from longspan.hf.forward.shard_batch import check_ids
+from longspan.hf.forward.gathering import SelectedTokens
+from longspan.hf.forward.kv_cache import CachedInfo
+from longspan.hf.forward.shard_batch import check_ids, tokens_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from longspan.comm.mesh import SequenceSharding
+    from longspan.core.segments import Segments
     from longspan.hf.tensor_parallel.layers import TensorParallel
 
 
 class CachedTokens(Stage):
     """Shard the new tokens and append them to the cache.
 
-    Args:
-        traits: of the model.
-        sp: the sharding.
-        tensor: the tensor axis, if there is one.
+    The arguments are `input_ids` or `inputs_embeds` of the new tokens, equal on every rank of the sequence group, and
+    optionally their `position_ids` and an `attention_mask` [B, all tokens].
     """
 
     def __init__(self, traits: ModelTraits, sp: SequenceSharding, tensor: TensorParallel | None) -> None:
         self.traits, self.sp, self.tensor = traits, sp, tensor
-        self.new: NewTokens | None = None
+        self.segments: Segments | None = None  # of the whole sequence; None without padding
+        self.visible: VisibleKeys | None = None
+        self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
         self.info: CachedInfo | None = None
 
     def reset(self) -> None:
-        self.new = self.info = None
+        self.segments = self.visible = self.positions = self.info = None
 
     def check(self, call: ForwardCall) -> None:
         assert call.cache is not None
-        positions = self.traits.positions(call.batch, call.cache.kv_placement.length)
-        self.new = call.cache.read({**call.batch, "position_ids": positions})
-        if is_on_cpu(call.batch):
-            check_ids(call.model, call.batch, self.traits)
-        check_positions(call.model, self.new.max_position)
+        batch, cache = call.batch, call.cache
+        _refuse(batch)
+        cache.check_complete()
+        tokens, past = tokens_of(batch), cache.kv_placement.length
+        rows, new = tokens.shape[:2]
+        if not new:
+            raise LongspanError(
+                f"there is no new token behind the {past} that the cache holds; give those that follow, or crop it"
+            )
+        if cache.batch_size not in (-1, rows):
+            raise LongspanError(f"the cache holds {cache.batch_size} rows, the batch has {rows}; make a new cache")
+        mask = batch.get("attention_mask")
+        self.segments, self.visible = _segments(mask, rows, past + new)
+        check_cache_position(batch.get("cache_position"), past, new)
+        positions = self.traits.positions(batch, past)
+        if positions is None:
+            positions = _positions(None if self.segments is None else mask, past, new, tokens.device)
+        self.positions = positions = positions if positions.dim() > 1 else positions[None]
+        if positions.shape[-1] != new:
+            raise LongspanError(
+                f"`position_ids` has the shape {tuple(positions.shape)}, the {rows} rows have {new} new tokens behind "
+                f"{past} in the cache"
+            )
+        if is_on_cpu(batch):
+            check_ids(call.model, batch, self.traits)
+        check_positions(call.model, self._max_position(call))
+
+    def _max_position(self, call: ForwardCall) -> int:
+        """Return the largest position; in chunked prefill, that of the whole prompt."""
+        assert call.cache is not None and self.positions is not None
+        return max(int(self.positions.max()), call.cache.announced - 1)
 
     def before(self, call: ForwardCall) -> None:
-        assert call.cache is not None and self.new is not None
-        inputs, self.info = call.cache.begin(call.batch, self.new)
-        call.inputs = {**inputs, self.traits.cache_name: call.cache}
+        assert call.cache is not None
+        batch, cache, sp = call.batch, call.cache, self.sp
+        step = cache.begin(tokens_of(batch).shape[1])
+        self.info = CachedInfo(
+            length=step.past + step.new,
+            segments=self.segments,
+            max_position=self._max_position(call),
+            layout=sp.layout,
+            visible=self.visible,
+            cache=cache,
+            step=step,
+            keep=batch.get("logits_to_keep") or 0,
+        )
+        parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
+        parts["position_ids"] = self.positions
+        call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
+        call.inputs |= {key: shard(x, sp) if step.sharded else x for key, x in parts.items() if x is not None}
+        call.inputs |= {"longspan": self.info, "attention_mask": None, "use_cache": True, self.traits.cache_name: cache}
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert call.cache is not None
         call.cache.end()
-        self.reset()
         return output
 
     @not_compiled
@@ -68,3 +120,68 @@ class CachedTokens(Stage):
             return hidden, *output[1:]
         output["last_hidden_state"] = hidden
         return output
+
+
+def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
+    """Return the hidden states of the last `info.keep` new tokens, `[B, keep, D]`, on every rank of the group.
+
+    Args:
+        hidden: of my new tokens `[B, L, D]` if they are sharded, else of all.
+        info: of the forward.
+        sp: the sharding.
+    """
+    step = info.step
+    if not step.sharded:
+        return hidden[:, -info.keep :]
+    if info.keep == 1:  # one rank's token, sent once
+        owner, at = sp.layout.locate_token(step.new, step.new - 1)
+        last = hidden[:, at : at + 1].contiguous() if owner == sp.rank else torch.empty_like(hidden[:, :1])
+        assert sp.group is not None
+        dist.broadcast(last, group=sp.group, group_src=owner)
+        return last
+    return SelectedTokens(range(max(0, step.new - info.keep), step.new), step.new, sp).gather(hidden)
+
+
+def _refuse(batch: Mapping[str, Any]) -> None:
+    if torch.is_grad_enabled():
+        raise LongspanError(
+            "a forward with a KV cache has no gradients on a parallelized model; call it under torch.no_grad(), or "
+            "without a cache"
+        )
+    if batch.get("labels") is not None:
+        raise LongspanError("a forward with a KV cache gives no loss; leave labels out, or call it without a cache")
+    if batch.get("output_attentions"):
+        raise LongspanError("output_attentions=True is not supported on a parallelized model; leave it out")
+    keep = batch.get("logits_to_keep")
+    if keep is not None and not (isinstance(keep, int) and keep >= 0):
+        raise LongspanError(
+            f"logits_to_keep={format_value(keep)} with a cache: give a number of last tokens, or leave it out"
+        )
+    if (batch.get("input_ids") is None) == (batch.get("inputs_embeds") is None):
+        raise LongspanError("a batch needs `input_ids` or `inputs_embeds`, one of them")
+
+
+def _segments(mask: Tensor | None, rows: int, length: int) -> tuple[Segments | None, VisibleKeys | None]:
+    """Return each row's real tokens (none in a row of padding alone) and the visible keys; None if all are real."""
+    if mask is None:
+        return None, None
+    if mask.dim() != 2 or tuple(mask.shape) != (rows, length):
+        raise LongspanError(
+            f"`attention_mask` has the shape {tuple(mask.shape)}; with a cache it covers the tokens that it holds and "
+            f"the new ones: ({rows}, {length})"
+        )
+    segments, _ = padding_segments(mask)
+    if segments is None:
+        return None, None
+    # Zeros after the first 1 are hidden keys: if a chunk ends in a hole, more ones may follow.
+    counts = mask.bool().sum(-1).tolist()
+    holes = any(row and count < length - row[0][0] for row, count in zip(segments, counts, strict=True))
+    segments = tuple(((row[0][0], length),) if row else () for row in segments)
+    return segments, VisibleKeys(mask.bool()) if holes else None
+
+
+def _positions(mask: Tensor | None, past: int, new: int, device: torch.device) -> Tensor:
+    """Return position ids as `generate` makes them, int64 [1 or rows, new]: padding is not counted."""
+    if mask is None:
+        return torch.arange(past, past + new, device=device)[None]
+    return (mask.to(device).long().cumsum(-1) - 1).clamp(min=0)[:, past:]

@@ -15,19 +15,12 @@ from torch import nn
 from longspan.compat.torch_api import not_compiled
 from longspan.hf.forward.cached import CachedTokens
 from longspan.hf.forward.input_checks import GradientsSummed, ModelUnchanged, SupportedArguments, WeightsUnchanged
-from longspan.hf.forward.layers import AttentionLayers, MemoryOptions
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
-from longspan.hf.forward.loss_stages import (
-    GlobalLoss,
-    HeldBackLabels,
-    LossFunction,
-    RouterLoss,
-    RowLabels,
-    ScoredLabels,
-)
+from longspan.hf.forward.loss_stages import GlobalLoss, HeldBackLabels, LossFunction, RouterLoss
 from longspan.hf.forward.pooled import PooledHead
+from longspan.hf.forward.scored import ScoredLabels
 from longspan.hf.forward.shard_batch import ShardBatch
-from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
+from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.support import innermost_decoder
 from longspan.hf.weights.fsdp import reshard
 
@@ -36,14 +29,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from longspan.comm.mesh import SequenceSharding
     from longspan.hf.checks.batches import BatchCheck
-    from longspan.hf.checks.guards import Guard, RestCheck
-    from longspan.hf.forward.binding import ModelBinding
-    from longspan.hf.memory_options import MemoryManager
-    from longspan.hf.tensor_parallel.layers import TensorParallel
-    from longspan.hf.weights.gradients import GradientSum
-    from longspan.losses.deferred_logits import Head
+    from longspan.hf.state import ParallelState
 
 
 class ForwardHooks:
@@ -51,71 +38,59 @@ class ForwardHooks:
 
     Args:
         model: the transformers model.
-        traits: of it, from before FSDP.
-        sp: its sharding.
-        binding: its attention layers.
-        memory: its memory options.
-        head: its language-model head; None if it has none.
-        tensor: the tensor axis; None if its size is 1.
-        gradients: the gradient sum without FSDP; None if there is none.
+        state: the parts of it that stages use.
         batches: compares the batches of all ranks; None on one rank.
-        guard: detects changes of the model; None on one rank.
-        rest: checksums of weights between steps; None if not asked for.
-        logits: make logits in training too.
+        unchanged: detects changes of the model; None on one rank.
+        weights: compares checksums of weights between optimizer steps; None if not asked for.
+        make_logits: make logits in training too.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        traits: ModelTraits,
-        sp: SequenceSharding,
+        state: ParallelState,
         *,
-        binding: ModelBinding,
-        memory: MemoryManager,
-        head: Head | None,
-        tensor: TensorParallel | None,
-        gradients: GradientSum | None,
         batches: BatchCheck | None,
-        guard: Guard | None,
-        rest: RestCheck | None,
-        logits: bool,
+        unchanged: ModelUnchanged | None,
+        weights: WeightsUnchanged | None,
+        make_logits: bool,
     ) -> None:
+        traits, sp, tensor, head = state.traits, state.sp, state.tensor, state.head
         self.traits, self.batches = traits, batches
-        self.options = ForwardOptions(make_logits=logits)
+        self.options = ForwardOptions(make_logits=make_logits)
         self.losses = GlobalLoss(sp, batches, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
 
-        self.unchanged: list[Stage] = [] if guard is None else [ModelUnchanged(guard)]
+        self.unchanged: list[Stage] = [] if unchanged is None else [unchanged]
+        self.weights: list[Stage] = [] if weights is None else [weights]
         self.tensor: list[Stage] = [] if tensor is None else [tensor]
-        self.weights: list[Stage] = [] if rest is None else [WeightsUnchanged(rest)]
-        self.gradients: list[Stage] = [] if gradients is None else [GradientsSummed(gradients)]
+        self.gradients: list[Stage] = [] if state.gradients is None else [GradientsSummed(state.gradients)]
         self.arguments = SupportedArguments(traits)
         self.shard = ShardBatch(traits, sp, tensor, batches)
         self.cached = CachedTokens(traits, sp, tensor)
-        self.memory = MemoryOptions(memory, sp)
+        self.memory = state.memory
         self.defer = DeferLogits(head, self.options)
         self.loss_function = LossFunction(traits, self.losses)
         self.held_back = HeldBackLabels(self.losses)
         self.scored = ScoredLabels(sp, self.options)
-        self.row_labels = RowLabels(self.losses)
-        self.pooled = PooledHead(model, traits.name, sp) if traits.labels_per_row else None
+        self.pooled = PooledHead(model, traits.name, sp, self.losses) if traits.labels_per_row else None
         self.router = RouterLoss(traits, sp, tensor)
         self.select = SelectLogits(traits, head, sp)
-        self.layers = AttentionLayers(binding, traits.name)
+        self.layers = state.attention
 
     def stages_of(self, call: ForwardCall) -> list[Stage]:
         """Compose the stages of one forward."""
         if call.cache is not None:
             return [*self.unchanged, *self.tensor, self.cached, self.layers]
-        loss: list[Stage]
+        loss: Stage
         if call.scored:
-            loss = [self.scored]
+            loss = self.scored
         elif self.pooled is not None:
-            loss = [self.row_labels, self.pooled]
+            loss = self.pooled
         elif self.traits.labels_per_token or call.wants_router_loss:
-            loss = [self.held_back]
+            loss = self.held_back
         else:
-            loss = [self.loss_function]
+            loss = self.loss_function
         return [
             *self.unchanged,
             *self.weights,
@@ -125,7 +100,7 @@ class ForwardHooks:
             self.shard,
             self.memory,
             self.defer,
-            *loss,
+            loss,
             *([self.router] if call.wants_router_loss else []),
             self.select,
             self.layers,
@@ -148,14 +123,14 @@ class ForwardHooks:
     @not_compiled
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all checks, share their errors, then change the inputs."""
-        for stage in self._every_stage():
-            stage.reset()
-        call = ForwardCall.of(model, self.traits, args, kwargs)
+        self._reset()  # if the last forward raised
+        call = ForwardCall.of(model, kwargs)
         stages: list[Stage] = []
         problem: Exception | None = None
         try:
             call.name_arguments(self.traits, args)
             stages = self.stages_of(call)
+            self.running = call, stages
             for stage in stages:
                 stage.check(call)
         except Exception as error:  # of any kind: the other ranks must raise too
@@ -163,17 +138,23 @@ class ForwardHooks:
         self._raise_on_every_rank(call, problem)
         for stage in stages:
             stage.before(call)
-        self.running = call, stages
         return (), call.inputs
 
     @not_compiled
     def after(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
         """Change the output, in reverse order."""
         assert self.running is not None
-        (call, stages), self.running = self.running, None
+        call, stages = self.running
         for stage in reversed(stages):
             output = stage.after(call, output)
+        self._reset()
         return output
+
+    def _reset(self) -> None:
+        _, stages = self.running or (None, [])
+        self.running = None
+        for stage in stages:
+            stage.reset()
 
     def _raise_on_every_rank(self, call: ForwardCall, problem: Exception | None) -> None:
         """Raise on every rank if a rank has a problem, or if the ranks' batches differ. Collective."""
@@ -184,13 +165,6 @@ class ForwardHooks:
         batch = call.batch if call.cache is None else {**call.batch, "cache": call.cache.describe()}
         router_loss = call.cache is None and call.wants_router_loss
         self.batches.compare(call.model, batch, router_loss, problem)
-
-    def _every_stage(self) -> Iterator[Stage]:
-        yield from self.gradients
-        yield from (self.cached, self.defer, self.loss_function, self.held_back, self.scored, self.row_labels)
-        yield from (self.router, self.select)
-        if self.pooled is not None:
-            yield self.pooled
 
     @not_compiled
     def release_weights(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -1,30 +1,44 @@
-"""The stages that decide which logits a forward makes."""
+"""The stages that decide which logits a forward makes, and outputs without logits, which say so when read.
+
+A training forward with labels makes no logits: its head returns `longspan.losses.deferred_logits.DeferredLogits`, from
+which the loss computes logits and gradients tile by tile.
+"""
 
 from __future__ import annotations
 
+import functools
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.forward.outputs import PickedTokens, without_deferred
+from longspan.hf.forward.gathering import SelectedTokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
+from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotMade
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from longspan.comm.mesh import SequenceSharding
-    from longspan.losses.deferred_logits import Head
+
+
+def head_of(model: PreTrainedModel) -> Head | None:
+    """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM)."""
+    module = model.get_output_embeddings()
+    parents = [m for m in model.modules() if any(child is module for child in m.children())]
+    biases = [bias for parent in parents if isinstance(bias := getattr(parent, "bias", None), nn.Parameter)]
+    outside = any(bias is not getattr(module, "bias", None) for bias in biases)
+    return None if module is None or outside else Head(module)
 
 
 class DeferLogits(Stage):
-    """Make no logits if the loss is all that is needed: the head then returns `DeferredLogits`.
-
-    Args:
-        head: the model's; None if it has none that can be deferred.
-        options: of the caller.
-    """
+    """Make no logits if the loss is all that is needed: the head then returns `DeferredLogits`."""
 
     def __init__(self, head: Head | None, options: ForwardOptions) -> None:
         self.head, self.options = head, options
@@ -41,25 +55,48 @@ class DeferLogits(Stage):
             self.head.defer_next = options.return_deferred or call.scored or (call.has_labels and loss_suffices)
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        return output if self.options.return_deferred else without_deferred(output)
+        if self.options.return_deferred:
+            return output
+        if isinstance(output, tuple):
+            return tuple(value for value in output if not isinstance(value, DeferredLogits))
+        if not isinstance(output, ModelOutput) or not isinstance(output.get("logits"), DeferredLogits):
+            return output
+        entries = {name: value for name, value in output.items() if name != "logits"}
+        kind: Any = type(output)
+        return _without_logits(kind)(**entries)
+
+
+@functools.cache
+def _without_logits(kind: Any) -> Any:
+    """Return a subclass of an output whose `logits` is None and warns why."""
+
+    def read(_: Any) -> None:
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if reader.partition(".")[0] not in ("torch", "transformers"):  # FSDP reads every entry of an output
+            warnings.warn(f"logits is None: {LOGITS_HINT}", stacklevel=2)
+
+    def item(self: Any, key: Any) -> Any:
+        if key == "logits":
+            raise LogitsNotMade(f"this output has no logits: {LOGITS_HINT}")
+        try:
+            return kind.__getitem__(self, key)
+        except IndexError as error:
+            raise LogitsNotMade(f"this output has no entry {key}, as it has no logits: {LOGITS_HINT}") from error
+
+    logits = property(read, lambda self, value: None)
+    return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})
 
 
 class SelectLogits(Stage):
-    """`logits_to_keep`: run the head on selected tokens only, and return their logits on every rank.
-
-    Args:
-        traits: of the model.
-        head: the model's; None if it has none.
-        sp: the sharding.
-    """
+    """`logits_to_keep`: run the head on selected tokens only, and return their logits on every rank."""
 
     def __init__(self, traits: ModelTraits, head: Head | None, sp: SequenceSharding) -> None:
         self.traits, self.head, self.sp = traits, head, sp
-        self.picked: PickedTokens | None = None
+        self.selected: SelectedTokens | None = None
         self.hooked = False
 
     def reset(self) -> None:
-        self.picked = None
+        self.selected = None
 
     def check(self, call: ForwardCall) -> None:
         keep = call.batch.get("logits_to_keep")
@@ -73,7 +110,7 @@ class SelectLogits(Stage):
         if not positions and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
             raise LongspanError(
                 f"logits_to_keep={format_value(keep)}: give a number of last tokens, or an integer tensor [k] of "
-                "places in the sequence"
+                "positions in the sequence"
             )
         if call.batch.get("labels") is not None:
             raise LongspanError("logits_to_keep with labels: the loss needs the logits of all tokens; leave one out")
@@ -82,24 +119,17 @@ class SelectLogits(Stage):
         keep = call.inputs.pop("logits_to_keep", None)
         if self.head is None or not (isinstance(keep, Tensor) or keep):
             return
-        self._hook_head()
-        info = call.info
-        tokens = _selected(keep, info.length)
+        if not self.hooked:
+            self._hook_head(self.head.module)
+        tokens = _selected(keep, call.info.length)
         if tokens:
-            self.picked = PickedTokens(tokens, info.length, self.sp.with_layout(info.layout))
+            self.selected = SelectedTokens(tokens, call.info.length, self.sp.with_layout(call.info.layout))
 
-    def after(self, call: ForwardCall, output: Any) -> Any:
-        self.picked = None
-        return output
-
-    def _hook_head(self) -> None:
+    def _hook_head(self, head: nn.Module) -> None:
         """Put hooks on the head, at the first forward that selects tokens."""
-        if self.hooked or self.head is None:
-            return
         self.hooked = True
-        head = self.head.module
-        head.register_forward_pre_hook(lambda _, args: args if self.picked is None else self.picked.select(*args))
-        head.register_forward_hook(lambda _, args, out: out if self.picked is None else self.picked.join(out))
+        head.register_forward_pre_hook(lambda _, args: args if self.selected is None else self.selected.select(*args))
+        head.register_forward_hook(lambda _, args, out: out if self.selected is None else self.selected.join(out))
 
 
 def _selected(keep: int | Tensor, n: int) -> Sequence[int]:

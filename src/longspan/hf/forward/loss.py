@@ -21,6 +21,7 @@ from longspan.losses.deferred_logits import DeferredLogits
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
+    from longspan.hf.checks.batches import BatchCheck
 
 
 def causal_lm_loss(
@@ -57,13 +58,16 @@ def causal_lm_loss(
     check_integers("shifted_labels", shifted_labels)
     if logits.dim() < 2 or not logits.is_floating_point() or not logits.shape[-1]:
         raise LongspanError(f"`logits` must be a floating tensor [batch, tokens, vocabulary], got {describe(logits)}")
-    _check_items(num_items_in_batch)
+    if isinstance(num_items_in_batch, Tensor):
+        if num_items_in_batch.numel() != 1 or num_items_in_batch.is_complex():
+            raise LongspanError(f"`num_items_in_batch` must be one number, got {describe(num_items_in_batch)}")
+    elif num_items_in_batch is not None:
+        check_number("num_items_in_batch", num_items_in_batch, 0, 1 << 62)
     if shifted_labels.device.type == "cpu":  # on a GPU the host would wait, and torch's own assertion stops the kernel
         _check_labels(shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
-    terms = LossTerms(label_smoothing, z_loss)
-    return mean_loss(logits, shifted_labels, sp, num_items_in_batch, terms=terms)[0]
+    return mean_loss(logits, shifted_labels, sp, num_items_in_batch, terms=LossTerms(label_smoothing, z_loss))
 
 
 def mean_loss(
@@ -71,23 +75,18 @@ def mean_loss(
     shifted_labels: Tensor,
     sp: SequenceSharding,
     num_items_in_batch: Tensor | int | None = None,
-    carry: Tensor | None = None,
+    batches: BatchCheck | None = None,
     terms: LossTerms = CROSS_ENTROPY,
-) -> tuple[Tensor, Tensor]:
-    """Return `causal_lm_loss` and the sum of all ranks' `carry`, fp64 [] (default 0), in one all-reduce."""
+) -> Tensor:
+    """Return `causal_lm_loss`. Its all-reduce carries the batch comparison of `batches`."""
     if logits.shape[:-1] != shifted_labels.shape:
         raise LongspanError(
             f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
         )
     labels = shifted_labels.to(logits.device)
     total = loss_sum(logits, labels, terms)
-    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
-    sums = sum_over_ranks(torch.stack([total.double(), (labels != IGNORE).sum().double(), carried]), sp)
-    count = sums[1].detach().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
-    if isinstance(count, Tensor):
-        count = count.to(sums.device)
-    loss: Tensor = sums[0] / count
-    return loss.to(torch.promote_types(logits.dtype, torch.float32)), sums[2].detach()
+    loss = _mean_over_ranks(total, (labels != IGNORE).sum(), sp, batches, num_items_in_batch)
+    return loss.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def mean_row_loss(
@@ -96,8 +95,8 @@ def mean_row_loss(
     problem: str,
     sp: SequenceSharding,
     rows: int | None = None,
-    carry: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    batches: BatchCheck | None = None,
+) -> Tensor:
     """Return the loss of a sequence classifier over all rows of the global batch, equal on every rank.
 
     The ranks of a sequence group hold the same logits, and each gets the full gradient with respect to them;
@@ -109,11 +108,11 @@ def mean_row_loss(
         problem: from `problem_of`.
         sp: the sharding.
         rows: number of first rows that count; by default all.
-        carry: as for `mean_loss`.
+        batches: as for `mean_loss`.
 
     Returns:
         A scalar, fp32 (fp64 for fp64): the mean over labels that are not -100 (one label of several), or over all
-        entries (regression, several labels). And the sum of all ranks' `carry`, fp64 [].
+        entries (regression, several labels).
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
@@ -124,12 +123,23 @@ def mean_row_loss(
         of_entry = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
         total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
         count = torch.tensor(logits_BC.numel(), device=logits.device)
-    carried = torch.zeros((), dtype=torch.float64, device=logits.device) if carry is None else carry.to(logits.device)
     # All ranks of a sequence group add the same number, and each needs its full gradient.
-    parts = torch.stack([ScaledGradient.apply(total.double(), sp.size), count.double(), carried])  # type: ignore[no-untyped-call]
-    sums = sum_over_ranks(parts, sp)
-    loss: Tensor = sums[0] / sums[1].detach().clamp_min(1)
-    return loss.to(dtype), sums[2].detach()
+    total = ScaledGradient.apply(total.double(), sp.size)  # type: ignore[no-untyped-call]
+    return _mean_over_ranks(total, count, sp, batches).to(dtype)
+
+
+def _mean_over_ranks(
+    total: Tensor, count: Tensor, sp: SequenceSharding, batches: BatchCheck | None, items: Tensor | int | None = None
+) -> Tensor:
+    """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce."""
+    carry = None if batches is None else batches.to_carry()
+    carry = torch.zeros((), dtype=torch.float64, device=total.device) if carry is None else carry.to(total.device)
+    sums = sum_over_ranks(torch.stack([total.double(), count.double(), carry]), sp)
+    if batches is not None:
+        batches.carried(sums[2].detach())
+    if items is None:
+        items = sums[1].detach().clamp_min(1)
+    return sums[0] / (items.to(sums.device) if isinstance(items, Tensor) else items)
 
 
 def problem_of(config: Any, labels: Tensor) -> str:
@@ -154,14 +164,6 @@ class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.times, None
-
-
-def _check_items(items: Any) -> None:
-    if isinstance(items, Tensor):
-        if items.numel() != 1 or items.is_complex():
-            raise LongspanError(f"`num_items_in_batch` must be one number, got {describe(items)}")
-    elif items is not None:
-        check_number("num_items_in_batch", items, 0, 1 << 62)
 
 
 def _check_labels(labels: Tensor, vocabulary: int) -> None:

@@ -15,7 +15,6 @@ from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import real_tokens
 from longspan.hf.forward.loss import mean_loss, mean_row_loss, problem_of
-from longspan.hf.forward.scored import labels_to_score, scored_output
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
 from longspan.hf.support import no_router_loss
 from longspan.losses.load_balancing import load_balancing_loss
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
 class GlobalLoss:
     """Mean losses over the global batch. Their all-reduce also carries the batch comparison of GPUs.
 
-    Args:
-        sp: the sharding.
-        batches: the comparison; None on one rank.
-        options: of the caller.
-
     Attributes:
         computed: losses so far; a trainer reads whether a forward added one.
     """
@@ -46,20 +40,12 @@ class GlobalLoss:
     def of_tokens(self, logits: Tensor | DeferredLogits, labels: Tensor, items: Any) -> Tensor:
         """Return the mean over labelled tokens, or the sum divided by `items`."""
         self.computed += 1
-        carry = None if self.batches is None else self.batches.to_carry()
-        loss, carried = mean_loss(logits, labels, self.sp, items, carry)
-        if self.batches is not None:
-            self.batches.carried(carried)
-        return loss
+        return mean_loss(logits, labels, self.sp, items, self.batches)
 
     def of_rows(self, logits: Tensor, labels: Tensor, config: Any) -> Tensor:
         """Return the mean over a classifier's rows."""
         self.computed += 1
-        carry = None if self.batches is None else self.batches.to_carry()
-        loss, carried = mean_row_loss(logits, labels, problem_of(config, labels), self.sp, self.options.rows, carry)
-        if self.batches is not None:
-            self.batches.carried(carried)
-        return loss
+        return mean_row_loss(logits, labels, problem_of(config, labels), self.sp, self.options.rows, self.batches)
 
 
 class LossFunction(Stage):
@@ -76,7 +62,6 @@ class LossFunction(Stage):
         self.call = call
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        self.call = None
         if call.has_labels and call.loss is None:
             raise LongspanError(
                 f"{self.name} computed a loss of its own instead of calling its loss_function, so it would "
@@ -124,57 +109,27 @@ class HeldBackLabels(Stage):
         self.as_tuple = False
 
     def reset(self) -> None:
-        self.labels, self.items, self.as_tuple = None, None, False
+        self.labels = self.items = None
 
     def before(self, call: ForwardCall) -> None:
         inputs = call.inputs
         self.labels, self.items = inputs.pop("labels", None), inputs.pop("num_items_in_batch", None)
         return_dict = inputs.pop("return_dict", None)
-        if return_dict is None:
-            return_dict = getattr(call.model.config, "return_dict", True)
-        self.as_tuple = not return_dict
+        self.as_tuple = not (getattr(call.model.config, "return_dict", True) if return_dict is None else return_dict)
         inputs["return_dict"] = True
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        labels, items, as_tuple = self.labels, self.items, self.as_tuple
-        self.reset()
         losses = {} if call.router_loss is None else {"aux_loss": call.router_loss}
-        if labels is not None:
-            losses["loss"] = self.loss(call, output["logits"], labels, items)
+        if self.labels is not None:
+            losses["loss"] = self.loss(call, output["logits"], self.labels)
             if call.router_loss is not None:
                 losses["loss"] = losses["loss"] + call.model.router_aux_loss_coef * call.router_loss
         if losses:
             output = type(output)(**{**output, **losses})  # a new output: the order of its entries counts
-        return output.to_tuple() if as_tuple else output
+        return output.to_tuple() if self.as_tuple else output
 
-    def loss(self, call: ForwardCall, logits: Any, labels: Tensor, items: Any) -> Tensor:
-        return self.losses.of_tokens(logits, labels, items)
-
-
-class RowLabels(HeldBackLabels):
-    """The labels of a sequence classifier. Like transformers, it ignores `num_items_in_batch`."""
-
-    def loss(self, call: ForwardCall, logits: Any, labels: Tensor, items: Any) -> Tensor:
-        return self.losses.of_rows(logits, labels, call.model.config)
-
-
-class ScoredLabels(Stage):
-    """`fused_lm_head=True`: return the labels' log-probabilities in place of logits (`longspan.hf.forward.scored`)."""
-
-    def __init__(self, sp: SequenceSharding, options: ForwardOptions) -> None:
-        self.sp, self.options = sp, options
-        self.labels: Tensor | None = None
-
-    def reset(self) -> None:
-        self.labels = None
-
-    def before(self, call: ForwardCall) -> None:
-        self.labels = labels_to_score(call.inputs)
-
-    def after(self, call: ForwardCall, output: Any) -> Any:
-        labels, self.labels = self.labels, None
-        assert labels is not None
-        return scored_output(call.model, output, labels, self.sp, call.info, call.router_loss, self.options.scoring)
+    def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
+        return self.losses.of_tokens(logits, labels, self.items)
 
 
 class RouterLoss(Stage):
@@ -182,29 +137,23 @@ class RouterLoss(Stage):
 
     def __init__(self, traits: ModelTraits, sp: SequenceSharding, tensor: TensorParallel | None) -> None:
         self.traits, self.sp, self.tensor = traits, sp, tensor
-        self.real: Tensor | None = None  # which of my tokens count, [B, L]
-
-    def reset(self) -> None:
-        self.real = None
 
     def check(self, call: ForwardCall) -> None:
         if self.traits.top_k is None:
             raise LongspanError(no_router_loss(self.traits.name))
 
     def before(self, call: ForwardCall) -> None:
-        assert call.tokens is not None
-        self.real = real_tokens(call.info, self.sp, len(call.tokens), call.tokens.device)
         call.inputs["return_dict"] = True
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        real, self.real = self.real, None
-        assert real is not None and self.traits.top_k is not None
+        assert call.tokens is not None and self.traits.top_k is not None
         logits = output["router_logits"]
         if output["logits"].requires_grad and not any(x.requires_grad for x in logits):
             raise LongspanError(
                 "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
                 'checkpointing loses it; pass {"use_reentrant": False}'
             )
-        routed = real if self.tensor is None else self.tensor.my_rows(real)
+        real_BL = real_tokens(call.info, self.sp, len(call.tokens), call.tokens.device)
+        routed = real_BL if self.tensor is None else self.tensor.my_rows(real_BL)
         call.router_loss = load_balancing_loss(logits, self.traits.top_k, self.sp, routed)
         return output

@@ -1,4 +1,4 @@
-"""The mask registry of transformers: which mask a model asks for, read back from its mask function."""
+"""longspan's entry in the mask registry of transformers: which mask a model requests, read from its mask function."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def longspan_mask(
     Raises:
         LongspanError: for a mask that is none of causal, bidirectional, a sliding window of either, or causal chunks.
     """
-    if local_size is not None and local_size < 1:  # a window that no layer uses (Qwen2-MoE); `Mask` refuses it
+    if local_size is not None and local_size < 1:  # a window that no layer uses (Qwen2-MoE), and that `Mask` refuses
         return MaskRequest(causal=True, window=local_size)
     if mask_function is _CAUSAL:
         return MaskRequest(causal=True)
@@ -69,7 +69,7 @@ def longspan_mask(
         requests = [
             MaskRequest(causal=True, window=local_size),
             MaskRequest(causal=True, chunk_size=local_size),
-            MaskRequest(causal=False, window=local_size + 1),  # |i - j| <= size, as transformers' encoders have it
+            MaskRequest(causal=False, window=local_size + 1),  # |i - j| <= size, in transformers' encoders
             MaskRequest(causal=False, window=local_size),
         ]
     tensors = list(_tensors_in(mask_function))
@@ -77,11 +77,11 @@ def longspan_mask(
         i, j = _around(local_size or 1, device if tensors else "cpu")
         try:
             zero = torch.zeros_like(i)
-            asked = mask_function(zero, zero, i, j).bool().expand_as(i)
-        except Exception:  # a function that is not of transformers' form raises whatever it will
+            allowed = mask_function(zero, zero, i, j).bool().expand_as(i)
+        except Exception:  # a function of another form may raise anything
             requests = []
         for request in requests:
-            if torch.equal(asked, request.allows(i, j)):
+            if torch.equal(allowed, request.allows(i, j)):
                 return request
     raise LongspanError(
         f"the model asks for the attention mask {_name(mask_function)} (local size {local_size}), which is not "

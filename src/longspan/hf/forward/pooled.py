@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.outputs import Gathered
-from longspan.hf.forward.stage import ForwardCall, Stage
+from longspan.hf.forward.gathering import gather_tokens
+from longspan.hf.forward.loss_stages import GlobalLoss, HeldBackLabels
+from longspan.hf.forward.stage import ForwardCall
 from longspan.hf.support import HELP
 
 if TYPE_CHECKING:
@@ -27,26 +28,24 @@ if TYPE_CHECKING:
     from longspan.hf.batch import SequenceInfo
 
 
-class PooledHead(Stage):
-    """Give a sequence classifier the ids of all tokens, its base model mine, and gather the head's output.
+class PooledHead(HeldBackLabels):
+    """Give a sequence classifier the ids of all tokens, its base model mine, and gather the output of its `score`.
 
-    Args:
-        model: with a child `score`; hooks are put on it and on its base model.
-        name: of the model's class.
-        sp: the sharding.
+    The loss is that of rows. Like transformers, it ignores `num_items_in_batch`.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, sp: SequenceSharding) -> None:
-        self.name, self.sp = name, sp
+    def __init__(self, model: PreTrainedModel, name: str, sp: SequenceSharding, losses: GlobalLoss) -> None:
+        super().__init__(losses)
+        self.name, self.sp, self.config = name, sp, model.config
         self.ids: Tensor | None = None  # of my tokens, until the base model takes them
         self.info: SequenceInfo | None = None
-        self.config: Any = model.config
         base: Any = model.base_model
-        base.register_forward_pre_hook(self._give_mine, with_kwargs=True)
+        base.register_forward_pre_hook(self._pass_my_ids, with_kwargs=True)
         model.score.register_forward_hook(self._gather)
 
     def reset(self) -> None:
-        self.ids = None
+        super().reset()
+        self.ids = self.info = None
 
     def check(self, call: ForwardCall) -> None:
         """Raise for what the model's pooling would refuse, or misread, after its forward.
@@ -76,18 +75,20 @@ class PooledHead(Stage):
                                 f"got {got}")  # fmt: skip
 
     def before(self, call: ForwardCall) -> None:
-        """Give the model the ids of all tokens: gathered, if the batch was sharded by `longspan.shard_batch`."""
-        info = call.info
-        self.info, self.ids = info, call.inputs.get("input_ids")
+        super().before(call)
+        self.info, self.ids = call.info, call.inputs.get("input_ids")
         if self.ids is None:
             return
         ids = call.batch["input_ids"]
-        if "longspan" in call.batch:
+        if "longspan" in call.batch:  # sharded by `longspan.shard_batch`
             with torch.no_grad():
-                ids = self.sp.with_layout(info.layout).gather(ids, dim=1, length=info.length)
+                ids = self.sp.with_layout(call.info.layout).gather(ids, dim=1, length=call.info.length)
         call.inputs["input_ids"] = ids
 
-    def _give_mine(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
+        return self.losses.of_rows(logits, labels, call.model.config)
+
+    def _pass_my_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ids is not None:
             if args:
                 args = (self.ids, *args[1:])
@@ -98,13 +99,11 @@ class PooledHead(Stage):
 
     def _gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Gather `[B, n_local, labels]` to `[B, n, labels]`."""
-        info = self.info
-        if info is None:
+        if self.info is None:
             raise LongspanError(f"the head of {self.name} was called outside of its forward; call the model")
         if output.dim() != 3:
             raise LongspanError(
                 f"{self.name} calls its head with {tuple(args[0].shape)}, not every token: it pools hidden states; "
                 f"{HELP}"
             )
-        gathered: Tensor = Gathered.apply(output, self.sp, info.layout, info.length)  # type: ignore[no-untyped-call]
-        return gathered
+        return gather_tokens(output, self.sp, self.info)

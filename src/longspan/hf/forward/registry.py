@@ -27,7 +27,6 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.masks import MaskRequest, longspan_mask
 from longspan.hf.support import HELP
-from longspan.hf.support import check_model as check_model
 from longspan.memory.checkpointing import LayerCall
 from longspan.memory.saved_attention import saved_attention
 
@@ -55,10 +54,16 @@ _NO_MEANING = {
 class LayerBinding:
     """How an attention layer is sharded; its attribute `longspan_layer`.
 
-    `model` is one object for all layers of a model: plans of a batch that two models are called with are not mixed up.
-    `memory` says whether attention recomputes its all-to-all, and in how many head chunks; `keeper` is there while a
-    checkpointed layer runs that keeps what its attention computes. `choice` is the kernel of the last forward.
-    `latents` are what the layer makes its keys and values of, where it is DeepSeek's.
+    Attributes:
+        name: of the module.
+        sp: the sharding.
+        kernel: as for `longspan.attention`.
+        model: one object for all layers of a model, so that two models called with one batch do not share plans.
+        memory: recompute the all-to-all or not, and in how many head chunks.
+        layer_call: while a checkpointed layer runs: what it saves of its attention.
+        choice: the kernel of the last forward.
+        seen: whether the layer has called longspan's attention.
+        latents: captures the latent vectors of DeepSeek's attention; None for other layers.
     """
 
     name: str
@@ -66,7 +71,7 @@ class LayerBinding:
     kernel: AnyKernel
     model: object
     memory: Memory = FASTEST
-    keeper: LayerCall | None = None
+    layer_call: LayerCall | None = None
     choice: Choice | None = None
     seen: bool = False
     latents: LatentLayer | None = None
@@ -115,10 +120,10 @@ def longspan_attention(
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
-    if layer.keeper is not None and layer.keeper.save_all:
-        out = saved_attention(plan, q, k, v, scores, layer.keeper)
+    if layer.layer_call is not None and layer.layer_call.save_all:
+        out = saved_attention(plan, q, k, v, scores, layer.layer_call)
     else:
-        out = plan(q, k, v, scores, layer.keeper)
+        out = plan(q, k, v, scores, layer.layer_call)
     out = out if info.padding is None else _padding_sees_itself(out, v, info.padding)
     if out.stride(-2) != out.shape[-1]:  # after chunks of heads or padding: models view the output as [B, L, H * D]
         out = out.contiguous()
@@ -126,7 +131,7 @@ def longspan_attention(
 
 
 def _padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:
-    """Give padding the output that a row of one token has, not 0: a model may divide by its attention's output."""
+    """Replace the output of padding by its own value, not 0: a model may divide by its attention's output."""
     heads, kv_heads = out_BLHD.shape[2], v_BLKD.shape[2]
     if not heads:
         return out_BLHD
@@ -145,7 +150,6 @@ def _with_cache(
     c_BLR: Tensor | None,
 ) -> Tensor:
     """Attend from new tokens to all cached tokens and the new ones."""
-    assert info.step is not None and info.cache is not None
     if not request.causal:
         raise LongspanError(f"layer {layer.name} is not causal, so it has no KV cache; call the model without one")
     if number in info.step.stored_layers:
@@ -160,7 +164,7 @@ def _with_cache(
     first = first_visible_token(length, request.window, request.chunk_size)
     if request.chunk_size is not None and mask.segments is not None:  # chunks count from where a row's padding ends
         first = 0 if back is not None else min((row[-1][0] for row in mask.segments if row), default=info.length)
-    store = info.cache.store(number, request.window or request.chunk_size)
+    store = info.cache.layer_cache(number, request.window or request.chunk_size)
     try:
         if layer.latents is None or not info.cache.holds_latents(store, layer.latents, qkv):
             out, layer.choice = attend(info.step, store, *qkv, mask, scores, layer.kernel, first)
@@ -169,7 +173,7 @@ def _with_cache(
             raise LongspanError(f"kv_b_proj was not called before the attention; {HELP}")
         scores = replace(scores, scale=scores.scale_of(qkv[0].shape[3]))
         q, k, v, for_values = layer.latents.absorb(c_BLR, *qkv, first=store.rows is None)
-        # Heads as wide as latent vectors are no flash attention's, and nothing else has been tried with them.
+        # Flash attention does not support heads as wide as latent vectors; no other kernel was tested with them.
         kernel = "tiled" if layer.kernel == "auto" else layer.kernel
         out, layer.choice = attend(info.step, store, q, k, v, mask, scores, kernel, first)
     except LongspanError as error:
@@ -182,24 +186,19 @@ def _plan(
 ) -> AttentionPlan:
     """Return the attention plan of this batch for layers of this kind, prepared by the first of them."""
     key = layer.model, request, shapes, scores.kind
-    compiling = torch.compiler.is_compiling()  # a compiler would take the store's content for constants
+    compiling = torch.compiler.is_compiling()  # a compiler would treat the content of `plans` as constants
     plan = None if compiling else info.plans.get(key)
     if plan is None:
-        mask, lengths = _mask(request, info), (info.length, info.length)
-        sp, recompute_all_to_all, chunks = (
-            layer.sp.with_layout(info.layout),
-            layer.memory.recompute_all_to_all,
-            layer.memory.head_chunks,
-        )
+        memory = layer.memory
         plan = prepare(
             shapes,
-            sp,
-            mask,
+            layer.sp.with_layout(info.layout),
+            _mask(request, info),
             scores,
-            lengths,
+            (info.length, info.length),
             layer.kernel,
-            recompute_all_to_all=recompute_all_to_all,
-            head_chunks=chunks,
+            recompute_all_to_all=memory.recompute_all_to_all,
+            head_chunks=memory.head_chunks,
         )
         if not compiling:
             info.plans[key] = plan
@@ -209,8 +208,8 @@ def _plan(
 def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
     segments, chunk_size = info.segments, request.chunk_size
     if segments is not None and chunk_size is not None:
-        # Chunks count from the start of a document, or of what left-hand padding leaves: not from that of the row (as
-        # transformers before 5.23 does where position ids restart).
+        # Chunks count from the start of a document, or from the end of left-hand padding: not from the start of the row
+        # (as transformers before 5.23 does where position ids restart).
         segments, chunk_size = chunk_segments(segments, chunk_size, info.starts), None
     return Mask(request.causal, request.window, chunk_size, segments=segments, mask_mod=info.visible)
 
@@ -234,8 +233,7 @@ def _scores(
             f"layer {layer.name} has sliding_window={window}, but its mask has window={request.window}; {HELP}"
         )
     softcap, sinks = given.pop("softcap", None), given.pop("s_aux", None)
-    is_causal = more.get("is_causal")
-    given.pop("is_causal", None)
+    is_causal, _ = more.get("is_causal"), given.pop("is_causal", None)
     if is_causal is not None and is_causal != request.causal:
         raise LongspanError(
             f"layer {layer.name} has is_causal={is_causal}, but its mask has causal={request.causal}; {HELP}"

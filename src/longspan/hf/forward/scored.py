@@ -13,27 +13,14 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.outputs import Gathered
+from longspan.hf.forward.gathering import gather_tokens
+from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import EXTRAS, logprobs_of
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.batch import SequenceInfo
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Options of log-probabilities that are not arguments of the call.
-
-    Attributes:
-        temperature: divides the logits.
-        entropy: whether entropies have a gradient.
-    """
-
-    temperature: float = 1.0
-    entropy: bool = False
 
 
 @dataclass
@@ -60,57 +47,36 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
     logits: Tensor | None = None
 
 
-def labels_to_score(cut: dict[str, Any]) -> Tensor:
-    """Remove the labels from a sharded batch, and return them.
+class ScoredLabels(Stage):
+    """`fused_lm_head=True`: return the labels' log-probabilities in place of logits."""
 
-    Raises:
-        LongspanError: if there are none.
-    """
-    labels = cut.pop("labels", None)
-    cut.pop("num_items_in_batch", None)
-    if labels is None:
-        raise LongspanError("fused_lm_head=True asks for the log-probabilities of labels, and there are none")
-    return labels  # type: ignore[no-any-return]
+    def __init__(self, sp: SequenceSharding, options: ForwardOptions) -> None:
+        self.sp, self.options = sp, options
+        self.labels: Tensor | None = None
 
+    def reset(self) -> None:
+        self.labels = None
 
-def scored_output(
-    model: Any,
-    output: Any,
-    labels: Tensor,
-    sp: SequenceSharding,
-    info: SequenceInfo,
-    aux_loss: Tensor | None,
-    wanted: Scoring,
-) -> ScoredOutput:
-    """Return the log-probabilities of all tokens of the replica.
+    def before(self, call: ForwardCall) -> None:
+        call.inputs.pop("num_items_in_batch", None)
+        self.labels = call.inputs.pop("labels", None)
+        if self.labels is None:
+            raise LongspanError("fused_lm_head=True asks for the log-probabilities of labels, and there are none")
 
-    Args:
-        model: whose forward it is.
-        output: its output, with `DeferredLogits`.
-        labels: of my tokens, shifted: `[B, n_local]`.
-        sp: the sharding.
-        info: of the batch.
-        aux_loss: of its routers.
-        wanted: options.
-
-    Raises:
-        LongspanError: if the model does not call its head as transformers' models do.
-    """
-    logits = output["logits"]
-    if not isinstance(logits, DeferredLogits):
-        raise LongspanError(f"{type(model).__name__} does not call its head as transformers' models do")
-    if wanted.temperature != 1:
-        logits = logits / wanted.temperature
-    extras = tuple(name for name in EXTRAS if not (wanted.entropy and name == "entropy"))
-    names = ("log_probs", *(["entropy"] if wanted.entropy else []), *extras, "label_mask")
-    mine = (
-        *logprobs_of(logits, labels, wanted.entropy, extras),
-        (labels != IGNORE).to(logits.hidden.dtype),
-    )
-    found: dict[str, Any] = {
-        name: Gathered.apply(x, sp, info.layout, info.length)[:, :-1]  # type: ignore[no-untyped-call]
-        for name, x in zip(names, mine, strict=True)
-    }
-    found |= {name: found[name].bool() for name in ("is_top1", "label_mask")}
-    loss = -found["log_probs"].sum() / found["label_mask"].sum().clamp(min=1)
-    return ScoredOutput(loss=loss, **found, aux_loss=aux_loss)
+    def after(self, call: ForwardCall, output: Any) -> Any:
+        assert self.labels is not None
+        logits, options = output["logits"], self.options.scoring
+        if not isinstance(logits, DeferredLogits):
+            raise LongspanError(f"{type(call.model).__name__} does not call its head as transformers' models do")
+        if options.temperature != 1:
+            logits = logits / options.temperature
+        extras = tuple(name for name in EXTRAS if not (options.entropy and name == "entropy"))
+        names = ("log_probs", *(["entropy"] if options.entropy else []), *extras, "label_mask")
+        labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
+        mine = (*logprobs_of(logits, self.labels, options.entropy, extras), labelled)
+        scores: dict[str, Any] = {
+            name: gather_tokens(x, self.sp, call.info)[:, :-1] for name, x in zip(names, mine, strict=True)
+        }
+        scores |= {name: scores[name].bool() for name in ("is_top1", "label_mask")}
+        loss = -scores["log_probs"].sum() / scores["label_mask"].sum().clamp(min=1)
+        return ScoredOutput(loss=loss, **scores, aux_loss=call.router_loss)

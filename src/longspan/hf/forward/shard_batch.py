@@ -48,13 +48,13 @@ class ShardBatch(Stage):
         else:
             call.inputs = self._shard(call.batch)
         check_positions(call.model, call.info.max_position)
-        call.tokens = _tokens(call.inputs)
+        call.tokens = tokens_of(call.inputs)
 
     def before(self, call: ForwardCall) -> None:
         inputs = call.inputs
         if torch.is_grad_enabled():
             fill_padding(inputs, self.sp, None if self.traits.labels_per_row else inputs.get("labels"))
-        call.tokens = tokens = _tokens(inputs)
+        call.tokens = tokens = tokens_of(inputs)
         # A mask of ones: transformers then does not look for packed documents in these positions. Padding and
         # documents are in `call.info`.
         rows, length = tokens.shape[:2]
@@ -109,7 +109,8 @@ class ShardBatch(Stage):
                 )
 
 
-def _tokens(inputs: Mapping[str, Any]) -> Tensor:
+def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the ids of a batch, or its embeddings."""
     tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
     return tokens
 

@@ -2,12 +2,12 @@
 
 Each stage has one concern. Its hooks run in this order:
 
-    reset    in every stage of the model: drop what a forward that raised has left behind
     check    in list order; may raise, runs no collective
              (all ranks compare their batches here; if any rank raised, all raise)
     before   in list order; changes the inputs, may run collectives
              the model's own forward
     after    in reverse list order; changes the output
+    reset    drops what is stored for this forward; if the forward raised, before the next one
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from longspan.compat.transformers_api import OwnPositions, cache_name, own_positions, take_cache
 from longspan.hf.forward.kv_cache import ShardedCache
-from longspan.hf.forward.scored import Scoring
 from longspan.hf.support import attention_dropout, labels_each_row, labels_each_token, router_top_k
 
 if TYPE_CHECKING:
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 class Stage:
     """One concern of a forward; see the module's docstring for the order of its methods."""
 
-    def reset(self) -> None:
-        """Drop state of a forward that raised."""
-
     def check(self, call: ForwardCall) -> None:
         """Raise if this rank cannot run the forward. No collectives."""
 
@@ -47,6 +43,9 @@ class Stage:
         """Return the output, changed or as it is."""
         return output
 
+    def reset(self) -> None:
+        """Drop what is stored for the forward."""
+
 
 @dataclass(frozen=True)
 class ModelTraits:
@@ -54,7 +53,7 @@ class ModelTraits:
 
     Attributes:
         name: of the class, before FSDP replaces it.
-        parameters: names of the arguments of `forward`, in order.
+        signature: of `forward`.
         cache_name: the argument that takes a KV cache.
         labels_per_token: labels are not shifted: a masked LM or a token classifier.
         labels_per_row: a sequence classifier.
@@ -107,9 +106,22 @@ class ModelTraits:
         return own.of_embeds(batch["inputs_embeds"]) if ids is None else own.of_ids(ids, past)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Options of log-probabilities that are not arguments of the call.
+
+    Attributes:
+        temperature: divides the logits.
+        entropy: whether entropies have a gradient.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+
 @dataclass
 class ForwardOptions:
-    """What the caller of a model wants of the next forwards.
+    """Options of the next forwards that are not arguments of the call.
 
     Attributes:
         make_logits: make logits in training with labels too.
@@ -132,7 +144,7 @@ class ForwardCall:
 
     Attributes:
         model: whose forward it is.
-        batch: the caller's arguments by name; a foreign KV cache under "cache".
+        batch: the caller's arguments by name; a KV cache that is no `ShardedCache` under "cache".
         cache: the sharded KV cache, if the forward has one.
         scored: called with `fused_lm_head=True`.
         inputs: what the model's forward receives.
@@ -153,16 +165,12 @@ class ForwardCall:
     router_loss: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, traits: ModelTraits, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ForwardCall:
+    def of(cls, model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardCall:
         batch = dict(kwargs)
-        scored = bool(batch.pop("fused_lm_head", False))
-        cache = take_cache(dict(zip(traits.signature.parameters, args, strict=False)) | batch)
-        return cls(model, batch, cache if isinstance(cache, ShardedCache) else None, scored)
+        return cls(model, batch, scored=bool(batch.pop("fused_lm_head", False)))
 
     def name_arguments(self, traits: ModelTraits, args: tuple[Any, ...]) -> None:
-        """Add the positional arguments to the batch by name.
+        """Add the positional arguments to the batch by name, and take the cache out of it.
 
         Raises:
             TypeError: Python's own, for too many arguments or one given twice.
@@ -172,7 +180,9 @@ class ForwardCall:
             traits.signature.bind(*args, **self.batch)
         self.batch = named | self.batch
         cache = take_cache(self.batch)
-        if cache is not None and self.cache is None:
+        if isinstance(cache, ShardedCache):
+            self.cache = cache
+        elif cache is not None:
             self.batch["cache"] = cache
 
     @property

@@ -27,7 +27,8 @@ from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard
-from longspan.hf.forward.kv_cache import CachedInfo, last_tokens
+from longspan.hf.forward.cached import last_tokens
+from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.tensor_parallel.experts import ExpertParallel
 from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle
@@ -127,8 +128,8 @@ class TensorParallel(Stage):
         return _with_hidden(args, kwargs, whole)
 
     def _count(self, info: Any) -> int:
-        if isinstance(info, CachedInfo) and info.cache is not None:
-            return info.cache.tokens_here
+        if isinstance(info, CachedInfo):
+            return info.cache.local_tokens
         return self.sp.with_layout(info.layout).layout.local_length(info.length)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -222,7 +223,7 @@ class TensorParallel(Stage):
         head.module.register_forward_hook(leave)
 
     def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
-        """Apply `longspan.hf.forward.kv_cache.last_tokens` to hidden states of the residual stream, and return such."""
+        """Apply `longspan.hf.forward.cached.last_tokens` to hidden states of the residual stream, and return such."""
         if self.style == "tp":
             return last_tokens(hidden, info, self.sp)
         last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
