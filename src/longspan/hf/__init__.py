@@ -1,1 +1,1 @@
-"""Hugging Face models: what they must be, the registries they meet, and what stands around their forward."""
+"""Hugging Face models: checks, attention and mask registries, the stages of a forward, weights, tensor parallelism."""

@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """Facts about the whole batch that each rank needs.
+    """Facts about the full batch that each rank needs.
 
     Attributes:
         length: tokens of the sequence, without the padding that `longspan.comm.shard` adds.
         segments: documents and padding; None if every token of a row may see its whole row.
-        max_position: the largest position id of the whole batch.
+        max_position: the largest position id of the batch.
         layout: which rank holds which tokens, under this batch's mask.
         starts: for each run of `segments` the position id of its first token, if position ids restart; None: all 0.
         shifted: whether labels are shifted, as a causal LM's are.
-        digest: `digest` of the whole batch, to detect ranks with different batches; None if it is on a GPU.
+        digest: `digest` of the full batch, to detect ranks with different batches; None if it is on a GPU.
         device_digest: `device_digest` of a batch that `shard_batch` sharded on a GPU, int64 [] on that GPU.
         counted: whether `position_ids` were not given and count along the row.
         visible: which keys are real, if an attention mask has zeros between the ones of a row.
@@ -156,7 +156,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
 def cut_batch(
     batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True, own_positions: Tensor | None = None
 ) -> dict[str, Any]:
-    """Shard a batch as `shard_batch` does, without the digest, for a caller that has the whole batch.
+    """Shard a batch as `shard_batch` does, without a digest.
 
     `own_positions` are position ids that the model computes itself if the batch has none. They mark no documents.
     """
@@ -236,16 +236,16 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
         x, filler = cut.get(key), info.fillers.get(key)
         if x is None or (filler is None and key == "position_ids"):
             continue
-        if filler is None:  # ids that were embedded after the cut: copy the first real token of this rank
+        if filler is None:  # embedded after sharding: copy the first real token of this rank
             filler = x.detach().flatten(0, 1)[real_BL.flatten().int().argmax()].expand(len(x), *x.shape[2:])
         at_BL = padding_BL[(...,) + (None,) * (x.dim() - 2)]
         cut[key] = torch.where(at_BL, filler.to(x.device, non_blocking=True)[:, None], x)
 
 
 def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
-    """Return my tokens of `x`. Copy ids and flags: a view would keep the whole sequence alive.
+    """Return my tokens of `x`. Copy ids and flags: a view would keep the full sequence alive.
 
-    Embeddings are not copied: they belong to the caller, who keeps them alive for their gradient anyway.
+    Embeddings are not copied: the caller keeps them alive for their gradient anyway.
     """
     part = shard(x, sp, pad_value=pad_value)
     return part if sp.size == 1 or x.is_floating_point() else part.clone()

@@ -123,8 +123,8 @@ def _attended_keys(attention: nn.Module, config: Any, index: int) -> AttendedKey
 
 def _width(module: nn.Module, *names: str) -> int:
     """Return the output width of the first of these linear layers; 0 if there is none."""
-    found = next((getattr(module, name) for name in names if hasattr(module, name)), None)
-    return int(getattr(found, "out_features", 0))
+    layer = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    return int(getattr(layer, "out_features", 0))
 
 
 def _first(owner: Any, *names: str) -> Any:

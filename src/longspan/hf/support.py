@@ -131,14 +131,14 @@ def draws(module: nn.Module) -> bool:
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
 
 
-def refuse_dropout(found: tuple[str, float, str] | None) -> None:
-    """Raise if `attention_dropout` found a layer.
+def refuse_dropout(dropout: tuple[str, float, str] | None) -> None:
+    """Raise if the result of `attention_dropout` is not None.
 
     Raises:
         LongspanError: with the fix.
     """
-    if found is not None:
-        layer, p, key = found
+    if dropout is not None:
+        layer, p, key = dropout
         raise LongspanError(
             f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; switch the model's "
             f"dropout off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set {key}=0.0 in the "

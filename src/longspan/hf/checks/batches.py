@@ -75,7 +75,7 @@ class BatchCheck:
 
         Args:
             model: about to run.
-            batch: whole, or sharded by `shard_batch`.
+            batch: full, or sharded by `shard_batch`.
             router: whether the router loss is requested.
             problem: this rank's error, if it refuses its batch.
 

@@ -41,7 +41,7 @@ class ForwardHooks:
         state: the parts of it that stages use.
         batches: compares the batches of all ranks; None on one rank.
         unchanged: detects changes of the model; None on one rank.
-        weights: compares checksums of weights between optimizer steps; None if not asked for.
+        weights: compares checksums of weights between optimizer steps; None without `check_at_rest`.
         make_logits: make logits in training too.
     """
 

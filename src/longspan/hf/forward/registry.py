@@ -88,7 +88,7 @@ def longspan_attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of my tokens as transformers' registry asks: `[B, heads, L, D]` in, `[B, L, heads, D]` out.
+    """Compute attention of my tokens in the registry's layout: `[B, heads, L, D]` in, `[B, L, heads, D]` out.
 
     Raises:
         LongspanError: for a layer without `longspan_layer`, a mask from outside the registry, or an unknown keyword.

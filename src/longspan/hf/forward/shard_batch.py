@@ -1,4 +1,4 @@
-"""The stage that replaces a whole batch by this rank's tokens."""
+"""The stage that replaces a full batch by this rank's tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 
 class ShardBatch(Stage):
-    """Shard the batch, unless `longspan.shard_batch` already has; raise for ids that the model does not have.
+    """Shard the batch, unless `longspan.shard_batch` has sharded it; raise for ids outside the model's tables.
 
-    Args:
-        traits: of the model.
-        sp: the sharding.
-        tensor: the tensor axis, if there is one.
-        batches: says whether this forward may wait for the GPU; None on one rank.
+    `batches` decides whether this forward may wait for the GPU.
     """
 
     def __init__(
@@ -68,8 +64,8 @@ class ShardBatch(Stage):
         if not self.traits.labels_per_row:
             return cut_batch(batch, self.sp, shift=not self.traits.labels_per_token, own_positions=positions)
         labels = batch.get("labels")
-        whole = {key: value for key, value in batch.items() if key != "labels"}
-        return cut_batch(whole, self.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
+        tokens = {key: value for key, value in batch.items() if key != "labels"}
+        return cut_batch(tokens, self.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
 
     def _check_sharded(self, batch: Mapping[str, Any]) -> None:
         info, own, name = batch["longspan"], self.traits.own_positions, self.traits.name

@@ -94,7 +94,7 @@ class ModelTraits:
         """Return the position ids of a batch, given or computed as the model would; None if they count along rows.
 
         Args:
-            batch: the whole batch.
+            batch: the full batch.
             past: tokens in the KV cache.
         """
         own, given, mask = self.own_positions, batch.get("position_ids"), batch.get("attention_mask")
@@ -192,7 +192,6 @@ class ForwardCall:
 
     @property
     def wants_router_loss(self) -> bool:
-        asked = self.batch.get("output_router_logits")
-        if asked is None:
-            asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
-        return bool(asked)
+        default = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        requested = self.batch.get("output_router_logits")
+        return bool(default if requested is None else requested)
