@@ -65,7 +65,7 @@ VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_of
 
 # Some of these for the oldest versions: models, generation, Trainer and TRL.
 OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
-	-k "compat or (test_every_family and (Mistral or Llama4Text or ModernBert)) or (test_padding and left) \
+	-k "compat or (test_every_family and (Mistral or Llama4Text or ModernBert)) or (test_one_process and padding and left and not router) \
 	or turns or (test_the_log_is and (packed or (lora and not dpo and not reward) or (ulysses and not data))) or (resumes_on and lora)"
 
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.

@@ -64,7 +64,7 @@ FAULTS = (
     Fault("pairs_of_a_band", "core/regions.py", "self._pairs_from(self.hi + 1)", "self._pairs_from(self.hi)",
           "tests/test_regions.py"),
     Fault("chunks_ignore_restarting_positions", "core/segments.py", "- position % chunk_size", "",
-          "tests/test_models.py -k chunks_follow"),
+          "tests/test_models.py -k 'chunks and follow'"),
     Fault("message_sent_a_hop_too_few", "core/routes.py", "self.right[(rank - hop + 1) % len(self.right)] >= hop",
           "self.right[(rank - hop + 1) % len(self.right)] > hop", "tests/test_p2p_schedule.py -k meets_its_own"),
     # attn: masks, softmax, ring

@@ -70,6 +70,87 @@ def _run(
             compare(truth, longspan.parallelize(build(family, **changes), sp, fsdp=fsdp), whole, sp)
 
 
+def _packed_from_2(family: str) -> dict[str, Any]:
+    whole = _packed(family)
+    return {**whole, "position_ids": whole["position_ids"] + 2}
+
+
+def _with_holes(family: str) -> dict[str, Any]:
+    """A row of padding alone, zeros between ones, padding at either end, and labels in the holes."""
+    whole = inputs_of(family)
+    mask = torch.ones_like(whole["input_ids"])
+    mask[0], mask[1, :4], mask[1, 9:12], mask[2, 5], mask[3, 3:8], mask[3, 18:] = 0, 0, 0, 0, 0, 0
+    whole["labels"] = whole["labels"].flip(0)
+    whole["labels"][0], whole["labels"][3, 18:] = -100, -100
+    if family in MASKED:
+        whole["labels"][1, :4] = -100
+    return {**whole, "attention_mask": mask}
+
+
+def _without_positions(family: str) -> dict[str, Any]:
+    whole = _padded(family, "right" if family in MASKED else "left")
+    whole["input_ids"][0, 20] = 0  # Roberta computes positions from the ids, whatever the mask says
+    del whole["position_ids"]
+    return whole
+
+
+AUX: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
+NO_FSDP, RINGS = [(1, 1, False)], [(1, 1, True), (1, 2, True)]
+chunks_by_position = pytest.mark.skipif(
+    not hasattr(masks, "remap_positions_for_packed_sequence"),
+    reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
+)
+
+
+def _case(
+    name: str, family: str, meshes: list[tuple[int, int, bool]], inputs: Any = inputs_of, *args: Any, **changes: Any
+) -> Any:
+    """Parameters of `test_one_process`: a family and changes to its config, its inputs, and meshes on 4 ranks."""
+    return pytest.param(family, meshes, inputs, args, changes, id=f"{name}, {family}")
+
+
+CASES = [
+    _case("data parallelism alone", "Llama", [(4, 1, True), (4, 1, False)]),
+    # FSDP sums the gradients of all ranks: a rank without a gradient would run other collectives than the others.
+    _case("sinks, ranks without heads", "GptOss", [(1, 1, True), *NO_FSDP], num_attention_heads=2,
+          num_key_value_heads=2, hidden_size=16),
+    # Layers without an index; a mask with a window of 0 that no layer uses; layers with heads of several sizes.
+    *(_case("unusual configs", f, [(2, 1, f != "Albert")]) for f in ("Albert", "DistilBert", "Qwen2Moe", "Gemma4Text")),
+    # Gemma-3's windows then extend to both sides, with a size that follows from the config's.
+    _case("bidirectional decoder", "Gemma3Text", RINGS, use_bidirectional_attention=True, sliding_window=12),
+    _case("padding left", "Llama", SHARDED[:4], _padded, "left"),
+    *(_case("padding left", f, [(1, 2, True)], _padded, "left") for f in ("Llama4Text", "Bert")),
+    *(_case("padding right", f, [(2, 1, True)], _padded, "right") for f in ("Mistral", "GptOss", "ModernBert")),
+    *(_case("packed", f, [(1, 1, True), (1, 4, True)], _packed) for f in ("Llama", "Mistral")),
+    *confirming(_case("packed", f, [(1, 4, True)], _packed) for f in ("Gemma2", "GPT2")),
+    pytest.param(*_case("", "Llama4Text", RINGS, _packed).values, id="packed, Llama4Text", marks=chunks_by_position),
+    pytest.param(*_case("", "Llama4Text", RINGS[:1], _packed_from_2).values, id="chunks follow positions",
+                 marks=chunks_by_position),
+    *(_case("own positions", f, RINGS, _without_positions) for f in ("Roberta", "Esm", "OPT", "BioGpt")),
+    *(_case("holes", f, RINGS, _with_holes) for f in ("Llama4Text", "Bert")),
+    _case("holes", "Qwen3Moe", RINGS, _with_holes, **AUX),
+    _case("router loss", "Qwen3Moe", ON_4_RANKS, **AUX),
+    *(_case("router loss", f, [(2, 2, True), *NO_FSDP], **AUX) for f in ("Mixtral", "GptOss")),
+    _case("router loss, padding left", "Qwen3Moe", [(1, 1, True)], _padded, "left", **AUX),
+    _case("router loss, padding right", "Qwen3Moe", [(2, 1, True)], _padded, "right", **AUX),
+    _case("router loss, packed", "Mixtral", NO_FSDP, _packed, **AUX),
+    # One process computes logits of the labelled tokens alone: the same loss.
+    _case("sparse prediction", "ModernBert", [(1, 1, True)], sparse_prediction=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "meshes", "inputs", "args", "changes"), CASES)
+def test_one_process(
+    pool4: RankPool, family: str, meshes: list[Any], inputs: Any, args: tuple[Any, ...], changes: dict[str, Any]
+) -> None:
+    in_one = {} if "sparse_prediction" in changes else changes
+    truth = truth_about(family, tuple(in_one.items()), inputs, *args)
+    if "output_router_logits" in changes and inputs is inputs_of:
+        assert truth.exact.aux_loss is not None and abs(truth.exact.loss - truth_about(family).exact.loss) > 0.1
+    pool4.run(_run, family, changes, meshes, inputs(family, *args), truth)
+
+
 @pytest.mark.parametrize(
     ("family", "everywhere"),
     [*((f, f == "Llama") for f in FAMILIES), *confirming((f, True) for f in FAMILIES if f != "Llama")],
@@ -95,19 +176,6 @@ def test_families_on_8_ranks_with_uneven_heads_and_fewer_kv_heads(pool8: RankPoo
     pool8.run(_run, family, heads, [(1, 1, True), (1, 2, True)], inputs_of(family), truth, timeout=120)
 
 
-def test_sinks_have_a_gradient_on_ranks_without_heads(pool4: RankPool) -> None:
-    """FSDP sums the gradients of all ranks: a rank without a gradient would run other collectives than the others."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16}
-    truth = truth_about("GptOss", tuple(heads.items()))
-    pool4.run(_run, "GptOss", heads, [(1, 1, True), (1, 1, False)], inputs_of("GptOss"), truth)
-
-
-@pytest.mark.parametrize("family", ["Albert", "DistilBert", "Qwen2Moe", "Gemma4Text"])
-def test_unusual_configs(pool2: RankPool, family: str) -> None:
-    """Layers without an index; a mask with a window of 0 that no layer uses; layers with heads of several sizes."""
-    pool2.run(_run, family, {}, [(1, 1, family != "Albert")], inputs_of(family), truth_about(family))
-
-
 def test_rotary_tables_of_sliding_layers_alone() -> None:
     reference, model = (build("Gemma3Text", layer_types=["sliding_attention"] * 2) for _ in range(2))
     model.config.rope_parameters = {"sliding_attention": model.config.rope_parameters["sliding_attention"]}
@@ -115,25 +183,11 @@ def test_rotary_tables_of_sliding_layers_alone() -> None:
     torch.testing.assert_close(model(**batch()).loss, reference(**batch()).loss)
 
 
-def test_data_parallelism_alone(pool4: RankPool) -> None:
-    pool4.run(_run, "Llama", {}, [(4, 1, True), (4, 1, False)], inputs_of("Llama"), truth_about("Llama"))
-
-
-@pytest.mark.parametrize(
-    ("side", "family"),
-    each_value(["left", "right"], ["Llama", "Mistral", "Llama4Text", "GptOss", "Bert", "ModernBert"]),
-)
-def test_padding(pool4: RankPool, side: str, family: str) -> None:
-    truth = truth_about(family, (), _padded, side)
-    meshes = [(1, 2, True)] if side == "left" else [(2, 1, True)]
-    pool4.run(_run, family, {}, SHARDED[:4] if family == "Llama" else meshes, _padded(family, side), truth)
-
-
-chunks_by_position = pytest.mark.skipif(
-    not hasattr(masks, "remap_positions_for_packed_sequence"),
-    reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
-)
-LLAMA4 = pytest.param("Llama4Text", marks=chunks_by_position)
+def test_a_sharded_batch_needs_position_ids() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    model, whole = longspan.parallelize(build("Roberta"), sp), _without_positions("Roberta")
+    with pytest.raises(longspan.LongspanError, match="give longspan.shard_batch the position_ids"):
+        model(**longspan.shard_batch(whole, sp, shift=False))
 
 
 def _divides(family: str) -> Any:
@@ -167,71 +221,6 @@ def test_padding_causes_no_nan(pool2: RankPool, pool4: RankPool) -> None:
             cases.append((family, one, truth_of(_divides(family), one)))
     pool2.run(_run_divides, [(1, 1, True)], cases)
     pool4.run(_run_divides, [(1, 2, False)], cases)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mistral", LLAMA4, *confirming(["Gemma2", "GPT2"])])
-def test_packed_documents(pool4: RankPool, family: str) -> None:
-    pool4.run(_run, family, {}, [(1, 1, True), (1, 4, True)], _packed(family), truth_about(family, (), _packed))
-
-
-def test_a_decoder_made_bidirectional(pool4: RankPool) -> None:
-    """Gemma-3's windows then extend to both sides, with a size that follows from the config's."""
-    changes = {"use_bidirectional_attention": True, "sliding_window": 12}
-    truth = truth_about("Gemma3Text", tuple(changes.items()))
-    pool4.run(_run, "Gemma3Text", changes, [(1, 1, True), (1, 2, True)], inputs_of("Gemma3Text"), truth)
-
-
-def _packed_from_2(family: str) -> dict[str, Any]:
-    whole = _packed(family)
-    return {**whole, "position_ids": whole["position_ids"] + 2}
-
-
-def _with_holes(family: str) -> dict[str, Any]:
-    """A row of padding alone, zeros between ones, padding at either end, and labels in the holes."""
-    whole = inputs_of(family)
-    mask = torch.ones_like(whole["input_ids"])
-    mask[0], mask[1, :4], mask[1, 9:12], mask[2, 5], mask[3, 3:8], mask[3, 18:] = 0, 0, 0, 0, 0, 0
-    whole["labels"] = whole["labels"].flip(0)
-    whole["labels"][0], whole["labels"][3, 18:] = -100, -100
-    if family in MASKED:
-        whole["labels"][1, :4] = -100
-    return {**whole, "attention_mask": mask}
-
-
-OWN = ["Roberta", *confirming(["Camembert"]), "Esm", "OPT", "BioGpt"]
-
-
-def _without_positions(family: str) -> dict[str, Any]:
-    whole = _padded(family, "right" if family in MASKED else "left")
-    whole["input_ids"][0, 20] = 0  # Roberta computes positions from the ids, whatever the mask says
-    del whole["position_ids"]
-    return whole
-
-
-@pytest.mark.parametrize("family", OWN)
-def test_models_that_compute_positions_themselves(pool4: RankPool, family: str) -> None:
-    truth = truth_about(family, (), _without_positions)
-    pool4.run(_run, family, {}, [(1, 1, True), (1, 2, True)], _without_positions(family), truth)
-
-
-def test_a_sharded_batch_needs_position_ids() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh())
-    model, whole = longspan.parallelize(build("Roberta"), sp), _without_positions("Roberta")
-    with pytest.raises(longspan.LongspanError, match="give longspan.shard_batch the position_ids"):
-        model(**longspan.shard_batch(whole, sp, shift=False))
-
-
-@pytest.mark.parametrize("family", ["Llama4Text", "Qwen3Moe", "Bert", *confirming(["Llama", "Mistral"])])
-def test_masks_with_holes_and_rows_of_padding(pool4: RankPool, family: str) -> None:
-    changes = AUX if family == "Qwen3Moe" else {}
-    truth = truth_about(family, tuple(changes.items()), _with_holes)
-    pool4.run(_run, family, changes, [(1, 1, True), (1, 2, True)], _with_holes(family), truth)
-
-
-@chunks_by_position
-def test_chunks_follow_restarting_positions(pool4: RankPool) -> None:
-    truth = truth_about("Llama4Text", (), _packed_from_2)
-    pool4.run(_run, "Llama4Text", {}, [(1, 1, True)], _packed_from_2("Llama4Text"), truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,17 +274,6 @@ def test_marked_documents_equal_separate_runs(pool4: RankPool, family: str, how:
 # ---------------------------------------------------------------------------------------------------------------------
 # The auxiliary loss of a mixture of experts.
 
-AUX: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
-EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
-
-
-@pytest.mark.parametrize("family", EXPERTS)
-def test_router_loss_on_every_mesh(pool4: RankPool, family: str) -> None:
-    truth = truth_about(family, tuple(AUX.items()))
-    assert truth.exact.aux_loss is not None and abs(truth.exact.loss - truth_about(family).exact.loss) > 0.1
-    meshes = ON_4_RANKS if family == "Qwen3Moe" else [(2, 2, True), (1, 1, False)]
-    pool4.run(_run, family, AUX, meshes, inputs_of(family), truth)
-
 
 def _router_loss_by_tiles(families: list[str], truths: list[Truth]) -> None:
     memories = ["longest", longspan.Memory(tiled_mlp=3), longspan.Memory(tiled_mlp=3, checkpointing="save_attention")]
@@ -308,12 +286,6 @@ def _router_loss_by_tiles(families: list[str], truths: list[Truth]) -> None:
 
 def test_router_loss_by_tiles(pool2: RankPool) -> None:
     pool2.run(_router_loss_by_tiles, EXPERTS, [truth_about(family, tuple(AUX.items())) for family in EXPERTS])
-
-
-def test_router_loss_ignores_padding(pool4: RankPool) -> None:
-    for side, mesh in (("left", (1, 1, True)), ("right", (2, 1, True))):
-        truth = truth_about("Qwen3Moe", tuple(AUX.items()), _padded, side)
-        pool4.run(_run, "Qwen3Moe", AUX, [mesh], _padded("Qwen3Moe", side), truth)
 
 
 def _router_loss_checkpointed(truth: Truth) -> None:
@@ -390,16 +362,6 @@ def _masked_lm() -> None:
 
 def test_masked_lm(pool2: RankPool) -> None:
     pool2.run(_masked_lm)
-
-
-def test_sparse_prediction_of_modernbert(pool2: RankPool) -> None:
-    """One process computes logits of the labelled tokens alone: the same loss."""
-    changes = {"sparse_prediction": True}
-    model = build("ModernBert", **changes)
-    truth = truth_about("ModernBert")
-    out = model(**batch())
-    check_loss(float(out.loss.detach()), truth)
-    pool2.run(_run, "ModernBert", changes, [(1, 1, True)], inputs_of("ModernBert"), truth)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
