@@ -92,16 +92,6 @@ def is_masked_lm(model: PreTrainedModel) -> bool:
     return bool(model.loss_type == "ForMaskedLM")
 
 
-def labels_each_token(model: PreTrainedModel) -> bool:
-    """Return whether labels are per token and unshifted: a masked LM or a token classifier."""
-    return is_masked_lm(model) or bool(model.loss_type == "ForTokenClassification")
-
-
-def labels_each_row(model: PreTrainedModel) -> bool:
-    """Return whether a row has one vector of logits: a sequence classifier or reward model."""
-    return bool(model.loss_type == "ForSequenceClassification")
-
-
 def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
     """Return name, probability and config key of the first attention layer with dropout, or None."""
     config = model.config.get_text_config()
@@ -235,7 +225,7 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
             f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal and masked language models, and "
             f"classifiers of sequences and tokens"
         )
-    if labels_each_row(model) and not isinstance(getattr(model, "score", None), nn.Module):
+    if model.loss_type == "ForSequenceClassification" and not isinstance(getattr(model, "score", None), nn.Module):
         raise LongspanError(
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"

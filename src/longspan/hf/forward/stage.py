@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.compat.transformers_api import OwnPositions, cache_name, own_positions, take_cache
 from longspan.hf.forward.kv_cache import ShardedCache
-from longspan.hf.support import attention_dropout, labels_each_row, labels_each_token, router_top_k
+from longspan.hf.support import attention_dropout, router_top_k
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,7 +56,7 @@ class ModelTraits:
         signature: of `forward`.
         cache_name: the argument that takes a KV cache.
         labels_per_token: labels are not shifted: a masked LM or a token classifier.
-        labels_per_row: a sequence classifier.
+        labels_per_row: a sequence classifier or reward model.
         top_k: experts per token, if the model's router loss is known.
         dropout: the first attention layer with dropout.
         own_positions: how the model computes position ids from tokens or mask.
@@ -79,8 +79,8 @@ class ModelTraits:
             name=type(model).__name__,
             signature=inspect.signature(model.forward),
             cache_name=cache_name(model.forward),
-            labels_per_token=labels_each_token(model),
-            labels_per_row=labels_each_row(model),
+            labels_per_token=model.loss_type in ("ForMaskedLM", "ForTokenClassification"),
+            labels_per_row=model.loss_type == "ForSequenceClassification",
             top_k=router_top_k(model),
             dropout=attention_dropout(model),
             own_positions=own_positions(model),
