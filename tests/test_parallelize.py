@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.bench.meters import count_sent
+from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from tests.choose import confirming, each_value, grouped
 from tests.models import (
@@ -35,6 +37,8 @@ from tests.models import (
 from tests.pool import RankPool
 from tests.said import says
 from tests.tolerance import excess_of_rows, roughly
+
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
 def _compare(reference: Any, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding) -> None:
@@ -122,7 +126,7 @@ def test_no_sync_requires_a_parallelized_model() -> None:
     model = build("Llama")
     with pytest.raises(LongspanError, match="LlamaForCausalLM is not parallelized"), longspan.no_sync(model):
         pass
-    longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
+    longspan.parallelize(model, ONE_DEVICE)
     with longspan.no_sync(model):  # alone there is nothing to sum
         model(**batch()).loss.backward()
     assert model.lm_head.weight.grad is not None
@@ -172,8 +176,6 @@ def _two_models() -> None:
     sp = sharding()
     base = build("Llama")
     config = base.config
-    import transformers
-
     teacher = transformers.LlamaForCausalLM(config).float().eval()  # shares the config object with the student
     assert teacher.config is base.config
     whole = batch()
@@ -350,53 +352,47 @@ def test_dropout_0_switches_every_dropout_off(pool2: RankPool) -> None:
         for name, p in plain.named_parameters():
             torch.testing.assert_close(summed[name], p.grad, rtol=1e-4, atol=1e-6)
     with pytest.raises(LongspanError, match=r"dropout=0.1: it takes 0.0 alone"):
-        longspan.parallelize(plain, longspan.SequenceSharding(longspan.init_mesh()), dropout=0.1)
+        longspan.parallelize(plain, ONE_DEVICE, dropout=0.1)
 
 
 def test_unsupported_models_raise() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh())
-    with pytest.raises(LongspanError, match="needs a transformers model .* got Linear"):
-        longspan.parallelize(torch.nn.Linear(2, 2), sp)
-    import transformers
-
     t5 = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=11)
     whisper = transformers.WhisperConfig(
         d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=11, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1,
     )  # fmt: skip
-    for model in (transformers.T5ForConditionalGeneration(t5), transformers.WhisperForConditionalGeneration(whisper)):
-        with pytest.raises(LongspanError, match=f"{type(model).__name__} is an encoder-decoder: the cross attention"):
-            longspan.parallelize(model, sp)
-    tower = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
-    text = transformers.Qwen2VLConfig(
+    vision = transformers.Qwen2VLConfig(
         text_config={
             "vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
             "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
         },
-        vision_config=tower,
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
     )  # fmt: skip
-    with pytest.raises(
-        LongspanError, match="Qwen2VLForConditionalGeneration is a vision-language model, and only models of tokens"
+    bert = build("Bert").config
+    encoder_decoder = "is an encoder-decoder: the cross attention"
+    for model, text in (
+        (torch.nn.Linear(2, 2), "needs a transformers model .* got Linear"),
+        (transformers.T5ForConditionalGeneration(t5), f"T5ForConditionalGeneration {encoder_decoder}"),
+        (transformers.WhisperForConditionalGeneration(whisper), f"WhisperForConditionalGeneration {encoder_decoder}"),
+        (
+            transformers.WhisperForCausalLM(whisper),
+            r"encoder_attn \(WhisperAttention\) of .* is cross attention",
+        ),
+        (transformers.Qwen2VLForConditionalGeneration(vision), "is a vision-language model, and only models of tokens"),
+        (transformers.BertModel(bert), r"layer pooler \(BertPooler\) of BertModel looks at the first token"),
+        (transformers.BertForQuestionAnswering(bert), "has the loss ForQuestionAnswering; longspan.parallelize takes"),
     ):
-        longspan.parallelize(transformers.Qwen2VLForConditionalGeneration(text), sp)
-    with pytest.raises(
-        LongspanError, match=r"encoder_attn \(WhisperAttention\) of WhisperForCausalLM is cross attention"
-    ):
-        longspan.parallelize(transformers.WhisperForCausalLM(whisper), sp)
-    config = build("Bert").config
-    with pytest.raises(LongspanError, match=r"layer pooler \(BertPooler\) of BertModel looks at the first token"):
-        longspan.parallelize(transformers.BertModel(config), sp)
-    with pytest.raises(LongspanError, match="has the loss ForQuestionAnswering; longspan.parallelize takes causal and"):
-        longspan.parallelize(transformers.BertForQuestionAnswering(config), sp)
-    headless = longspan.parallelize(transformers.BertModel(config, add_pooling_layer=False), sp)
+        with pytest.raises(LongspanError, match=text):
+            longspan.parallelize(model, ONE_DEVICE)
+    headless = longspan.parallelize(transformers.BertModel(bert, add_pooling_layer=False), ONE_DEVICE)
     with pytest.raises(LongspanError, match="BertModel takes no labels: it has no head that predicts tokens"):
         headless(**batch())
-    hidden = transformers.BertModel(config, add_pooling_layer=False)
-    hidden.load_state_dict(headless.state_dict())
+    plain = transformers.BertModel(bert, add_pooling_layer=False)
+    plain.load_state_dict(headless.state_dict())
     ids = batch()["input_ids"]
-    single, exact = (m(ids).last_hidden_state.detach() for m in (hidden, copy.deepcopy(hidden).double()))
+    single, exact = (m(ids).last_hidden_state.detach() for m in (plain, copy.deepcopy(plain).double()))
     assert excess_of_rows(headless(ids).last_hidden_state, single, exact) <= 1
 
 
@@ -521,8 +517,6 @@ def test_peft_on_embedding_and_head(pool4: RankPool, whole_head: bool) -> None:
 
 def _heads_that_share() -> None:
     """A masked LM's head shares table and bias with other modules; a model without a head has no last group."""
-    import transformers
-
     from longspan.hf.weights.fsdp import outer_groups
 
     assert outer_groups(build("Bert")) == (None, [])
