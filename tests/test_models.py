@@ -110,11 +110,23 @@ def _case(
     return pytest.param(family, meshes, inputs, args, changes, id=f"{name}, {family}")
 
 
+def _rope(kind: str, positions: int, **parameters: Any) -> Any:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+    return _case(f"rope {kind}", "Llama", [(1, 1, True)], max_position_embeddings=positions, rope_parameters=rope)
+
+
 CASES = [
     _case("data parallelism alone", "Llama", [(4, 1, True), (4, 1, False)]),
     # FSDP sums the gradients of all ranks: a rank without a gradient would run other collectives than the others.
     _case("sinks, ranks without heads", "GptOss", [(1, 1, True), *NO_FSDP], num_attention_heads=2,
           num_key_value_heads=2, hidden_size=16),
+    _case("uneven heads", "Llama", [(1, 1, True)], num_attention_heads=6, hidden_size=48),
+    _case("ranks without heads", "Llama", NO_FSDP, num_attention_heads=2, num_key_value_heads=1, hidden_size=16),
+    # 21 tokens over 4 ranks: only the last rank has positions beyond the original 12 or 16.
+    _rope("dynamic", 16, factor=2.0),
+    _rope("longrope", 96, short_factor=[1.0] * 4, long_factor=[4.0] * 4, factor=8.0,
+          original_max_position_embeddings=12),
+    *confirming([_rope("yarn", 128, factor=4.0, original_max_position_embeddings=32), _rope("linear", 64, factor=2.0)]),
     # Layers without an index; a mask with a window of 0 that no layer uses; layers with heads of several sizes.
     *(_case("unusual configs", f, [(2, 1, f != "Albert")]) for f in ("Albert", "DistilBert", "Qwen2Moe", "Gemma4Text")),
     # Gemma-3's windows then extend to both sides, with a size that follows from the config's.
@@ -144,8 +156,8 @@ CASES = [
 def test_one_process(
     pool4: RankPool, family: str, meshes: list[Any], inputs: Any, args: tuple[Any, ...], changes: dict[str, Any]
 ) -> None:
-    in_one = {} if "sparse_prediction" in changes else changes
-    truth = truth_about(family, tuple(in_one.items()), inputs, *args)
+    plain = {} if "sparse_prediction" in changes else changes
+    truth = truth_of(build(family, **plain), inputs(family, *args))
     if "output_router_logits" in changes and inputs is inputs_of:
         assert truth.exact.aux_loss is not None and abs(truth.exact.loss - truth_about(family).exact.loss) > 0.1
     pool4.run(_run, family, changes, meshes, inputs(family, *args), truth)

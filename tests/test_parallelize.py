@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import longspan
 from longspan.bench.meters import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
-from tests.choose import confirming, each_value, grouped
+from tests.choose import each_value, grouped
 from tests.models import (
     Truth,
     batch,
@@ -46,53 +45,14 @@ def _compare(reference: Any, model: Any, whole: dict[str, Any], sp: longspan.Seq
     compare(truth_of(reference, whole), model, whole, sp)
 
 
-def _family(family: str, data: int, fsdp: bool, changes: dict[str, Any], whole: dict[str, Any]) -> None:
-    sp = sharding(data)
-    model = longspan.parallelize(build(family, **changes), sp, fsdp=fsdp)
-    _compare(build(family, **changes), model, whole, sp)
+BATCHES = [batch(seed=s) for s in (1, 2, 3)]
+ITEMS = sum(int((b["labels"][:, 1:] != -100).sum()) for b in BATCHES)
 
 
-def test_uneven_heads_and_ranks_without_heads(pool4: RankPool) -> None:
-    pool4.run(_family, "Llama", 1, True, {"num_attention_heads": 6, "hidden_size": 48}, batch())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}
-        pool4.run(_family, "Llama", 1, False, heads, batch())
-
-
-def _beyond(rope: dict[str, Any], range_: int) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 10000.0, **rope}, "max_position_embeddings": range_}
-
-
-ROPES = {
-    "dynamic": _beyond({"rope_type": "dynamic", "factor": 2.0}, 16),
-    "longrope": _beyond(
-        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 8.0,
-         "original_max_position_embeddings": 12},
-        96,
-    ),
-    "yarn": _beyond({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
-    "linear": _beyond({"rope_type": "linear", "factor": 2.0}, 64),
-    "llama3": _beyond(
-        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 32},
-        128,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", *confirming(["yarn", "linear", "llama3"])])
-def test_rope_types_see_the_global_length(pool4: RankPool, kind: str) -> None:
-    """21 tokens over 4 ranks: only the last rank has positions beyond the original 12 or 16."""
-    pool4.run(_family, "Llama", 1, True, ROPES[kind], batch())
-
-
-def _accumulated(fsdp: bool, once: bool) -> None:
+def _accumulated(fsdp: bool, once: bool, truths: list[Truth]) -> None:
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
-    batches = [batch(seed=s) for s in (1, 2, 3)]
-    items = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
-    truth = truth_by(build("Llama"), lambda m: [run_of(m, {**b, "num_items_in_batch": items}) for b in batches][-1])
+    batches, items = BATCHES, ITEMS
     total, sums = 0.0, []
     for whole in batches:
         with longspan.no_sync(model) if once and whole is not batches[-1] else contextlib.nullcontext():
@@ -102,7 +62,7 @@ def _accumulated(fsdp: bool, once: bool) -> None:
         sums.append(sum(one.op == ("reduce_scatter" if fsdp else "all_reduce") for one in sent))
         total += float(out.loss.detach())
     assert total > 0
-    check_gradients(gradients(model), truth)  # of the last: what has accumulated over all three
+    check_gradients(gradients(model), truths[0])
     groups = len(_groups(model)) if fsdp else 2  # or which parameters have gradients, and one bucket of them
     assert sums == ([0, 0, groups] if once else [groups] * 3)
     assert groups == (4 if fsdp else 2)
@@ -113,13 +73,18 @@ def _accumulated(fsdp: bool, once: bool) -> None:
     if not fsdp:
         assert all(torch.equal(grad, before[name]) for name, grad in gradients(model).items())
     model(**rows_of(batches[1], sp.data_rank, 2)).loss.backward()
-    step = [{**b, "num_items_in_batch": items} for b in batches] + batches[:2]
-    check_gradients(gradients(model), truth_by(build("Llama"), lambda m: [run_of(m, b) for b in step][-1]))
+    check_gradients(gradients(model), truths[1])
 
 
 @pytest.mark.parametrize(("fsdp", "once"), each_value([True, False], [True, False]))
 def test_gradient_accumulation(pool4: RankPool, fsdp: bool, once: bool) -> None:
-    pool4.run(_accumulated, fsdp, once)
+    steps = [{**b, "num_items_in_batch": ITEMS} for b in BATCHES]
+    # The gradients of the last run: those of all batches so far.
+    truths = [
+        truth_by(build("Llama"), lambda m, run=run: [run_of(m, b) for b in run][-1])
+        for run in (steps, steps + BATCHES[:2])
+    ]
+    pool4.run(_accumulated, fsdp, once, truths)
 
 
 def test_no_sync_requires_a_parallelized_model() -> None:
@@ -466,9 +431,9 @@ OUTER: dict[str, tuple[str, dict[str, Any], list[list[str]]]] = {
 }  # fmt: skip
 
 
-def _outer_groups(family: str, changes: dict[str, Any], outer: list[list[str]]) -> None:
+def _outer_groups(family: str, changes: dict[str, Any], outer: list[list[str]], truth: Truth) -> None:
     sp = sharding(data=2)
-    model = longspan.parallelize(build(family, vocab_size=640, num_hidden_layers=3, **changes), sp)
+    model = longspan.parallelize(build(family, **changes), sp)
     groups = _groups(model)
     layers = [names for _, names in groups if any(".layers." in name or ".h." in name for name in names)]
     assert len(layers) == 3
@@ -476,18 +441,16 @@ def _outer_groups(family: str, changes: dict[str, Any], outer: list[list[str]]) 
     # Only the norm is gathered with a table: the largest group is one table, not embedding and head.
     hidden, largest = 32, groups[0][0]
     assert 640 * hidden <= largest <= 640 * hidden + 2 * hidden
-    truth, whole = (
-        truth_of(build(family, vocab_size=640, num_hidden_layers=3, **changes), batch(vocab=640)),
-        batch(vocab=640),
-    )
     for _ in range(2):  # prefetching differs from the second forward on
         model.zero_grad()
-        compare(truth, model, whole, sp)
+        compare(truth, model, batch(vocab=640), sp)
 
 
 @pytest.mark.parametrize("case", OUTER)
 def test_embedding_and_head_are_separate_groups(pool4: RankPool, case: str) -> None:
-    pool4.run(_outer_groups, *OUTER[case])
+    family, changes, outer = OUTER[case]
+    changes = {"vocab_size": 640, "num_hidden_layers": 3, **changes}
+    pool4.run(_outer_groups, family, changes, outer, truth_of(build(family, **changes), batch(vocab=640)))
 
 
 def _adapted_head(whole_head: bool) -> None:
