@@ -99,7 +99,7 @@ def test_check_output_creates_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("gone")
-    for path, folder, said in (
+    for path, folder, message in (
         (tmp_path, False, f"is a folder; give a file, such as --x {tmp_path}/e"),
         (tmp_path / "file", True, "is a file; give a folder"),
         (tmp_path / "file" / "under", False, "file is not a folder; give another file"),
@@ -107,7 +107,7 @@ def test_check_output_creates_nothing(tmp_path: Path) -> None:
     ):
         with pytest.raises(LongspanError) as error:
             check_output("--x", path, folder=folder, example="e")
-        assert said in str(error.value)
+        assert message in str(error.value)
 
 
 def test_files_that_are_no_text_raise(tmp_path: Path) -> None:
@@ -115,14 +115,14 @@ def test_files_that_are_no_text_raise(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe4")
     with (tmp_path / "large").open("wb") as large:
         large.truncate(65 << 20)
-    for name, said in (
+    for name, message in (
         ("gone", "No such file"),
         (".", "it is a folder"),
         ("pipe", "not a regular file"),
         ("latin", "not UTF-8 text"),
         ("large", "68,157,440 bytes"),
     ):
-        with pytest.raises(LongspanError, match=said):
+        with pytest.raises(LongspanError, match=message):
             read_text("--x", tmp_path / name)
     with pytest.raises(LongspanError, match="not a regular file"):
         read_text("--x", Path("/dev/zero"))
@@ -137,11 +137,11 @@ def test_toml_errors_have_a_line(tmp_path: Path) -> None:
     assert lines == ["2", "3", "4", "6"]
     assert file.where("t", "u", "q", "r").endswith("line 7") and file.where("nope") == str(path)
     assert str(file.error("is odd", "t", "x")) == f"--x {path}, line 4: is odd"
-    for text, said in (
+    for text, message in (
         ("a = 1\na = 2", "line 2"),
         ("a = " + "1" * 5000, "is not TOML"),
         ("a = " + "[" * 20_000, "nested too deeply"),
     ):
         path.write_text(text)
-        with pytest.raises(LongspanError, match=said):
+        with pytest.raises(LongspanError, match=message):
             read_toml("--x", path)
