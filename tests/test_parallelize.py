@@ -342,7 +342,7 @@ def test_unsupported_models_raise() -> None:
         (transformers.T5ForConditionalGeneration(t5), f"T5ForConditionalGeneration {encoder_decoder}"),
         (transformers.WhisperForConditionalGeneration(whisper), f"WhisperForConditionalGeneration {encoder_decoder}"),
         (
-            transformers.WhisperForCausalLM(whisper),
+            transformers.WhisperForCausalLM(copy.deepcopy(whisper)),
             r"encoder_attn \(WhisperAttention\) of .* is cross attention",
         ),
         (transformers.Qwen2VLForConditionalGeneration(vision), "is a vision-language model, and only models of tokens"),
@@ -518,7 +518,7 @@ def _bad_replica() -> list[str]:
 
 def test_an_invalid_batch_of_one_replica_raises_on_all(pool4: RankPool) -> None:
     for labels, positions in pool4.run(_bad_replica, timeout=30):
-        assert labels == "rank 2 refused its batch: `labels` has the shape (2, 20), the batch has 2 rows of 21 tokens"
+        assert labels.startswith("rank 2 refused its batch: `labels` has the shape (2, 20), the batch has 2 rows of 21")
         assert positions.startswith("rank 2 refused its batch: the batch has positions up to 140, the model's range is")
 
 
