@@ -73,8 +73,10 @@ class MemoryManager(Stage):
         self._install(memory)
         for mlp in self.mlps:
             mlp.on = memory.tiled_mlp != 1
-        for tiled in (*self.norms, *self.linears):
-            tiled.on = memory.tiled_norms
+        for norm in self.norms:
+            norm.on = memory.tiled_norms
+        for linear in self.linears:
+            linear.on = memory.tiled_norms
         for act in self.activations:
             act.on = memory.recompute_mlp_act and memory.tiled_mlp == 1
         self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)

@@ -77,7 +77,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the child that contains the layers; its output goes into the model's head."""
     layers = set(decoder_layers(model))
-    return next(child for child in model.children() if not layers.isdisjoint(child.modules()))
+    decoder: nn.Module = next(child for child in model.children() if not layers.isdisjoint(child.modules()))
+    return decoder
 
 
 def innermost_decoder(model: PreTrainedModel) -> nn.Module:

@@ -43,7 +43,7 @@ class AttentionLayers(Stage):
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
         for module in configured:
-            module.config = copy.deepcopy(module.config, memo)  # type: ignore[arg-type]
+            module.config = copy.deepcopy(module.config, memo)
         for module in configured:
             set_attention(module.config, NAME)
         model_key = object()

@@ -87,7 +87,8 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any], parts: list[fil
             # A layer with a window has discarded older tokens, and needs no room for them.
             store, start = cache.layer_cache(int(layer), 0 if facts["start"] else None), facts["start"]
             store.shared = facts.get("shared", 0)  # a folder of an older version has none
-            group = split_groups(*facts["heads"], sp.tensor_size)[sp.tensor_rank]
+            q_heads, kv_heads = facts["heads"]
+            group = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
             store.heads = group.q_heads, group.kv_heads
             mine = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)[sp.ulysses_rank]
             store.local_kv_heads = mine.kv_start, mine.kv_stop
