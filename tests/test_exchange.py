@@ -99,16 +99,13 @@ def test_one_all_to_all_each_way(pool2: RankPool) -> None:
 
 def _opcheck() -> None:
     group = dist.group.WORLD
-    shares = split_heads(6, 3, dist.get_world_size())
+    shards, kinds = split_heads(6, 3, dist.get_world_size()), ["q", "kv", "kv"]
     xs = [torch.randn(1, 2, h, 3, requires_grad=True) for h in (6, 3, 3)]
-    ranges = all_to_all._flat_spans(shares, ["q", "kv", "kv"])
-    plan = (group.size(), group.rank(), group.group_name, "exact")
+    plan = all_to_all._flatten(all_to_all._head_spans(shards, kinds)), group.group_name, "exact"
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, ranges, *plan), test_utils=checks)
-    y = all_to_all._scatter_heads(xs, ranges, group).detach().requires_grad_()
-    torch.library.opcheck(
-        torch.ops.longspan.gather_heads.default, (y, [6, 3, 3], [3, 3, 3], ranges, *plan), test_utils=checks
-    )
+    torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, *plan), test_utils=checks)
+    y = all_to_all.scatter_heads(xs, kinds, shards, group).detach().requires_grad_()
+    torch.library.opcheck(torch.ops.longspan.gather_heads.default, (y, [6, 3, 3], [3] * 3, *plan), test_utils=checks)
 
 
 def test_operators_are_registered_soundly(pool2: RankPool) -> None:
@@ -130,7 +127,7 @@ def _bad_input() -> None:
         exchange.reshard(torch.zeros(2, 3), group, 0, 5)
     with pytest.raises(LongspanError, match="5 tokens do not divide over 2 ranks"):
         exchange.heads_to_seq(torch.zeros(1, 5, 2, 3), group)
-    with pytest.raises(LongspanError, match="holds 3 heads, its share of 8 is 4"):
+    with pytest.raises(LongspanError, match="holds 3 heads, its shard of 8 is 4"):
         exchange.heads_to_seq(torch.zeros(1, 4, 3, 3), group, heads=8)
 
 

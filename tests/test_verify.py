@@ -248,18 +248,16 @@ def _rank() -> int:
 
 
 def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
-    from longspan.comm import all_to_all
+    original = dist.all_to_all_single
 
-    original = all_to_all._all_to_all
+    def swapped(recv: torch.Tensor, send: torch.Tensor, recv_splits: Any, *args: Any, **options: Any) -> Any:
+        work = original(recv, send, recv_splits, *args, **options)
+        if _rank() == 1:
+            first, second, *rest = recv.split(recv_splits or len(recv) // options["group"].size())
+            recv.copy_(torch.cat([second, first, *rest]))
+        return work
 
-    def swapped(send: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: str) -> torch.Tensor:
-        recv = original(send, send_splits, recv_splits, group)
-        if _rank() != 1:
-            return recv
-        first, second, *rest = recv.split(recv_splits)
-        return torch.cat([second, first, *rest])
-
-    patch.setattr(all_to_all, "_all_to_all", swapped)
+    patch.setattr(dist, "all_to_all_single", swapped)
 
 
 def _drop_kv_gradient(patch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
 from longspan.comm.all_to_all import gather_heads, scatter_heads
-from longspan.comm.gather import gather_into
+from longspan.compat.torch_api import gather_into
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 

@@ -2,22 +2,23 @@
 
 DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3.1). Two operators do all of it:
 
-    longspan::scatter_heads   [B, L, H, D] x several tensors    ->  [S, B, W]    W: local heads of all tensors, packed
-    longspan::gather_heads    [S, B, W] or [S, B, h, D]         ->  [B, L, H, D] x several tensors
+    longspan::scatter_heads   [B, L, H, D] x several tensors  ->  [S, B, W]    W: local heads of all tensors, packed
+    longspan::gather_heads    [S, B, W]                       ->  [B, L, H, D] x several tensors
 
 Each is the other's adjoint and is registered as its gradient; if no head is sent to two ranks, the adjoint is also the
 inverse. They are custom operators, not autograd Functions: `torch.compile` may inline a Function whose body fills a
 buffer by a collective, and then returns zero gradients silently.
 
 On the wire the sequence comes first. A block from rank r is then a run of rows, and the blocks of all ranks in order
-are the whole sequence. So packing costs one copy, and receiving none; the way back is the mirror image.
+are the whole sequence. So scattering copies when it packs and not when it receives; gathering mirrors it.
 
 With a wire dtype other than "exact", elements are rounded to one byte with a scale per token and head
-(`longspan.comm.quantize`), in the same message, forward and backward. A rank rounds its own part too, so that all
-tokens of a head are alike. Gradients of a replicated head are summed afterwards, in fp32.
+(`longspan.comm.quantize`), in the same message, forward and backward. A rank also rounds the part that it sends to
+itself, so that all tokens of a head have the same precision. Gradients of a replicated head are summed afterwards, in
+fp32.
 
 Shape suffixes: S tokens of the sequence, L = S/P tokens of a rank, B batch, H heads, h heads of one rank, D elements of
-a head, W packed row, R ranks that hold the same heads, G groups of such ranks.
+a head, W packed row, P ranks, R ranks that hold the same heads, G groups of such ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
-from longspan.comm.quantize import dequantize_rows, quantize_rows, quantized_width
+from longspan.comm.quantize import Runs, dequantize_rows, quantize_rows, row_width
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 from longspan.core.layout import Span
@@ -94,15 +95,21 @@ def heads_to_seq(
         check_number("heads", heads, 1, LARGEST_COUNT, whole=True)
     if group is None or group.size() == 1:
         return x
-    total = x.shape[head_dim] * group.size() if heads is None else heads
-    shards = split_heads(total, total, group.size())
-    _check_heads_to_seq(x, seq_dim, head_dim, total, shards[group.rank()].q_heads, group)
-    rows = x.movedim(seq_dim, 0)
-    at = head_dim + (head_dim < seq_dim)  # the heads' dimension once the tokens come first
-    x_SBhD = _as_rows(rows, at)
-    flat_spans = _flat_spans(shards, ["q"])
-    (out_BLHD,) = _gather_heads(x_SBhD.flatten(2), [total], [x_SBhD.shape[3]], flat_spans, group)
-    return _from_rows(out_BLHD.transpose(0, 1), rows, at, total).movedim(0, seq_dim)
+    size, total = group.size(), heads or x.shape[head_dim] * group.size()
+    shards = split_heads(total, total, size)
+    if x.shape[head_dim] != (local := shards[group.rank()].q_heads):
+        raise LongspanError(
+            f"heads_to_seq: rank {group.rank()} of {size} holds {x.shape[head_dim]} heads, but its shard of {total} is "
+            f"{local}; pass heads=<total number of heads>"
+        )
+    if x.shape[seq_dim] % size:
+        raise LongspanError(
+            f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
+        )
+    if 0 in (n for dim, n in enumerate(x.shape) if dim != head_dim):  # a rank may have no heads
+        raise LongspanError(f"heads_to_seq: a tensor of shape {tuple(x.shape)} has nothing to send")
+    x_BShD, restore = _as_BLHD(x, seq_dim, head_dim)
+    return restore(gather_heads(x_BShD, shards, group))
 
 
 def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_dim: int) -> Tensor:
@@ -125,27 +132,29 @@ def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_d
     if group is None or group.size() == 1:
         return x
     if not x.numel():
-        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to exchange over {group.size()} ranks")
-    rows = x.movedim(gather_dim, 0)
-    at = shard_dim + (shard_dim < gather_dim)
-    x_LBHD = _as_rows(rows, at)
-    total = x_LBHD.shape[2]
-    shards = split_heads(total, total, group.size())
-    out_SBW = _scatter_heads([x_LBHD.transpose(0, 1)], _flat_spans(shards, ["q"]), group)
-    local = shards[group.rank()].q_heads
-    out_SBhD = out_SBW.unflatten(2, (local, x_LBHD.shape[3]))
-    return _from_rows(out_SBhD, rows, at, local).movedim(0, gather_dim)
+        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {group.size()} ranks")
+    x_BLHD, restore = _as_BLHD(x, gather_dim, shard_dim)
+    shards = split_heads(x.shape[shard_dim], x.shape[shard_dim], group.size())
+    out_SBW = scatter_heads([x_BLHD], ["q"], shards, group)
+    out_SBhD = out_SBW.unflatten(2, (shards[group.rank()].q_heads, x_BLHD.shape[3]))
+    return restore(out_SBhD.transpose(0, 1))
 
 
-def _as_rows(rows: Tensor, at: int) -> Tensor:
-    """View `[L, ..., H, ...]` with the heads at dimension `at` as `[L, B, H, D]`; a copy if there is no such view."""
-    before = rows.shape[1:at].numel()
-    return rows.reshape(rows.shape[0], before, rows.shape[at], rows.shape[at + 1 :].numel())
+def _as_BLHD(x: Tensor, seq_dim: int, head_dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """View `x` as `[B, L, H, D]`, or copy it if there is no such view.
 
+    Also return the function that restores the dimensions of `x`, for other numbers of tokens and heads.
+    """
+    rows = x.movedim(seq_dim, 0)
+    at = head_dim + (head_dim < seq_dim)  # of the heads, in `rows`
+    before, after = rows.shape[1:at], rows.shape[at + 1 :]
+    x_LBHD = rows.reshape(rows.shape[0], before.numel(), rows.shape[at], after.numel())
 
-def _from_rows(out_LBHD: Tensor, rows: Tensor, at: int, heads: int) -> Tensor:
-    """Undo `_as_rows`: `[tokens, B, heads, D]` with the dimensions of `rows`."""
-    return out_LBHD.reshape(out_LBHD.shape[0], *rows.shape[1:at], heads, *rows.shape[at + 1 :])
+    def restore(out_BLHD: Tensor) -> Tensor:
+        out_LBHD = out_BLHD.transpose(0, 1)
+        return out_LBHD.reshape(out_LBHD.shape[0], *before, out_LBHD.shape[2], *after).movedim(0, seq_dim)
+
+    return x_LBHD.transpose(0, 1), restore
 
 
 def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
@@ -158,23 +167,6 @@ def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
             f"{format_value(b)}"
         )
     return a % n, b % n
-
-
-def _check_heads_to_seq(
-    x: Tensor, seq_dim: int, head_dim: int, total: int, local: int, group: dist.ProcessGroup
-) -> None:
-    size = group.size()
-    if x.shape[head_dim] != local:
-        raise LongspanError(
-            f"heads_to_seq: rank {group.rank()} of {size} holds {x.shape[head_dim]} heads, its share of {total} is "
-            f"{local}; pass heads=<heads of all ranks together>"
-        )
-    if x.shape[seq_dim] % size:
-        raise LongspanError(
-            f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
-        )
-    if 0 in (n for dim, n in enumerate(x.shape) if dim != head_dim):  # a rank may have no heads
-        raise LongspanError(f"heads_to_seq: a tensor of shape {tuple(x.shape)} has nothing to exchange")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -201,55 +193,34 @@ def scatter_heads(
     Returns:
         `[S, B, W]`: for every token of the sequence the local heads of the first tensor, then those of the second, ...
     """
-    return _scatter_heads(list(xs_BLHD), _flat_spans(shards, kinds), group, wire_dtype)
+    spans = _head_spans(shards, kinds)
+    out_SBW: Tensor = torch.ops.longspan.scatter_heads(list(xs_BLHD), _flatten(spans), group_name(group), wire_dtype)
+    return out_SBW
 
 
 def gather_heads(
     out_BShD: Tensor, shards: Sequence[HeadShard], group: dist.ProcessGroup, wire_dtype: CacheDtype = "exact"
 ) -> Tensor:
     """Send the attention output of the local heads back to the tokens' ranks, in one all-to-all: `[B, L, H, D]`."""
-    out_SBhD = out_BShD.transpose(0, 1)
-    flat_spans = _flat_spans(shards, ["q"])
-    (out_BLHD,) = _gather_heads(out_SBhD, [shards[-1].q_stop], [out_BShD.shape[3]], flat_spans, group, wire_dtype)
-    return out_BLHD
+    heads, dims, spans = [shards[-1].q_stop], [out_BShD.shape[3]], _head_spans(shards, ["q"])
+    packed_SBW = out_BShD.transpose(0, 1).flatten(2)  # no copy if the tokens come first
+    outs: list[Tensor] = torch.ops.longspan.gather_heads(
+        packed_SBW, heads, dims, _flatten(spans), group_name(group), wire_dtype
+    )
+    return outs[0]
 
 
-def _flat_spans(shards: Sequence[HeadShard], kinds: Sequence[str]) -> list[int]:
-    """Flatten the head spans of each rank and tensor: [rank][tensor][start, stop]."""
-    flat: list[int] = []
-    for shard in shards:
-        for kind in kinds:
-            flat += [shard.q_start, shard.q_stop] if kind == "q" else [shard.kv_start, shard.kv_stop]
-    return flat
+def _head_spans(shards: Sequence[HeadShard], kinds: Sequence[str]) -> _HeadSpans:
+    return [[(s.q_start, s.q_stop) if kind == "q" else (s.kv_start, s.kv_stop) for kind in kinds] for s in shards]
 
 
-def _head_spans(flat: list[int], tensors: int) -> _HeadSpans:
-    """Undo `_flat_spans`."""
-    spans = list(zip(flat[::2], flat[1::2], strict=True))
+def _flatten(spans: _HeadSpans) -> list[int]:
+    return [end for of_rank in spans for span in of_rank for end in span]
+
+
+def _unflatten(flat_spans: list[int], tensors: int) -> _HeadSpans:
+    spans = list(zip(flat_spans[::2], flat_spans[1::2], strict=True))
     return [spans[i : i + tensors] for i in range(0, len(spans), tensors)]
-
-
-def _scatter_heads(
-    xs_BLHD: list[Tensor], flat_spans: list[int], group: dist.ProcessGroup, wire_dtype: CacheDtype = "exact"
-) -> Tensor:
-    out_SBW: Tensor = torch.ops.longspan.scatter_heads(
-        xs_BLHD, flat_spans, group.size(), group.rank(), group_name(group), wire_dtype
-    )
-    return out_SBW
-
-
-def _gather_heads(
-    x_SBW: Tensor,
-    heads: list[int],
-    dims: list[int],
-    flat_spans: list[int],
-    group: dist.ProcessGroup,
-    wire_dtype: CacheDtype = "exact",
-) -> list[Tensor]:
-    outs_BLHD: list[Tensor] = torch.ops.longspan.gather_heads(
-        x_SBW, heads, dims, flat_spans, group.size(), group.rank(), group_name(group), wire_dtype
-    )
-    return outs_BLHD
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -257,21 +228,50 @@ def _gather_heads(
 
 
 class AllToAll:
-    """An all-to-all in flight; it keeps both buffers alive until `wait`."""
+    """An all-to-all of packed rows; it holds both buffers until `wait`.
 
-    def __init__(self, received: Tensor, sent: Tensor, work: dist.Work | None, finish: Callable[[Tensor], Tensor]):
-        self._buffers: tuple[Tensor, Tensor] | None = (received, sent)
-        self._work, self._finish = work, finish
+    Args:
+        packed: rows for the first rank, then rows for the second, ...
+        rows: rows for each rank: batch x local tokens.
+        sent: content of a row for each rank.
+        received: content of a row from each rank.
+        group: the ranks.
+        wire_dtype: "exact", "int8" or "fp8".
+        overlapped: whether it stays in flight until `wait`; otherwise it completes at once.
+        finish: makes the result from the flat buffer of received rows.
+    """
+
+    def __init__(
+        self,
+        packed: Tensor,
+        rows: int,
+        sent: Sequence[Runs],
+        received: Sequence[Runs],
+        group: dist.ProcessGroup,
+        wire_dtype: str,
+        *,
+        overlapped: bool,
+        finish: Callable[[Tensor], Tensor],
+    ) -> None:
+        send_splits, recv_splits = ([rows * row_width(runs, wire_dtype) for runs in of] for of in (sent, received))
+        send = quantize_rows(packed, rows, sent, wire_dtype)
+        recv = send.new_empty(sum(recv_splits))
+        if len({*send_splits, *recv_splits}) == 1:
+            send_splits = recv_splits = None  # type: ignore[assignment]
+        self._work = dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group, async_op=overlapped)
+        self._buffers: tuple[Tensor, ...] | None = (recv, send) if overlapped else (recv,)
+        self._finish = lambda recv: finish(dequantize_rows(recv, rows, received, wire_dtype, packed_dtype))
+        packed_dtype = packed.dtype
 
     def wait(self) -> Tensor:
         """Return the result, once. On a GPU the stream waits, not the host."""
         assert self._buffers is not None
-        received, _ = self._buffers
+        recv, *_ = self._buffers
         if self._work is not None:
             with waiting():
                 self._work.wait()
         self._buffers = self._work = None
-        return self._finish(received)
+        return self._finish(recv)
 
 
 def start_scatter(
@@ -283,23 +283,33 @@ def start_scatter(
     overlapped: bool,
     wire_dtype: CacheDtype = "exact",
 ) -> AllToAll:
-    """Start `scatter_heads`, outside of autograd.
+    """Start `scatter_heads`, outside of autograd; `wait` returns the result.
 
     Args:
-        xs_BLHD: as for `scatter_heads`.
+        xs_BLHD: as for `scatter_heads`, as are all but `overlapped`.
         kinds: as there.
         shards: as there.
         group: as there.
         overlapped: whether it stays in flight until `wait`; otherwise it completes at once.
         wire_dtype: as there.
     """
-    spans, dims = _head_spans(_flat_spans(shards, kinds), len(xs_BLHD)), [x.shape[3] for x in xs_BLHD]
-    widths = _widths(spans, dims)
+    return _start_scatter(xs_BLHD, _head_spans(shards, kinds), group, wire_dtype, overlapped=overlapped)
+
+
+def _start_scatter(
+    xs_BLHD: Sequence[Tensor], spans: _HeadSpans, group: dist.ProcessGroup, wire_dtype: str, *, overlapped: bool
+) -> AllToAll:
     batch, tokens = xs_BLHD[0].shape[:2]
-    local_width, size = widths[group.rank()], group.size()
-    wire = _WireFormat(batch * tokens, spans, dims, group.rank(), wire_dtype)
-    packed = _pack(list(xs_BLHD), spans, widths)
-    return _start(packed, wire, group, overlapped, lambda received: received.view(size * tokens, batch, local_width))
+    rows, size = batch * tokens, group.size()
+    sent = _row_contents(spans, [x.shape[3] for x in xs_BLHD])
+    received = [sent[group.rank()]] * size
+    local_width = row_width(received[0])
+
+    def as_sequence(recv: Tensor) -> Tensor:
+        return recv.view(size * tokens, batch, local_width)
+
+    packed = _pack(xs_BLHD, spans, rows * sum(map(row_width, sent)))
+    return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=as_sequence)
 
 
 def start_gather_into(
@@ -326,147 +336,117 @@ def start_gather_into(
             be fp32 at least). Query heads are always overwritten.
         wire_dtype: as for `scatter_heads`.
     """
-    spans, dims = _head_spans(_flat_spans(shards, kinds), len(outs_BLHD)), [out.shape[3] for out in outs_BLHD]
-    widths = _widths(spans, dims)
-    batch, tokens = outs_BLHD[0].shape[:2]
-    rows = batch * tokens
-    wire = _WireFormat(rows, spans, dims, group.rank(), wire_dtype, gathers=True)
+    spans = _head_spans(shards, kinds)
+    adds = [accumulate and kind == "kv" for kind in kinds]
 
-    def write(received: Tensor) -> Tensor:
-        for block, width, of_rank in zip(_split_blocks(received, rows, widths), widths, spans, strict=True):
-            col = 0
-            for out_BLHD, kind, (start, stop) in zip(outs_BLHD, kinds, of_rank, strict=True):
-                h, d = stop - start, out_BLHD.shape[3]
-                if h:
-                    part_LBW = block.view(tokens, batch, width)[..., col : col + h * d]
-                    part_BLhD = part_LBW.unflatten(2, (h, d)).transpose(0, 1)
-                    into_BLhD = out_BLHD[:, :, start:stop]
-                    into_BLhD.add_(part_BLhD) if accumulate and kind == "kv" else into_BLhD.copy_(part_BLhD)
-                col += h * d
-        return received
+    def write(recv: Tensor) -> Tensor:
+        _write_heads(recv, outs_BLHD, spans, adds)
+        return recv
 
-    return _start(packed_SBW.contiguous().view(-1), wire, group, overlapped, write)
+    dims = [out.shape[3] for out in outs_BLHD]
+    return _start_gather(packed_SBW, dims, spans, group, wire_dtype, overlapped=overlapped, finish=write)
 
 
-def _start(
-    packed: Tensor,
-    wire: _WireFormat,
+def _start_gather(
+    packed_SBW: Tensor,
+    dims: Sequence[int],
+    spans: _HeadSpans,
     group: dist.ProcessGroup,
+    wire_dtype: str,
+    *,
     overlapped: bool,
     finish: Callable[[Tensor], Tensor],
 ) -> AllToAll:
-    dtype = packed.dtype
-    send = wire.encode(packed)
-    del packed
-
-    def decode(received: Tensor) -> Tensor:
-        return finish(wire.decode(received, dtype))
-
-    if not overlapped:
-        return AllToAll(_all_to_all(send, *wire.splits, group), send[:0], None, decode)
-    received = send.new_empty(sum(wire.splits[1]))
-    work = _all_to_all_single(received, send, *wire.splits, group, async_op=True)
-    return AllToAll(received, send, work, decode)
+    received = _row_contents(spans, dims)
+    sent = [received[group.rank()]] * group.size()
+    rows = packed_SBW.shape[0] // group.size() * packed_SBW.shape[1]
+    packed = packed_SBW.contiguous().view(-1)
+    return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=finish)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The wire.
+# Packing: a buffer of rows `[L, B, W]` for (or from) each rank.
 
 
-class _WireFormat:
-    """The flat send and receive buffers of one all-to-all: their splits by rank, and their encoding.
+def _row_contents(spans: _HeadSpans, dims: Sequence[int]) -> list[Runs]:
+    """Return the content of each rank's row: heads and head_dim of each tensor."""
+    return [[(stop - start, d) for (start, stop), d in zip(of_rank, dims, strict=True)] for of_rank in spans]
 
-    Args:
-        rows: packed rows of each block: batch x local tokens.
-        spans: the heads of each rank and tensor.
-        dims: head_dim of each tensor.
-        rank: this rank.
-        wire_dtype: "exact", "int8" or "fp8".
-        gathers: whether local heads are sent to their tokens' ranks; otherwise local tokens to their heads' ranks.
+
+def _split_rows(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[list[Tensor]]:
+    """View a packed buffer as the heads `[B, L, h, D]` of each rank and tensor; `xs_BLHD` have the tensors' shapes."""
+    batch, tokens = xs_BLHD[0].shape[:2]
+    contents = _row_contents(spans, [x.shape[3] for x in xs_BLHD])
+    blocks = packed.split([tokens * batch * row_width(runs) for runs in contents])
+    views = []
+    for block, runs in zip(blocks, contents, strict=True):
+        parts_LBW = block.view(tokens, batch, row_width(runs)).split([h * d for h, d in runs], 2)
+        views.append([part.unflatten(2, run).transpose(0, 1) for part, run in zip(parts_LBW, runs, strict=True)])
+    return views
+
+
+def _split_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[Tensor] | None:
+    """View a packed buffer as `[G, R, L, B, h, D]` of each tensor, so that one copy serves all ranks.
+
+    None unless each tensor's heads are split evenly and each shard is held by R neighbouring ranks.
     """
-
-    def __init__(
-        self,
-        rows: int,
-        spans: _HeadSpans,
-        dims: Sequence[int],
-        rank: int,
-        wire_dtype: str,
-        *,
-        gathers: bool = False,
-    ) -> None:
-        of_ranks = [[(stop - start, d) for (start, stop), d in zip(row, dims, strict=True)] for row in spans]
-        of_local = [of_ranks[rank]] * len(of_ranks)
-        self._rows, self._wire_dtype = rows, wire_dtype
-        self._sent, self._received = (of_local, of_ranks) if gathers else (of_ranks, of_local)
-
-    @property
-    def splits(self) -> tuple[list[int], list[int]]:
-        """Elements of the send and of the receive buffer, by rank; bytes if quantized."""
-
-        def width(vectors: list[tuple[int, int]]) -> int:
-            if self._wire_dtype == "exact":
-                return sum(count * d for count, d in vectors)
-            return quantized_width(vectors)
-
-        return [self._rows * width(v) for v in self._sent], [self._rows * width(v) for v in self._received]
-
-    def encode(self, packed: Tensor) -> Tensor:
-        if self._wire_dtype == "exact":
-            return packed
-        return quantize_rows(packed, self._rows, self._sent, self._wire_dtype)
-
-    def decode(self, received: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._wire_dtype == "exact":
-            return received
-        return dequantize_rows(received, self._rows, self._received, self._wire_dtype, dtype)
+    groups = []
+    for x_BLHD, of_tensor in zip(xs_BLHD, zip(*spans, strict=True), strict=True):
+        heads, h = x_BLHD.shape[2], of_tensor[0][1]
+        r = len(spans) * h // heads
+        if r == 0 or any(span != (i // r * h, (i // r + 1) * h) for i, span in enumerate(of_tensor)):
+            return None
+        groups.append((h, r))
+    batch, tokens = xs_BLHD[0].shape[:2]
+    dims = [x.shape[3] for x in xs_BLHD]
+    rows_PLBW = packed.view(len(spans), tokens, batch, -1)
+    parts_PLBW = rows_PLBW.split([h * d for (h, _), d in zip(groups, dims, strict=True)], 3)
+    return [
+        part_PLBW.unflatten(3, (h, d)).unflatten(0, (-1, r))
+        for part_PLBW, (h, r), d in zip(parts_PLBW, groups, dims, strict=True)
+    ]
 
 
-def _all_to_all(send: Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup) -> Tensor:
-    recv = send.new_empty(sum(recv_splits))
-    _all_to_all_single(recv, send, send_splits, recv_splits, group)
-    return recv
+def _in_groups(x_BLHD: Tensor, part_GRLBhD: Tensor) -> Tensor:
+    """View all heads as `[G, L, B, h, D]`."""
+    return x_BLHD.unflatten(2, (-1, part_GRLBhD.shape[4])).permute(2, 1, 0, 3, 4)
 
 
-def _all_to_all_single(
-    recv: Tensor,
-    send: Tensor,
-    send_splits: list[int],
-    recv_splits: list[int],
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool = False,
-) -> dist.Work | None:
-    even = len({*send_splits, *recv_splits}) == 1
-    work: dist.Work | None = dist.all_to_all_single(
-        recv,
-        send,
-        None if even else recv_splits,
-        None if even else send_splits,
-        group=group,
-        async_op=async_op,
-    )
-    return work
+def _pack(xs_BLHD: Sequence[Tensor], spans: _HeadSpans, elements: int) -> Tensor:
+    """Copy the heads of each rank into one send buffer, rank after rank. Every element is copied once."""
+    send = xs_BLHD[0].new_empty(elements)
+    parts_GRLBhD = _split_groups(send, spans, xs_BLHD)
+    if parts_GRLBhD is not None:
+        for part_GRLBhD, x_BLHD in zip(parts_GRLBhD, xs_BLHD, strict=True):
+            part_GRLBhD.copy_(_in_groups(x_BLHD, part_GRLBhD).unsqueeze(1))
+        return send
+    for parts_BLhD, of_rank in zip(_split_rows(send, spans, xs_BLHD), spans, strict=True):
+        for part_BLhD, x_BLHD, (start, stop) in zip(parts_BLhD, xs_BLHD, of_rank, strict=True):
+            part_BLhD.copy_(x_BLHD[:, :, start:stop])
+    return send
 
 
-def _widths(spans: _HeadSpans, dims: Sequence[int]) -> list[int]:
-    """Return the elements of a packed row, by rank."""
-    return [sum((stop - start) * d for (start, stop), d in zip(row, dims, strict=True)) for row in spans]
+def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Tensor]:
+    """Mirror `_pack` into `outs_BLHD`: the parts of a replicated head are summed, in fp32 or wider."""
+    parts_GRLBhD = _split_groups(recv, spans, outs_BLHD)
+    if parts_GRLBhD is not None:
+        for part_GRLBhD, out_BLHD in zip(parts_GRLBhD, outs_BLHD, strict=True):
+            summed = part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1)
+            _in_groups(out_BLHD, part_GRLBhD).copy_(summed)
+        return outs_BLHD
+    wide = torch.promote_types(recv.dtype, torch.float32)
+    overlap = [any(a[1] > b[0] for a, b in itertools.pairwise(spans)) for spans in zip(*spans, strict=True)]
+    sums = [torch.zeros_like(out, dtype=wide) if adds else out for out, adds in zip(outs_BLHD, overlap, strict=True)]
+    _write_heads(recv, sums, spans, overlap)
+    return [x.to(recv.dtype) for x in sums]
 
 
-def _split_blocks(flat: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
-    return list(flat.split([rows * w for w in widths]))
-
-
-def _ranks_per_head(spans: _HeadSpans, tensor: int, heads: int) -> int:
-    """Return R if the heads of `tensor` are split evenly and each shard is held by R neighbouring ranks; 0 if not."""
-    of_tensor = [row[tensor] for row in spans]
-    h = of_tensor[0][1] - of_tensor[0][0]
-    if h == 0 or heads % h or len(of_tensor) % (heads // h):
-        return 0
-    r = len(of_tensor) // (heads // h)
-    regular = all(span == (i // r * h, (i // r + 1) * h) for i, span in enumerate(of_tensor))
-    return r if regular else 0
+def _write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: _HeadSpans, adds: Sequence[bool]) -> None:
+    """Write, or for some tensors add, every rank's heads to `outs_BLHD`."""
+    for parts_BLhD, of_rank in zip(_split_rows(recv, spans, outs_BLHD), spans, strict=True):
+        for part_BLhD, out_BLHD, (start, stop), add in zip(parts_BLhD, outs_BLHD, of_rank, adds, strict=True):
+            into_BLhD = out_BLHD[:, :, start:stop]
+            into_BLhD.add_(part_BLhD) if add else into_BLhD.copy_(part_BLhD)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -474,145 +454,54 @@ def _ranks_per_head(spans: _HeadSpans, tensor: int, heads: int) -> int:
 
 
 @torch.library.custom_op("longspan::scatter_heads", mutates_args=())
-def _scatter_op(
-    xs_BLHD: list[Tensor], flat_spans: list[int], size: int, rank: int, group: str, wire_dtype: str
-) -> Tensor:
-    spans, dims = _head_spans(flat_spans, len(xs_BLHD)), [x.shape[3] for x in xs_BLHD]
-    widths = _widths(spans, dims)
-    batch, tokens = xs_BLHD[0].shape[:2]
-    wire = _WireFormat(batch * tokens, spans, dims, rank, wire_dtype)
-    send = wire.encode(_pack(xs_BLHD, spans, widths))
-    recv = wire.decode(_all_to_all(send, *wire.splits, find_group(group)), xs_BLHD[0].dtype)
-    return recv.view(size * tokens, batch, widths[rank])
-
-
-def _pack(xs_BLHD: list[Tensor], spans: _HeadSpans, widths: list[int]) -> Tensor:
-    """Copy the heads of each rank into one send buffer, rank after rank. Every element is copied once."""
-    batch, tokens = xs_BLHD[0].shape[:2]
-    send = xs_BLHD[0].new_empty(tokens * batch * sum(widths))
-    blocks = _split_blocks(send, tokens * batch, widths)
-    blocks_LBW = [block.view(tokens, batch, w) for block, w in zip(blocks, widths, strict=True)]
-    equal_rows = len(set(widths)) == 1
-    cols = [0] * len(widths)  # the next tensor's first column in each rank's rows
-    for t, x_BLHD in enumerate(xs_BLHD):
-        d = x_BLHD.shape[3]
-        r = _ranks_per_head(spans, t, x_BLHD.shape[2]) if equal_rows else 0
-        if r and len(set(cols)) == 1:  # the regular case: one copy for all ranks
-            h = spans[0][t][1]
-            send_GRLBW = send.view(-1, r, tokens, batch, widths[0])
-            into_GRLBhD = send_GRLBW[..., cols[0] : cols[0] + h * d].unflatten(4, (h, d))
-            x_GLBhD = x_BLHD.unflatten(2, (-1, h)).permute(2, 1, 0, 3, 4)
-            into_GRLBhD.copy_(x_GLBhD.unsqueeze(1).expand_as(into_GRLBhD))
-        else:
-            for p, row in enumerate(spans):
-                start, stop = row[t]
-                if stop > start:
-                    into_LBW = blocks_LBW[p][..., cols[p] : cols[p] + (stop - start) * d]
-                    into_LBW.unflatten(2, (stop - start, d)).copy_(x_BLHD[:, :, start:stop].transpose(0, 1))
-        cols = [c + (row[t][1] - row[t][0]) * d for c, row in zip(cols, spans, strict=True)]
-    return send
+def _scatter_op(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
+    spans = _unflatten(flat_spans, len(xs_BLHD))
+    return _start_scatter(xs_BLHD, spans, find_group(group), wire_dtype, overlapped=False).wait()
 
 
 @_scatter_op.register_fake
-def _(xs_BLHD: list[Tensor], flat_spans: list[int], size: int, rank: int, group: str, wire_dtype: str) -> Tensor:
-    width = _widths(_head_spans(flat_spans, len(xs_BLHD)), [x.shape[3] for x in xs_BLHD])[rank]
-    return xs_BLHD[0].new_empty(size * xs_BLHD[0].shape[1], xs_BLHD[0].shape[0], width)
+def _(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
+    ranks, (batch, tokens) = find_group(group), xs_BLHD[0].shape[:2]
+    contents = _row_contents(_unflatten(flat_spans, len(xs_BLHD)), [x.shape[3] for x in xs_BLHD])
+    return xs_BLHD[0].new_empty(ranks.size() * tokens, batch, row_width(contents[ranks.rank()]))
 
 
 @torch.library.custom_op("longspan::gather_heads", mutates_args=())
 def _gather_op(
-    x_SBW: Tensor,
-    heads: list[int],
-    dims: list[int],
-    flat_spans: list[int],
-    size: int,
-    rank: int,
-    group: str,
-    wire_dtype: str,
+    x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str, wire_dtype: str
 ) -> list[Tensor]:
-    spans = _head_spans(flat_spans, len(heads))
-    tokens, batch = x_SBW.shape[0] // size, x_SBW.shape[1]
-    wire = _WireFormat(tokens * batch, spans, dims, rank, wire_dtype, gathers=True)
-    send = wire.encode(x_SBW.contiguous().view(-1))  # no copy if the tokens come first
-    recv = _all_to_all(send, *wire.splits, find_group(group))
-    del send  # free it before the received buffer is copied
-    recv = wire.decode(recv, x_SBW.dtype)
-    return _unpack(recv, tokens, batch, heads, dims, spans)
-
-
-def _unpack(
-    recv: Tensor, tokens: int, batch: int, heads: list[int], dims: list[int], spans: _HeadSpans
-) -> list[Tensor]:
-    """Mirror `_pack`: every element is copied once; the parts of a replicated head are summed, in fp32 at least."""
-    widths = _widths(spans, dims)
-    blocks = _split_blocks(recv, tokens * batch, widths)
-    blocks_LBW = [block.view(tokens, batch, w) for block, w in zip(blocks, widths, strict=True)]
-    equal_rows = len(set(widths)) == 1
-    cols = [0] * len(widths)
-    outs_BLHD = []
-    for t, (H, d) in enumerate(zip(heads, dims, strict=True)):
-        r = _ranks_per_head(spans, t, H) if equal_rows else 0
-        if r and len(set(cols)) == 1:
-            h = spans[0][t][1]
-            recv_GRLBW = recv.view(-1, r, tokens, batch, widths[0])
-            part_GRLBhD = recv_GRLBW[..., cols[0] : cols[0] + h * d].unflatten(4, (h, d))
-            out_BLHD = recv.new_empty(batch, tokens, H, d)
-            into_GLBhD = out_BLHD.unflatten(2, (-1, h)).permute(2, 1, 0, 3, 4)
-            into_GLBhD.copy_(part_GRLBhD[:, 0] if r == 1 else part_GRLBhD.sum(1))
-        else:
-            out_BLHD = _sum_spans(blocks_LBW, [row[t] for row in spans], cols, H, d)
-        outs_BLHD.append(out_BLHD)
-        cols = [c + (row[t][1] - row[t][0]) * d for c, row in zip(cols, spans, strict=True)]
-    return outs_BLHD
-
-
-def _sum_spans(blocks_LBW: list[Tensor], spans: list[Span], cols: list[int], heads: int, d: int) -> Tensor:
-    """Write every rank's span of heads into one `[B, L, H, D]`, adding spans that overlap."""
-    tokens, batch = blocks_LBW[0].shape[:2]
-    overlap = any(a[1] > b[0] for a, b in itertools.pairwise(spans))
-    dtype = torch.promote_types(blocks_LBW[0].dtype, torch.float32) if overlap else blocks_LBW[0].dtype
-    out_BLHD = blocks_LBW[0].new_zeros(batch, tokens, heads, d, dtype=dtype)
-    for block_LBW, col, (start, stop) in zip(blocks_LBW, cols, spans, strict=True):
-        if stop > start:
-            part_LBhD = block_LBW[..., col : col + (stop - start) * d].unflatten(2, (stop - start, d))
-            out_BLHD[:, :, start:stop] += part_LBhD.transpose(0, 1)
-    return out_BLHD.to(blocks_LBW[0].dtype)
+    spans, ranks = _unflatten(flat_spans, len(heads)), find_group(group)
+    recv = _start_gather(x_SBW, dims, spans, ranks, wire_dtype, overlapped=False, finish=lambda recv: recv).wait()
+    return _unpack(recv, spans, _new_outputs(x_SBW, heads, dims, ranks.size()))
 
 
 @_gather_op.register_fake
 def _(
-    x_SBW: Tensor,
-    heads: list[int],
-    dims: list[int],
-    flat_spans: list[int],
-    size: int,
-    rank: int,
-    group: str,
-    wire_dtype: str,
+    x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str, wire_dtype: str
 ) -> list[Tensor]:
-    return [x_SBW.new_empty(x_SBW.shape[1], x_SBW.shape[0] // size, h, d) for h, d in zip(heads, dims, strict=True)]
+    return _new_outputs(x_SBW, heads, dims, find_group(group).size())
+
+
+def _new_outputs(x_SBW: Tensor, heads: list[int], dims: list[int], size: int) -> list[Tensor]:
+    tokens, batch = x_SBW.shape[0] // size, x_SBW.shape[1]
+    return [x_SBW.new_empty(batch, tokens, H, d) for H, d in zip(heads, dims, strict=True)]
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    xs_BLHD, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype = inputs
+    xs_BLHD, *ctx.rest = inputs
     ctx.heads, ctx.dims = [x.shape[2] for x in xs_BLHD], [x.shape[3] for x in xs_BLHD]
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    grads = torch.ops.longspan.gather_heads(
-        grad, ctx.heads, ctx.dims, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype
-    )
-    return grads, None, None, None, None, None
+    return torch.ops.longspan.gather_heads(grad, ctx.heads, ctx.dims, *ctx.rest), None, None, None
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x_SBW, _, _, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype = inputs
-    ctx.shape = x_SBW.shape[2:]
+    _, _, _, *ctx.rest = inputs
 
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    grad = torch.ops.longspan.scatter_heads(grads, ctx.flat_spans, ctx.size, ctx.rank, ctx.group, ctx.wire_dtype)
-    return grad.unflatten(2, ctx.shape), None, None, None, None, None, None, None
+    return torch.ops.longspan.scatter_heads(grads, *ctx.rest), None, None, None, None, None
 
 
 _scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)

@@ -33,8 +33,11 @@ def post(sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], group: dis
     Both sides post in the order of the tags: NCCL ignores tags and matches messages of two ranks by order. Receives
     come first: a gloo rank that posts its send first sends and receives one after the other, in twice the time.
     """
-    ops = [dist.P2POp(dist.irecv, r.tensor, group=group, tag=r.tag, group_peer=r.peer) for r in _by_tag(receives)]
-    ops += [dist.P2POp(dist.isend, s.tensor, group=group, tag=s.tag, group_peer=s.peer) for s in _by_tag(sends)]
+    ops = [
+        dist.P2POp(op, message.tensor, group=group, tag=message.tag, group_peer=message.peer)
+        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for message in sorted(messages, key=lambda message: message.tag)
+    ]
     return dist.batch_isend_irecv(ops) if ops else []
 
 
@@ -43,10 +46,6 @@ def wait_for(works: Sequence[dist.Work]) -> None:
     with waiting():
         for work in works:
             work.wait()
-
-
-def _by_tag(messages: Sequence[P2PMessage]) -> list[P2PMessage]:
-    return sorted(messages, key=lambda message: message.tag)
 
 
 def ring_shift(x: Tensor, group: dist.ProcessGroup | None, hops: int = 1) -> Tensor:
@@ -65,31 +64,28 @@ def ring_shift(x: Tensor, group: dist.ProcessGroup | None, hops: int = 1) -> Ten
     check_number("hops", hops, -LARGEST_COUNT, LARGEST_COUNT, whole=True)
     if group is None or group.size() == 1:
         return x
-    out: Tensor = torch.ops.longspan.ring_shift(x, hops, group.size(), group.rank(), group_name(group))
+    out: Tensor = torch.ops.longspan.ring_shift(x, hops, group_name(group))
     return out
 
 
 @torch.library.custom_op("longspan::ring_shift", mutates_args=())
-def _ring_shift(x: Tensor, hops: int, size: int, rank: int, group: str) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+def _ring_shift(x: Tensor, hops: int, group: str) -> Tensor:
+    out, ring = torch.empty_like(x, memory_format=torch.contiguous_format), find_group(group)
+    rank, size = ring.rank(), ring.size()
     if hops % size == 0:
         return out.copy_(x)
     sent, received = P2PMessage(x.contiguous(), (rank + hops) % size, 0), P2PMessage(out, (rank - hops) % size, 0)
-    wait_for(post([sent], [received], find_group(group)))
+    wait_for(post([sent], [received], ring))
     return out
 
 
-@_ring_shift.register_fake
-def _(x: Tensor, hops: int, size: int, rank: int, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _shift_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.hops, ctx.size, ctx.rank, ctx.group = inputs
+    _, ctx.hops, ctx.group = inputs
 
 
 def _shift_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.longspan.ring_shift(grad, -ctx.hops, ctx.size, ctx.rank, ctx.group), None, None, None, None
+    return torch.ops.longspan.ring_shift(grad, -ctx.hops, ctx.group), None, None
 
 
+_ring_shift.register_fake(lambda x, hops, group: torch.empty_like(x, memory_format=torch.contiguous_format))
 _ring_shift.register_autograd(_shift_backward, setup_context=_shift_setup)

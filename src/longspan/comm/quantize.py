@@ -8,7 +8,7 @@ vector takes D + 4 bytes. A vector with a nonfinite element becomes NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,25 +54,28 @@ _MAX_ELEMENTS = 1 << 22
 """Elements converted to fp32 at a time, so that the temporary memory does not grow with the buffer."""
 
 
-def quantized_width(runs: Runs) -> int:
-    """Return the bytes of a quantized row."""
-    return sum(count * (d + SCALE_BYTES) for count, d in runs)
+def row_width(runs: Runs, wire_dtype: str = "exact") -> int:
+    """Return the elements of a packed row: with another wire dtype than "exact" its bytes."""
+    extra = 0 if wire_dtype == "exact" else SCALE_BYTES
+    return sum(count * (d + extra) for count, d in runs)
 
 
 def quantize_rows(flat: Tensor, rows: int, blocks: Sequence[Runs], wire_dtype: str) -> Tensor:
-    """Quantize a buffer of packed rows to uint8: each vector's bytes, followed by its scale.
+    """Quantize a buffer of packed rows to uint8: each vector's bytes, followed by its scale. "exact": return `flat`.
 
     Args:
         flat: `rows` rows of the first block, then those of the second, and so on.
         rows: number of rows of each block.
         blocks: content of a row of each block.
-        wire_dtype: a key of `QUANTIZED_FORMATS`.
+        wire_dtype: "exact", or a key of `QUANTIZED_FORMATS`.
     """
-    out = flat.new_empty(rows * sum(map(quantized_width, blocks)), dtype=torch.uint8)
-    for plain, quantized, _ in _vectors(flat, out, rows, blocks):
-        codes, scale = QUANTIZED_FORMATS[wire_dtype].encode(plain)
-        quantized[..., :-SCALE_BYTES] = codes
-        quantized[..., -SCALE_BYTES:] = scale.contiguous().view(torch.uint8)
+    if wire_dtype == "exact":
+        return flat
+    out = flat.new_empty(rows * sum(row_width(runs, wire_dtype) for runs in blocks), dtype=torch.uint8)
+    for vectors, vector_bytes in _vectors(flat, out, rows, blocks):
+        codes, scale = QUANTIZED_FORMATS[wire_dtype].encode(vectors)
+        vector_bytes[..., :-SCALE_BYTES] = codes
+        vector_bytes[..., -SCALE_BYTES:] = scale.contiguous().view(torch.uint8)
     return out
 
 
@@ -80,38 +83,36 @@ def dequantize_rows(
     quantized: Tensor, rows: int, blocks: Sequence[Runs], wire_dtype: str, dtype: torch.dtype
 ) -> Tensor:
     """Undo `quantize_rows`: return the rounded rows in `dtype`."""
-    out = quantized.new_empty(rows * sum(count * d for runs in blocks for count, d in runs), dtype=dtype)
-    for plain, vectors, d in _vectors(out, quantized, rows, blocks):
+    if wire_dtype == "exact":
+        return quantized
+    out = quantized.new_empty(rows * sum(map(row_width, blocks)), dtype=dtype)
+    for vectors, vector_bytes in _vectors(out, quantized, rows, blocks):
+        codes, scale = vector_bytes.split([vectors.shape[2], SCALE_BYTES], 2)
         # Copy: the four bytes of a scale are not aligned.
-        scale = vectors[..., d:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        plain.copy_(QUANTIZED_FORMATS[wire_dtype].decode(vectors[..., :d].contiguous(), scale, dtype))
+        scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        vectors.copy_(QUANTIZED_FORMATS[wire_dtype].decode(codes.contiguous(), scale, dtype))
     return out
 
 
-def _vectors(plain: Tensor, quantized: Tensor, rows: int, blocks: Sequence[Runs]) -> list[tuple[Tensor, Tensor, int]]:
-    """Return views of both buffers, run by run and some rows at a time, and d of each.
-
-    The views are `[rows, vectors, d]` and `[rows, vectors, d + 4]`.
-    """
-    views = []
-    at = quantized_at = 0
-    if all(runs == blocks[0] for runs in blocks):  # all blocks are alike: treat them as one
+def _vectors(flat: Tensor, quantized: Tensor, rows: int, blocks: Sequence[Runs]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of both buffers, run by run, some rows at a time: `[rows, vectors, d]`, `[rows, vectors, d + 4]`."""
+    if all(runs == blocks[0] for runs in blocks):  # treat equal blocks as one
         rows, blocks = rows * len(blocks), blocks[:1]
-    for block in blocks:
-        runs = _merge_equal(block)
-        width, byte_width = sum(count * d for count, d in runs), quantized_width(runs)
-        plain_rows = plain[at : at + rows * width].view(rows, width)
-        quantized_rows = quantized[quantized_at : quantized_at + rows * byte_width].view(rows, byte_width)
-        at, quantized_at = at + rows * width, quantized_at + rows * byte_width
-        col = byte_col = 0
-        for count, d in runs:
-            stop, byte_stop = col + count * d, byte_col + count * (d + SCALE_BYTES)
-            vectors = plain_rows[:, col:stop].unflatten(1, (count, d))
-            vector_bytes = quantized_rows[:, byte_col:byte_stop].unflatten(1, (count, d + SCALE_BYTES))
-            parts = (x.split(max(1, _MAX_ELEMENTS // (count * d))) for x in (vectors, vector_bytes))
-            views += [(*part, d) for part in zip(*parts, strict=True)]
-            col, byte_col = stop, byte_stop
-    return views
+    runs_of_blocks = [_merge_equal(block) for block in blocks]
+    plain = flat.split([rows * row_width(runs) for runs in runs_of_blocks])
+    coded = quantized.split([rows * row_width(runs, "int8") for runs in runs_of_blocks])
+    for runs, *buffers in zip(runs_of_blocks, plain, coded, strict=True):
+        columns = [
+            buffer.view(rows, -1).split([count * (d + extra) for count, d in runs], 1)
+            for buffer, extra in zip(buffers, (0, SCALE_BYTES), strict=True)
+        ]
+        for (count, d), vectors, vector_bytes in zip(runs, *columns, strict=True):
+            some_rows = max(1, _MAX_ELEMENTS // (count * d))
+            yield from zip(
+                vectors.unflatten(1, (count, d)).split(some_rows),
+                vector_bytes.unflatten(1, (count, d + SCALE_BYTES)).split(some_rows),
+                strict=True,
+            )
 
 
 def _merge_equal(runs: Runs) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm.arguments import check_dim, check_tensor, describe
+from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
@@ -77,8 +78,7 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
         )
     if sp.size > 1:
         assert sp.group is not None
-        first = x.movedim(dim, 0)
-        x = torch.ops.longspan.all_gather(first.contiguous(), sp.size, group_name(sp.group))
+        x = all_gather(x.movedim(dim, 0), group_name(sp.group))
         x = in_order(x, sp.layout, total).movedim(0, dim)
     return x if length is None else x.narrow(dim, 0, length)
 

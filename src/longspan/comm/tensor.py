@@ -9,14 +9,13 @@ Shape suffixes: B rows, L tokens of this rank's sequence shard, T tokens of a te
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.comm import gather
+from longspan.comm import collectives
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.tile_sizes import Span, even_span
 
@@ -75,15 +74,11 @@ class TensorGroup:
 
     def copy_in(self, x: Tensor) -> Tensor:
         """Return a replicated input; the gradients of all ranks are summed."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return x  # an operator may not return its input, and would copy it
-        out: Tensor = torch.ops.longspan.tensor_copy(x, self.name)
-        return out
+        return collectives.replicate(x, self.name)
 
     def sum_out(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`; each part gets the gradient of the sum."""
-        out: Tensor = torch.ops.longspan.tensor_sum(x, self.name)
-        return out
+        return collectives.all_reduce(x, self.name)
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the elementwise maximum over ranks, without gradient."""
@@ -97,13 +92,12 @@ class TensorGroup:
 
     def gather_tokens(self, x_BTD: Tensor) -> Tensor:
         """Return all ranks' tokens, `[B, size * T, ...]`; gradients are summed and scattered."""
-        out: Tensor = torch.ops.longspan.all_gather(x_BTD.transpose(0, 1), self.size, self.name)
-        return out.transpose(0, 1).contiguous()
+        return collectives.all_gather(x_BTD.transpose(0, 1), self.name).transpose(0, 1).contiguous()
 
     def scatter_tokens(self, x_BLD: Tensor) -> Tensor:
         """Return the local tokens of the sum of all ranks' `x`, `[B, T, ...]`, padded as by `padded`."""
-        out: Tensor = torch.ops.longspan.reduce_scatter(self.padded(x_BLD).transpose(0, 1), self.size, self.name)
-        return out.transpose(0, 1).contiguous()
+        x_LBD = self.padded(x_BLD).transpose(0, 1)
+        return collectives.reduce_scatter(x_LBD, self.name).transpose(0, 1).contiguous()
 
     def tokens(self, length: int) -> int:
         """Return the tokens of a rank, if the group has `length` tokens."""
@@ -120,14 +114,12 @@ class TensorGroup:
 
     def my_tokens(self, x_BLD: Tensor) -> Tensor:
         """Return the local tokens of a replicated tensor, `[B, T, ...]`, padded; gradients are gathered."""
-        x = self.padded(x_BLD)
-        out: Tensor = torch.ops.longspan.tensor_slice(x.transpose(0, 1), self.size, self.rank, self.name)
-        return out.transpose(0, 1).contiguous()
+        x_LBD = self.padded(x_BLD).transpose(0, 1)
+        return collectives.local_part(x_LBD, self.name).transpose(0, 1).contiguous()
 
     def whole_tokens(self, x_BTD: Tensor, length: int) -> Tensor:
         """Gather all ranks' tokens, `[B, length, ...]`, for computation that is replicated: gradients are sliced."""
-        out: Tensor = torch.ops.longspan.tensor_join(x_BTD.transpose(0, 1), self.size, self.rank, self.name)
-        return out.transpose(0, 1)[:, :length].contiguous()
+        return collectives.join(x_BTD.transpose(0, 1), self.name).transpose(0, 1)[:, :length].contiguous()
 
     def whole_last(self, x: Tensor, length: int) -> Tensor:
         """Gather a last dimension of `length` entries that is sharded as a `DTensor`.
@@ -136,8 +128,7 @@ class TensorGroup:
         """
         short = -(-length // self.size) - x.shape[-1]  # missing entries on the last ranks
         part = F.pad(x, (0, short)) if short else x
-        joined: Tensor = torch.ops.longspan.tensor_join(part.movedim(-1, 0), self.size, self.rank, self.name)
-        return joined[:length].movedim(0, -1)
+        return collectives.join(part.movedim(-1, 0), self.name)[:length].movedim(0, -1)
 
     def fetch(self, x: Tensor, dim: int, parts: Parts) -> Tensor:
         """Return this rank's entries of a tensor that is sharded as a `DTensor`, by one all-to-all.
@@ -146,96 +137,18 @@ class TensorGroup:
         """
         rows = x.movedim(dim, 0)
         first, _ = even_span(parts.length, self.rank, self.size)
-        send = [
-            [rows[a - first : b - first] for holder, a, b in parts.pieces(r) if holder == self.rank]
-            for r in range(self.size)
-        ]
-        wanted = parts.pieces(self.rank)
-        receive = [sum(b - a for holder, a, b in wanted if holder == r) for r in range(self.size)]
-        sent = _joined([piece for pieces in send for piece in pieces] or [rows[:0]], 0)
-        found = exchange_rows(sent, [sum(map(len, pieces)) for pieces in send], receive, self)
+        mine = [[(a, b) for holder, a, b in parts.pieces(r) if holder == self.rank] for r in range(self.size)]
+        needed = parts.pieces(self.rank)
+        send = [sum(b - a for a, b in of_rank) for of_rank in mine]
+        receive = [sum(b - a for holder, a, b in needed if holder == r) for r in range(self.size)]
+        pieces = [rows[a - first : b - first] for of_rank in mine for a, b in of_rank]
+        received = collectives.exchange_rows(_joined(pieces or [rows[:0]], 0), send, receive, self.name)
         # They arrive in the order of their holders.
-        arrival = sorted(range(len(wanted)), key=lambda i: wanted[i][0])
-        split = found.split([wanted[i][2] - wanted[i][1] for i in arrival])
-        pieces = dict(zip(arrival, split, strict=True))
-        return _joined([pieces[i] for i in range(len(wanted))], 0).movedim(0, dim)
+        arrival = sorted(range(len(needed)), key=lambda i: needed[i][0])
+        split = received.split([needed[i][2] - needed[i][1] for i in arrival])
+        in_order = dict(zip(arrival, split, strict=True))
+        return _joined([in_order[i] for i in range(len(needed))], 0).movedim(0, dim)
 
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-
-@torch.library.custom_op("longspan::tensor_copy", mutates_args=())
-def _copy(x: Tensor, group: str) -> Tensor:
-    return x.clone()
-
-
-@torch.library.custom_op("longspan::tensor_sum", mutates_args=())
-def _sum(x: Tensor, group: str) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=find_group(group))
-    return out
-
-
-@torch.library.custom_op("longspan::tensor_slice", mutates_args=())
-def _slice(x: Tensor, size: int, rank: int, group: str) -> Tensor:
-    return x.chunk(size)[rank].clone(memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("longspan::tensor_join", mutates_args=())
-def _join(x: Tensor, size: int, rank: int, group: str) -> Tensor:
-    out = x.new_empty(size * x.shape[0], *x.shape[1:])
-    gather.gather_into(out, x.contiguous(), group=find_group(group))
-    return out
-
-
-_copy.register_fake(lambda x, group: torch.empty_like(x))
-_sum.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-_slice.register_fake(lambda x, size, rank, group: x.new_empty(x.shape[0] // size, *x.shape[1:]))
-_join.register_fake(lambda x, size, rank, group: x.new_empty(x.shape[0] * size, *x.shape[1:]))
-
-
-def _note(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.rest = inputs[1:]
-
-
-_copy.register_autograd(lambda ctx, g: (torch.ops.longspan.tensor_sum(g, *ctx.rest), None), setup_context=_note)
-_sum.register_autograd(lambda ctx, g: (g, None), setup_context=_note)
-_slice.register_autograd(
-    lambda ctx, g: (torch.ops.longspan.tensor_join(g, *ctx.rest), None, None, None), setup_context=_note
-)
-_join.register_autograd(
-    lambda ctx, g: (torch.ops.longspan.tensor_slice(g, *ctx.rest), None, None, None), setup_context=_note
-)
-
-
-@torch.library.custom_op("longspan::tensor_exchange", mutates_args=())
-def _exchange(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=find_group(group))
-    return out
-
-
-_exchange.register_fake(lambda x, send, receive, group: x.new_empty(sum(receive), *x.shape[1:]))
-
-
-def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    send, receive, group = ctx.rest
-    return torch.ops.longspan.tensor_exchange(grad, receive, send, group), None, None, None
-
-
-_exchange.register_autograd(_exchange_back, setup_context=_note)
-
-
-def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: TensorGroup) -> Tensor:
-    """Send rows to each rank and return those received, in rank order: one all-to-all. The gradient is its inverse."""
-    out: Tensor = torch.ops.longspan.tensor_exchange(x, send, receive, group.name)
-    return out
-
-
-def exchange_counts(send: list[int], group: TensorGroup, device: torch.device) -> list[int]:
-    """Return how many rows each rank will send to this one."""
-    mine = torch.tensor(send, dtype=torch.int64, device=device)
-    found = torch.empty_like(mine)
-    dist.all_to_all_single(found, mine, group=find_group(group.name))
-    return found.tolist()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longspan.comm.reduce import sum_over
+from longspan.comm.collectives import sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

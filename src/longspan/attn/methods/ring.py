@@ -22,9 +22,8 @@ from torch import Tensor
 
 from longspan.attn.kernels.base import BackwardInputs, BlockKernel, SoftmaxAccumulator, without_autocast
 from longspan.attn.score import Scores
-from longspan.comm.gather import gather_into, scatter_into
 from longspan.comm.p2p import P2PMessage, post, wait_for
-from longspan.compat.torch_api import named_range, not_compiled
+from longspan.compat.torch_api import gather_into, named_range, not_compiled, scatter_into
 from longspan.core.layout import Span
 from longspan.core.routes import Routes
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longspan.comm.gather import gather_into
+from longspan.compat.torch_api import gather_into
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

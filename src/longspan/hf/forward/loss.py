@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
-from longspan.comm.reduce import sum_over_ranks
+from longspan.comm.collectives import sum_over
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
@@ -134,7 +134,7 @@ def _mean_over_ranks(
     """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce."""
     carry = None if batches is None else batches.to_carry()
     carry = torch.zeros((), dtype=torch.float64, device=total.device) if carry is None else carry.to(total.device)
-    sums = sum_over_ranks(torch.stack([total.double(), count.double(), carry]), sp)
+    sums = sum_over(torch.stack([total.double(), count.double(), carry]), sp.world_group)
     if batches is not None:
         batches.carried(sums[2].detach())
     if items is None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.comm.tensor import TensorGroup, exchange_counts, exchange_rows
+from longspan.comm.collectives import exchange_counts, exchange_rows
+from longspan.comm.tensor import TensorGroup
 from longspan.core.tile_sizes import even_span
 
 
@@ -56,10 +57,11 @@ class ExpertParallel:
     def _through(self, rows_RD: Tensor, experts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Send rows, sorted by expert, to the experts' ranks, compute, and return the results in the same order."""
         send = torch.bincount(experts // self.each, minlength=self.group.size).tolist()
-        receive = exchange_counts(send, self.group, rows_RD.device)
-        numbers = exchange_rows((experts % self.each)[:, None], send, receive, self.group)
-        found = compute(exchange_rows(rows_RD, send, receive, self.group), numbers)
-        return exchange_rows(found, receive, send, self.group)
+        group = self.group.name
+        receive = exchange_counts(send, group, rows_RD.device)
+        numbers = exchange_rows((experts % self.each)[:, None], send, receive, group)
+        found = compute(exchange_rows(rows_RD, send, receive, group), numbers)
+        return exchange_rows(found, receive, send, group)
 
     def _bucketed(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
         """Compute with experts that take equally many rows each: pad with zeros."""
