@@ -113,8 +113,7 @@ def _chunks_by_default() -> tuple[Any, int, int]:
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
         assert longspan.SequenceSharding(mesh).all_to_all_link is not None  # measured, not patched
         seconds = (1e-4, 5e-2) if dist.get_rank() == 1 else (1e-5, 1e-5)
-        by_size = lambda self, size: seconds[size > 1 << 16]  # noqa: E731
-        with mock.patch.object(longspan.SequenceSharding, "_exchange_seconds", by_size):
+        with mock.patch("longspan.comm.link._seconds", lambda size, *_: seconds[size > 1 << 16]):
             sp = longspan.SequenceSharding(mesh)
     q, k = torch.ones(1, 256, 16, 8), torch.ones(1, 256, 8, 8)
     method = longspan.prepare_attention(q, k, k, sp).method

@@ -7,57 +7,42 @@ the right, so the ones that communicate most (`tensor`, `ulysses`) stay inside a
 from __future__ import annotations
 
 import copy
-import os
-import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longspan.comm.link import measure_link
 from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
 from longspan.core.cache_dtype import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig
-from longspan.core.routes import AllToAllLink
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
 from longspan.ranks.job import read_job
 from longspan.ranks.rendezvous import wait_for_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from longspan.core.layout import Layout
 
-_MEASURED_BYTES = 4 << 10, 1 << 20
-"""Buffer sizes of the two all-to-alls that measure a link: the short one for latency, the long one for bandwidth."""
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
 
+@dataclass(frozen=True)
 class OneDeviceMesh:
     """The mesh of a single process without a process group: every axis has size 1.
 
     It has the part of `DeviceMesh` that `SequenceSharding` uses, so that the same code runs on one device.
     """
 
-    mesh_dim_names: tuple[str, ...] = AXES
-    shape: tuple[int, ...] = (1, 1, 1, 1)
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        return 1
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return f"OneDeviceMesh(device_type={self.device_type!r})"
+    device_type: str
+    mesh_dim_names: ClassVar[tuple[str, ...]] = AXES
+    shape: ClassVar[tuple[int, ...]] = (1, 1, 1, 1)
 
 
 @checked_call()
@@ -91,18 +76,18 @@ def init_mesh(
     """
     parallel = ParallelConfig(data, ring, ulysses, tensor)
     parallel.check_degrees()
-    sizes, needed = parallel.degrees, parallel.ranks
+    sizes = parallel.degrees
     if device_type is not None:
         check_choice("device_type", device_type, ("cpu", "cuda"))
         if device_type == "cuda" and not torch.cuda.is_available():
-            raise LongspanError("device_type='cuda': torch finds no CUDA device here; leave it out, or take 'cpu'")
+            raise LongspanError("device_type='cuda': torch finds no CUDA device; leave it out, or use 'cpu'")
     job = None if dist.is_initialized() else read_job()
     world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
-    if needed != world:
-        spelled = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if parallel.ranks != world:
+        axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise LongspanError(
-            f"init_mesh({spelled}) needs {needed} processes, this job has {world}; start it with "
-            f"`torchrun --nproc-per-node {needed} ...`, or choose axes whose product is {world}"
+            f"init_mesh({axes}) needs {parallel.ranks} processes, this job has {world}; start it with "
+            f"`torchrun --nproc-per-node {parallel.ranks} ...`, or choose axes whose product is {world}"
         )
     device_type = device_type or _device_type()
     if not dist.is_initialized():
@@ -127,7 +112,7 @@ def mesh_of_one(device: torch.device) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     if dist.get_world_size() != 1:
         raise LongspanError(
-            f"the mesh was made on a single process, which has joined a job of {dist.get_world_size()} since; call "
+            f"the mesh was made on a single process, which has since joined a job of {dist.get_world_size()}; call "
             "longspan.init_mesh after that, with axes for all of them"
         )
     return init_device_mesh(device.type, (1,))
@@ -198,90 +183,47 @@ class SequenceSharding:
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        wanted: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
-        ParallelConfig(**wanted, overlap_chunks=overlap_chunks).check_choices()
+        choices: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
+        ParallelConfig(**choices, overlap_chunks=overlap_chunks).check_choices()
         check_flag("kv_replication", kv_replication)
-        sizes = dict(zip(AXES, mesh.shape, strict=True))
         self.mesh = mesh
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
         self.wire_dtype = wire_dtype
-        self.ring_size: int = sizes["ring"]
-        self.ulysses_size: int = sizes["ulysses"]
-        self.size: int = sizes["ring"] * sizes["ulysses"]
-        self.data_size: int = sizes["data"]
-        self.tensor_size: int = sizes["tensor"]
+        self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape
+        self.size: int = self.ring_size * self.ulysses_size
         self.layout = choose_layout(layout, self.ring_size, self.ulysses_size)
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.group: dist.ProcessGroup | None = None
-        self.ring_group: dist.ProcessGroup | None = None
-        self.ulysses_group: dist.ProcessGroup | None = None
-        self.ring_rank = self.ulysses_rank = self.data_rank = self.tensor_rank = 0
-        if isinstance(mesh, DeviceMesh):
-            self.ring_group, self.ring_rank = mesh.get_group("ring"), mesh.get_local_rank("ring")
-            self.ulysses_group, self.ulysses_rank = mesh.get_group("ulysses"), mesh.get_local_rank("ulysses")
-            self.data_rank, self.tensor_rank = mesh.get_local_rank("data"), mesh.get_local_rank("tensor")
-            self.group = self._sequence_group(mesh)
-        self.rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
-        self.replica_group = self._replica_group(mesh)
-        self.replica_rank = self.rank * self.tensor_size + self.tensor_rank
-        self.all_to_all_link = self._measured_link() if overlap_chunks == "auto" and self._spans_hosts() else None
+        self.data_rank, self.ring_rank, self.ulysses_rank, self.tensor_rank = (
+            mesh.get_local_rank(axis) if isinstance(mesh, DeviceMesh) else 0 for axis in AXES
+        )
+        self.ring_group = self._group_of("ring")
+        self.ulysses_group = self._group_of("ulysses")
+        self.group = self._group_of("ring", "ulysses")
+        self.replica_group = self._group_of("ring", "ulysses", "tensor")
+        self.rank: int = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        self.replica_rank: int = self.rank * self.tensor_size + self.tensor_rank
+        self.all_to_all_link = None
+        if overlap_chunks == "auto" and self.ulysses_size > 1:
+            assert self.ulysses_group is not None and self.replica_group is not None
+            self.all_to_all_link = measure_link(self.ulysses_group, self.replica_group, self.device)
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all ranks must join; a ring's messages may
             # concern only some of them.
             dist.barrier(group=self.ring_group, device_ids=[self.device.index])
 
-    def _spans_hosts(self) -> bool:
-        """Whether the ranks of some Ulysses group are on several hosts; all ranks of a sequence agree."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-        if self.ulysses_group is None or self.ulysses_size == 1 or not here or dist.get_world_size() <= here:
-            return False  # on every rank, or on none
-        hosts = {rank // here for rank in dist.get_process_group_ranks(self.ulysses_group)}
-        spans = torch.tensor(int(len(hosts) > 1), device=self.device)
-        dist.all_reduce(spans, op=dist.ReduceOp.MAX, group=self.replica_group)
-        return bool(spans)
-
-    def _measured_link(self) -> AllToAllLink:
-        """Measure the all-to-all of a Ulysses group; return the slowest rank's times on all ranks of a sequence.
-
-        A ring contains several Ulysses groups, and all of its ranks must use the same chunks.
-        """
-        times = [self._exchange_seconds(size) for size in _MEASURED_BYTES]
-        slowest = torch.tensor(times, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self.replica_group)
-        short, long = slowest.tolist()
-        return AllToAllLink(short, max(0.0, long - short) / (_MEASURED_BYTES[1] - _MEASURED_BYTES[0]))
-
-    def _exchange_seconds(self, size: int) -> float:
-        """Return the seconds of an all-to-all of `size` bytes: the fastest of five, after a warm-up."""
-        sent = torch.zeros(-(-size // self.ulysses_size) * self.ulysses_size, dtype=torch.uint8, device=self.device)
-        received, took = torch.empty_like(sent), []
-        for _ in range(6):
-            start = time.perf_counter()
-            dist.all_to_all_single(received, sent, group=self.ulysses_group)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            took.append(time.perf_counter() - start)
-        return min(took[1:])
-
-    def _sequence_group(self, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-        if self.ring_size == 1:
-            return self.ulysses_group
-        if self.ulysses_size == 1:
-            return self.ring_group
-        return copy_job_timeout(flatten_mesh(mesh["ring", "ulysses"], "sequence").get_group(), mesh.device_type)
-
-    def _replica_group(self, mesh: DeviceMesh | OneDeviceMesh) -> dist.ProcessGroup | None:
-        if self.tensor_size == 1 or not isinstance(mesh, DeviceMesh):
-            return self.group
-        if self.size == 1:
-            return mesh.get_group("tensor")
-        whole = flatten_mesh(mesh["ring", "ulysses", "tensor"], "sequence_tensor")
-        return copy_job_timeout(whole.get_group(), mesh.device_type)
+    def _group_of(self, *axes: str) -> dist.ProcessGroup | None:
+        """Return the group of the ranks along some neighbouring axes; None on a single process. Collective."""
+        if not isinstance(self.mesh, DeviceMesh):
+            return None
+        large = tuple(axis for axis in axes if self.mesh[axis].size() > 1)
+        if len(large) < 2:
+            return self.mesh.get_group(large[0] if large else axes[-1])
+        return copy_job_timeout(flatten_mesh(self.mesh[large], "_".join(large)).get_group(), self.mesh.device_type)
 
     def with_layout(self, layout: Layout) -> SequenceSharding:
         """Return a sharding with the same groups and another layout. Not collective."""
@@ -319,8 +261,7 @@ class SequenceSharding:
         """The process group of all ranks of the mesh, for consistency checks. None on one process."""
         if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
             return self.world_group
-        group = flatten_mesh(self.mesh, "data_sequence_tensor").get_group()
-        return copy_job_timeout(group, self.mesh.device_type)
+        return copy_job_timeout(flatten_mesh(self.mesh, "all").get_group(), self.mesh.device_type)
 
     @property
     def job_size(self) -> int:
@@ -347,7 +288,7 @@ class SequenceSharding:
         return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
 
     def __repr__(self) -> str:
-        axes: Sequence[str] = [f"{axis}={size}" for axis, size in zip(AXES, self.mesh.shape, strict=True)]
+        axes = [f"{axis}={size}" for axis, size in zip(AXES, self.mesh.shape, strict=True)]
         return f"SequenceSharding({', '.join(axes)}, layout={self.layout.kind}, rank={self.rank} of {self.size})"
 
 
@@ -358,10 +299,9 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
-    """Return the sharding that a command was asked for, on a mesh over all ranks of the job. Collective."""
-    mesh = init_mesh(*parallel.degrees.values())
+    """Return the sharding that a command's flags ask for, on a mesh over all ranks of the job. Collective."""
     return SequenceSharding(
-        mesh,
+        init_mesh(*parallel.degrees.values()),
         parallel.layout,
         ring_impl=parallel.ring_impl,
         overlap_chunks=parallel.overlap_chunks,
