@@ -254,14 +254,17 @@ class AllToAll:
         finish: Callable[[Tensor], Tensor],
     ) -> None:
         send_splits, recv_splits = ([rows * row_width(runs, wire_dtype) for runs in of] for of in (sent, received))
-        send = quantize_rows(packed, rows, sent, wire_dtype)
+        dtype, send = packed.dtype, quantize_rows(packed, rows, sent, wire_dtype)
         recv = send.new_empty(sum(recv_splits))
         if len({*send_splits, *recv_splits}) == 1:
             send_splits = recv_splits = None  # type: ignore[assignment]
         self._work = dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group, async_op=overlapped)
         self._buffers: tuple[Tensor, ...] | None = (recv, send) if overlapped else (recv,)
-        self._finish = lambda recv: finish(dequantize_rows(recv, rows, received, wire_dtype, packed_dtype))
-        packed_dtype = packed.dtype
+
+        def decode_and_finish(recv: Tensor) -> Tensor:
+            return finish(dequantize_rows(recv, rows, received, wire_dtype, dtype))
+
+        self._finish = decode_and_finish
 
     def wait(self) -> Tensor:
         """Return the result, once. On a GPU the stream waits, not the host."""
@@ -409,7 +412,8 @@ def _split_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) 
 
 def _in_groups(x_BLHD: Tensor, part_GRLBhD: Tensor) -> Tensor:
     """View all heads as `[G, L, B, h, D]`."""
-    return x_BLHD.unflatten(2, (-1, part_GRLBhD.shape[4])).permute(2, 1, 0, 3, 4)
+    x_BLGhD: Tensor = x_BLHD.unflatten(2, (-1, part_GRLBhD.shape[4]))
+    return x_BLGhD.permute(2, 1, 0, 3, 4)
 
 
 def _pack(xs_BLHD: Sequence[Tensor], spans: _HeadSpans, elements: int) -> Tensor:

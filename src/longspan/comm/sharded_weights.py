@@ -8,7 +8,7 @@ Gradients go to the `DTensor`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,24 +107,33 @@ def as_local(module: nn.Module) -> Iterator[None]:
         shards.hide()
 
 
-def seeing_local(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a module's forward for callers that bypass the module's hooks."""
+class BareModule(nn.Module):
+    """A module without the hooks around its call, whose weights are plain tensors.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if shards_of(module) is None:
-            return forward(*args, **kwargs)
-        with as_local(module):
-            return forward(*args, **kwargs)
+    Args:
+        module: called with hidden states alone. Its present `forward` is called, also when it is replaced later.
+    """
 
-    return call
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self._plain_forward = module, module.forward
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if shards_of(self.module) is None:
+            return self._plain_forward(*args, **kwargs)
+        with as_local(self.module):
+            return self._plain_forward(*args, **kwargs)
 
-def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, as plain tensors. Differentiable."""
-    owners, found = dict(module.named_modules()), dict[str, Tensor]()
-    for name, p in module.named_parameters():
-        path, _, own = name.rpartition(".")
-        if p.requires_grad:
-            shards = shards_of(owners[path])
-            found[name] = p if shards is None else shards.local(own, p)
-    return found
+    def compute(self, hidden: Tensor, parameters: dict[str, Tensor]) -> Any:
+        """Return the output with other tensors for some parameters, by the names of `trained`."""
+        return torch.func.functional_call(self, parameters, (hidden,)) if parameters else self.forward(hidden)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
+        owners, found = dict(self.named_modules()), dict[str, Tensor]()
+        for name, p in self.named_parameters():
+            path, _, own = name.rpartition(".")
+            if p.requires_grad:
+                shards = shards_of(owners[path])
+                found[name] = p if shards is None else shards.local(own, p)
+        return found

@@ -22,6 +22,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
 from longspan.losses.deferred_logits import DeferredLogits, Head
 from longspan.losses.fused_heads import SECOND_BACKWARD, head_loss
+from longspan.losses.tile_gradients import TileGradients
 from longspan.losses.vocab_parallel import VocabShard
 
 IGNORE = -100
@@ -60,7 +61,7 @@ def loss_sum(logits: Tensor | DeferredLogits, labels: Tensor, terms: LossTerms =
         total = head_loss(logits.head.loss, logits, labels_T, terms)
     elif isinstance(logits, DeferredLogits):
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        total = _DeferredLossSum.apply(logits, labels_T, terms, hidden_TD, *logits.head.trained().values())  # type: ignore[no-untyped-call]
+        total = _DeferredLossSum.apply(logits, labels_T, terms, hidden_TD, *logits.head.bare.trained().values())  # type: ignore[no-untyped-call]
     else:
         total = _LossSum.apply(logits.reshape(-1, logits.shape[-1]), labels_T, terms)  # type: ignore[no-untyped-call]
     result: Tensor = total
@@ -115,79 +116,52 @@ class _DeferredLossSum(torch.autograd.Function):
     def forward(
         ctx: Any, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms, hidden_TD: Tensor, *parameters: Tensor
     ) -> Tensor:
-        hidden_needs_grad, *needs_grad = ctx.needs_input_grad[3:]
-        trained = [p for p, needs in zip(parameters, needs_grad, strict=True) if needs]
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-        grad_TD = torch.empty_like(hidden_TD) if hidden_needs_grad else None
+        gradients = TileGradients(hidden_TD, logits.head.bare.trained(), ctx.needs_input_grad[3:])
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
-        tile = _tile_of(logits, hidden_TD, hidden_needs_grad, needs_grad)
+        rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
+        matmul = logits.is_matmul and gradients.needed
+        tile = (
+            _MatmulTile(logits.head, gradients, rows, len(hidden_TD))
+            if matmul
+            else _AutogradTile(logits, gradients, rows)
+        )
         for start in range(0, len(labels_T), tile.rows):
             span = slice(start, start + tile.rows)
-            into = None if grad_TD is None else grad_TD[span]
-            total += tile(hidden_TD[span], labels_T[span], terms, into, sums)
-        ctx.needs_grad, ctx.dtypes = needs_grad, [p.dtype for p in trained]
+            total += tile(span, hidden_TD[span], labels_T[span], terms)
         # Not by `save_for_backward`: the backward returns these buffers, so nothing else may hold them.
-        ctx.gradients = grad_TD, sums
+        ctx.gradients = [gradients.of_hidden, *gradients.of_parameters()]
+        ctx.dtypes = [x.dtype for x in (hidden_TD, *parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Multiply the gradients by the incoming one; in place unless another backward will follow."""
-        if ctx.gradients is None:
+        gradients: list[Tensor | None] | None = ctx.gradients
+        if gradients is None:
             raise LongspanError(SECOND_BACKWARD)
-        grad_TD, sums = ctx.gradients
         if graph_is_kept():
-            grad_TD, sums = None if grad_TD is None else grad_TD.clone(), [x.clone() for x in sums]
+            gradients = [None if x is None else x.clone() for x in gradients]
         else:
             ctx.gradients = None
-        if grad_TD is not None:
-            grad_TD.mul_(grads[0].to(grad_TD.dtype))
-        scaled = iter([x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)])
-        return None, None, None, grad_TD, *(next(scaled) if needs else None for needs in ctx.needs_grad)
-
-
-def _tile_of(
-    logits: DeferredLogits, hidden_TD: Tensor, hidden_needs_grad: bool, needs_grad: list[bool]
-) -> _AutogradTile | _MatmulTile:
-    """Return the function that computes a tile: it returns the loss, and writes or adds up the gradients."""
-    rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
-    if logits.is_matmul and (hidden_needs_grad or any(needs_grad)):
-        return _MatmulTile(logits.head, logits.head.weight, rows, len(hidden_TD))
-    # Stand-ins: hooks on the parameters themselves take a gradient for that of the whole backward.
-    stand_ins = {
-        name: p.detach().requires_grad_()
-        for (name, p), needs in zip(logits.head.trained().items(), needs_grad, strict=True)
-        if needs
-    }
-    return _AutogradTile(logits, stand_ins, hidden_needs_grad, rows)
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return None, None, None, *(None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in pairs)
 
 
 class _AutogradTile:
     """A tile of any head; autograd computes the gradients."""
 
-    def __init__(
-        self, logits: DeferredLogits, stand_ins: dict[str, Tensor], hidden_needs_grad: bool, rows: int
-    ) -> None:
-        self.logits, self.stand_ins, self.rows = logits, stand_ins, rows
-        self.hidden_needs_grad = hidden_needs_grad
+    def __init__(self, logits: DeferredLogits, gradients: TileGradients, rows: int) -> None:
+        self.logits, self.gradients, self.rows = logits, gradients, rows
 
-    def __call__(
-        self, hidden_TD: Tensor, labels_T: Tensor, terms: LossTerms, into: Tensor | None, sums: list[Tensor]
-    ) -> Tensor:
-        needs_grad = self.hidden_needs_grad or bool(self.stand_ins)
-        with torch.set_grad_enabled(needs_grad):
-            x = hidden_TD.detach().requires_grad_(self.hidden_needs_grad)
-            tile = self.logits.compute(x, self.stand_ins or None)
-        loss, grad_TV = _tile_loss(tile.detach(), labels_T, terms, needs_grad, shard=self.logits.head.vocab_shard)
-        if needs_grad:
-            assert grad_TV is not None
-            inputs = [*([x] if self.hidden_needs_grad else []), *self.stand_ins.values()]
-            found = list(torch.autograd.grad(tile, inputs, grad_TV.to(tile.dtype), allow_unused=True))
-            if into is not None:
-                into.copy_(found.pop(0))
-            for total, grad in zip(sums, found, strict=True):
-                if grad is not None:
-                    total.add_(grad)
+    def __call__(self, span: slice, hidden_TD: Tensor, labels_T: Tensor, terms: LossTerms) -> Tensor:
+        """Return the loss, and add the gradients."""
+        needed = self.gradients.needed
+        with torch.set_grad_enabled(needed):
+            x = self.gradients.leaf(hidden_TD)
+            tile = self.logits.compute(x, self.gradients.stand_ins)
+        loss, grad_TV = _tile_loss(tile.detach(), labels_T, terms, needed, shard=self.logits.head.vocab_shard)
+        if grad_TV is not None:
+            self.gradients.add(span, x, [tile], [grad_TV.to(tile.dtype)])
         return loss
 
 
@@ -198,16 +172,18 @@ class _MatmulTile:
     The fp32 steps then go through some rows at a time (`NARROW_PARTS`), so memory does not grow.
     """
 
-    def __init__(self, head: Head, weight_VD: Tensor, rows: int, tokens: int) -> None:
-        self.head, self.weight_VD = head, weight_VD
-        narrow = weight_VD.dtype.itemsize < 4
+    def __init__(self, head: Head, gradients: TileGradients, rows: int, tokens: int) -> None:
+        self.head, self.gradients, self.weight_VD = head, gradients, head.weight
+        narrow = self.weight_VD.dtype.itemsize < 4
         self.rows = min(tokens, 2 * rows) if narrow else min(tokens, rows)
         self.fp32_rows = max(1, -(-self.rows // NARROW_PARTS)) if narrow else self.rows
-        self.buffer = weight_VD.new_empty(self.rows, len(weight_VD))
+        self.buffer = self.weight_VD.new_empty(self.rows, len(self.weight_VD))
+        wide = torch.promote_types(self.weight_VD.dtype, torch.float32)
+        for name, weight_VD in gradients.stand_ins.items():  # the weight, unless it is frozen
+            gradients.sums[name] = torch.zeros_like(weight_VD.detach(), dtype=wide)
 
-    def __call__(
-        self, hidden_TD: Tensor, labels_T: Tensor, terms: LossTerms, into: Tensor | None, sums: list[Tensor]
-    ) -> Tensor:
+    def __call__(self, span: slice, hidden_TD: Tensor, labels_T: Tensor, terms: LossTerms) -> Tensor:
+        """Return the loss, and add the gradients."""
         tile = self.head.observe(torch.mm(hidden_TD, self.weight_VD.t(), out=self.buffer[: len(hidden_TD)]))
         total = torch.zeros((), dtype=torch.float64, device=tile.device)
         for logits, labels in zip(tile.split(self.fp32_rows), labels_T.split(self.fp32_rows), strict=True):
@@ -217,10 +193,10 @@ class _MatmulTile:
             if grad.dtype != logits.dtype:
                 logits.copy_(grad)
         # `tile` now holds the gradient of its logits.
-        if into is not None:
-            torch.mm(tile, self.weight_VD, out=into)
-        for gradient in sums:
-            _add_product(gradient, tile, hidden_TD)
+        if self.gradients.of_hidden is not None:
+            torch.mm(tile, self.weight_VD, out=self.gradients.of_hidden[span])
+        for sum_VD in self.gradients.sums.values():
+            _add_product(sum_VD, tile, hidden_TD)
         return total
 
 

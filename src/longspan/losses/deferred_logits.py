@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.sharded_weights import as_local, seeing_local, trained_parameters
+from longspan.comm.sharded_weights import BareModule, as_local
 from longspan.compat.torch_api import not_compiled, register_tree
 from longspan.core.errors import LongspanError
 from longspan.losses.vocab_parallel import VocabShard
@@ -50,9 +50,9 @@ class DeferredLogits:
 
         Args:
             hidden_TD: the head's input.
-            parameters: tensors that replace the head's own, by the names of `Head.trained`.
+            parameters: tensors that replace the head's own, by the names of `head.bare.trained`.
         """
-        logits = self.head.compute(hidden_TD) if parameters is None else self.head.compute_with(hidden_TD, parameters)
+        logits: Tensor = self.head.bare.compute(hidden_TD, parameters or {})
         for step in self.steps:
             logits = step(logits)
         return self.head.observe(logits)
@@ -87,7 +87,7 @@ class DeferredLogits:
 
     @property
     def requires_grad(self) -> bool:
-        return torch.is_grad_enabled() and (self.hidden.requires_grad or bool(self.head.trained()))
+        return torch.is_grad_enabled() and (self.hidden.requires_grad or bool(self.head.bare.trained()))
 
     def _empty(self) -> Tensor:
         """Return the logits of no tokens."""
@@ -157,17 +157,6 @@ register_tree(
 )
 
 
-class WithoutHooks(nn.Module):
-    """A module without the hooks around its call."""
-
-    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.module, self.plain_forward = module, forward
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.plain_forward(hidden)
-
-
 class _Identity(torch.autograd.Function):
     """Return the same values, but not a view: FSDP puts a hook on a module's output, which a view could lose."""
 
@@ -187,6 +176,7 @@ class Head:
         module: what `get_output_embeddings` returns: any module called with hidden states alone.
 
     Attributes:
+        bare: the module that computes logits.
         defer_next: whether to defer the output of the next call.
         observer: called with each tile of logits that is computed.
         loss: what computes the loss: "tiled", or a name of `longspan.losses.fused_heads`.
@@ -196,8 +186,7 @@ class Head:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.compute: Callable[..., Tensor] = seeing_local(module, module.forward)
-        self.bare = WithoutHooks(module, self.compute)
+        self.bare = BareModule(module)
         self.defer_next = False
         self.observer: Callable[[Tensor], None] | None = None
         self.loss = "tiled"
@@ -205,10 +194,6 @@ class Head:
         self.gather: Callable[[], None] | None = None
         # Of the instance, so hooks around the call stay, FSDP's among them. A compiler breaks its graph here.
         module.forward = not_compiled(self._forward)
-
-    def trained(self) -> dict[str, Tensor]:
-        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
-        return trained_parameters(self.bare)
 
     @property
     def weight(self) -> Tensor:
@@ -227,13 +212,8 @@ class Head:
             self.observer(logits.detach())
         return logits
 
-    def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        """Compute logits with other tensors for some parameters."""
-        logits: Tensor = torch.func.functional_call(self.bare, parameters, (hidden,))
-        return logits
-
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         defer, self.defer_next = self.defer_next, False
         if defer and len(args) == 1 and not kwargs:
             return DeferredLogits(self, _Identity.apply(args[0]))  # type: ignore[no-untyped-call]
-        return self.compute(*args, **kwargs)
+        return self.bare.forward(*args, **kwargs)

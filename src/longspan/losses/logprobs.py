@@ -15,6 +15,7 @@ from torch import Tensor
 from longspan.core.tile_sizes import head_tile
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
+from longspan.losses.tile_gradients import TileGradients
 from longspan.losses.vocab_parallel import VocabShard
 
 
@@ -35,7 +36,7 @@ def logprobs_of(
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     labels_T = labels.reshape(-1).to(logits.device)
     found: Any = _Logprobs.apply(  # type: ignore[no-untyped-call]
-        logits, (entropy, extras), labels_T, hidden_TD, *logits.head.trained().values()
+        logits, (entropy, extras), labels_T, hidden_TD, *logits.head.bare.trained().values()
     )
     return tuple(x.view(labels.shape) for x in found)
 
@@ -45,16 +46,16 @@ class _Logprobs(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: DeferredLogits,
-        wanted: tuple[bool, tuple[str, ...]],
+        requested: tuple[bool, tuple[str, ...]],
         labels_T: Tensor,
         hidden_TD: Tensor,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         tiles = [
-            _results(logits.compute(hidden_TD[span]), labels_T[span], *wanted, shard=logits.head.vocab_shard)
+            _results(logits.compute(hidden_TD[span]), labels_T[span], *requested, shard=logits.head.vocab_shard)
             for span in _tiles(logits, len(labels_T))
         ]
-        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, wanted, _autocast_state(logits.device)
+        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, requested, _autocast_state(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
         results = tuple(torch.cat(of_tiles) for of_tiles in zip(*tiles, strict=True))
         if extras:
@@ -66,28 +67,16 @@ class _Logprobs(torch.autograd.Function):
         """Recompute each tile, and let autograd go through it."""
         ctx.logits.head.regather()
         labels_T, hidden_TD, *parameters = ctx.saved_tensors
-        hidden_needs_grad, *needs_grad = ctx.needs_input_grad[3:]
-        names = [name for name, needs in zip(ctx.logits.head.trained(), needs_grad, strict=True) if needs]
-        trained = [p for p, needs in zip(parameters, needs_grad, strict=True) if needs]
-        # Stand-ins: hooks on the parameters themselves take a gradient for that of the whole backward.
-        stand_ins = {name: p.detach().requires_grad_() for name, p in zip(names, trained, strict=True)}
-        sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-        grad_TD = torch.empty_like(hidden_TD) if hidden_needs_grad else None
+        by_name = dict(zip(ctx.logits.head.bare.trained(), parameters, strict=True))
+        gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[3:])
         for span in _tiles(ctx.logits, len(labels_T)):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
-                x = hidden_TD[span].detach().requires_grad_(hidden_needs_grad)
-                tile = ctx.logits.compute(x, stand_ins or None)
+                x = gradients.leaf(hidden_TD[span])
+                tile = ctx.logits.compute(x, gradients.stand_ins)
                 results = _results(tile, labels_T[span], ctx.entropy, shard=ctx.logits.head.vocab_shard)
-            inputs = [*([x] if hidden_needs_grad else []), *stand_ins.values()]
-            of_results = [g[span] for g in grads[: len(results)]]
-            found = list(torch.autograd.grad(results, inputs, of_results, allow_unused=True))
-            if grad_TD is not None:
-                grad_TD[span] = found.pop(0)
-            for total, grad in zip(sums, found, strict=True):
-                if grad is not None:
-                    total.add_(grad)
-        of_parameters = iter([total.to(p.dtype) for total, p in zip(sums, trained, strict=True)])
-        return None, None, None, grad_TD, *(next(of_parameters) if needs else None for needs in needs_grad)
+            gradients.add(span, x, results, [g[span] for g in grads[: len(results)]])
+        sums = zip(gradients.of_parameters(), parameters, strict=True)
+        return None, None, None, gradients.of_hidden, *(None if x is None else x.to(p.dtype) for x, p in sums)
 
 
 def _autocast_state(device: torch.device) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.comm.sharded_weights import seeing_local, trained_parameters
+from longspan.comm.sharded_weights import BareModule
 from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
-from longspan.losses.deferred_logits import WithoutHooks
+from longspan.losses.tile_gradients import TileGradients
 from longspan.memory.forward_state import ForwardState
 
 _CHECKED_TOKENS = 4
@@ -58,8 +58,8 @@ class Tiled:
         cheap: bool = False,
     ) -> None:
         self.module, self.name, self.rows, self.draws, self.cheap = module, name, rows, draws, cheap
-        self.compute: Callable[..., Any] = seeing_local(module, module.forward)
-        self.bare = WithoutHooks(module, self.compute)
+        self.bare = BareModule(module)
+        self.compute, self.trained = self.bare.forward, self.bare.trained
         self.checked, self.on, self.saves_router_logits = False, True, False
         self.routers = [
             TiledRouter(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
@@ -67,10 +67,6 @@ class Tiled:
         # A compiler breaks its graph at these.
         self._with_grad, self._without_grad = not_compiled(self._forward_with_grad), not_compiled(self._forward_no_grad)
         module.forward = self._forward  # of the instance, so hooks around the call stay
-
-    def trained(self) -> dict[str, Tensor]:
-        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
-        return trained_parameters(self.bare)
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the module's outputs for a tile, then its routers' logits if they are saved.
@@ -83,7 +79,7 @@ class Tiled:
         for router in routers:
             router.recorded = []
         try:
-            out = torch.func.functional_call(self.bare, parameters, (hidden,)) if parameters else self.compute(hidden)
+            out = self.bare.compute(hidden, parameters)
             logits = [router.take(self.name) for router in routers]
         finally:
             for router in routers:
@@ -326,7 +322,7 @@ class _TiledCall(torch.autograd.Function):
         if source is None:
             ctx.save_for_backward(hidden)
         hidden_needs_grad, _, *parameters_need_grad = ctx.needs_input_grad[2:]
-        ctx.needs_grad = hidden_needs_grad, parameters_need_grad
+        ctx.needs_grad = [hidden_needs_grad, *parameters_need_grad]
         ctx.last_reader = source is not None and source.norm is None and normed is None
         ctx.state = ForwardState(hidden.device, draws=tiled.draws)
         module = _module_of(tiled)
@@ -339,20 +335,17 @@ class _TiledCall(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         source: InputSource | None = ctx.source
-        hidden_needs_grad, parameters_need_grad = ctx.needs_grad
-        grad_hidden: Tensor | None = None
-        grad_parameters: list[Tensor | None] = [None for _ in parameters_need_grad]
+        found: tuple[Tensor | None, list[Tensor | None]] = None, [None for _ in ctx.needs_grad[1:]]
         if any(g is not None for g in grads):
             (hidden,) = ctx.saved_tensors if source is None else (source.saved.get(),)
             # As in this forward; another one may have run since.
             _module_of(ctx.tiled).saves_router_logits = ctx.saves_router_logits
             with ctx.state.restored(), torch.enable_grad():
-                grad_hidden, grad_parameters = _tiled_gradients(
-                    ctx.tiled, source, hidden, grads, hidden_needs_grad, parameters_need_grad
-                )
+                found = _tiled_gradients(ctx.tiled, source, hidden, grads, ctx.needs_grad)
         if ctx.last_reader:  # the readers of this module's output ran before it
             assert source is not None
             source.saved.drop()
+        grad_hidden, grad_parameters = found
         return None, None, grad_hidden, None, *grad_parameters
 
 
@@ -365,45 +358,35 @@ def _tiled_gradients(
     source: InputSource | None,
     hidden: Tensor,
     grads: Sequence[Tensor | None],
-    hidden_needs_grad: bool,
-    parameters_need_grad: list[bool],
+    needs_grad: list[bool],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return the gradients of the input and of each trained parameter from those of the outputs."""
-    trained = tiled.trained()
-    # Stand-ins: hooks on the parameters themselves take a gradient for that of the whole backward.
-    stand_ins = {
-        name: p.detach().requires_grad_()
-        for (name, p), needs in zip(trained.items(), parameters_need_grad, strict=True)
-        if needs
-    }
+    trained, tokens = tiled.trained(), _count(hidden)
+    gradients = TileGradients(
+        hidden.flatten(0, 1),
+        trained,
+        needs_grad,
+        dtype=None if source is None else source.dtype,
+        wide=tiled.rows(tokens, hidden.is_cpu) < tokens,
+    )
     grads = tuple(None if g is None else g.contiguous() for g in grads)  # one copy here, not one per tile
-    grad_hidden = None
-    if hidden_needs_grad:
-        dtype = hidden.dtype if source is None else source.dtype
-        grad_hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
-    sums: dict[str, Tensor] = {}
     for span, tile in _tiles(tiled, hidden):
         with torch.no_grad():
             x = tile if source is None else source.input_of(tile)
-        x = x.detach().requires_grad_(hidden_needs_grad)
-        outs = tiled.compute_with(x, stand_ins)
+        x = gradients.leaf(x)
+        outs = tiled.compute_with(x, gradients.stand_ins)
         pairs = [
             (y, _at(g, hidden, span).reshape(y.shape))
             for y, g in zip(outs, grads, strict=True)
             if g is not None and y.requires_grad
         ]
-        inputs = [*([x] if hidden_needs_grad else []), *stand_ins.values()]
-        found = list(torch.autograd.grad([y for y, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True))
+        gradients.add(span, x, [y for y, _ in pairs], [g for _, g in pairs])
         del outs, pairs
-        if grad_hidden is not None:
-            grad_x, into = found.pop(0), _at(grad_hidden, hidden, span)
-            _ = into.zero_() if grad_x is None else into.copy_(grad_x.reshape(into.shape))
-        for name, grad in zip(stand_ins, found, strict=True):
-            _add(sums, name, grad, several=tile.shape[1] < _count(hidden))
-    return grad_hidden, [
-        sums[name].to(p.dtype) if name in sums else torch.zeros_like(p) if name in stand_ins else None
-        for name, p in trained.items()
-    ]
+    of_hidden, sums = gradients.of_hidden, zip(gradients.of_parameters(), trained.values(), strict=True)
+    return (
+        None if of_hidden is None else of_hidden.view(hidden.shape),
+        [None if x is None else x.to(p.dtype) for x, p in sums],
+    )
 
 
 def _run_tiles(tiled: Tiled, hidden: Tensor) -> list[Tensor]:
@@ -415,20 +398,6 @@ def _run_tiles(tiled: Tiled, hidden: Tensor) -> list[Tensor]:
         for out, x in zip(outs, of_tile, strict=True):
             _at(out, hidden, span).copy_(_tokens_first(x, tile.shape[1]))
     return outs
-
-
-def _add(sums: dict[str, Tensor], name: str, grad: Tensor | None, *, several: bool) -> None:
-    """Add a tile's gradient of a weight, in fp32 or wider if there are several tiles."""
-    if grad is None:
-        return
-    if name in sums:
-        sums[name] += grad
-    elif several:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        # The first gradient may be a view or expanded: do not add in place to it.
-        sums[name] = grad.to(wide, copy=True) if grad.dtype != wide or not grad.is_contiguous() else grad
-    else:
-        sums[name] = grad
 
 
 def _count(hidden: Tensor) -> int:

@@ -1,0 +1,79 @@
+"""Sum the gradients of a module that runs tile by tile inside an autograd Function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class TileGradients:
+    """Gradients of all tokens' hidden states, and of the trained parameters, summed over tiles.
+
+    Args:
+        hidden: the module's input for all tokens, `[T, ...]`.
+        parameters: the module's trained parameters, by name.
+        needs_grad: of `hidden`, then of each parameter.
+        dtype: of the hidden states' gradient.
+        wide: whether to sum in fp32 at least, as several tiles need.
+
+    Attributes:
+        of_hidden: the gradient of `hidden`, contiguous; None if it needs none.
+        sums: gradients of parameters so far, by name.
+        stand_ins: tensors to compute a tile with instead of the parameters. Hooks on the parameters themselves would
+            take the gradient of a tile for that of the whole backward.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        parameters: dict[str, Tensor],
+        needs_grad: Sequence[bool],
+        *,
+        dtype: torch.dtype | None = None,
+        wide: bool = True,
+    ) -> None:
+        hidden_needs_grad, *parameters_need_grad = needs_grad
+        self.of_hidden: Tensor | None = None
+        if hidden_needs_grad:
+            self.of_hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
+        pairs = zip(parameters.items(), parameters_need_grad, strict=True)
+        self.stand_ins = {name: p.detach().requires_grad_() for (name, p), needs in pairs if needs}
+        self.sums: dict[str, Tensor] = {}
+        self._names, self._wide = list(parameters), wide
+
+    @property
+    def needed(self) -> bool:
+        return self.of_hidden is not None or bool(self.stand_ins)
+
+    def leaf(self, tile: Tensor) -> Tensor:
+        """Return the input of a tile, as a leaf of the tile's own graph."""
+        return tile.detach().requires_grad_(self.of_hidden is not None)
+
+    def add(self, span: slice, x: Tensor, outs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add the gradients of the tile `span`, whose `outs` were computed from the leaf `x` and the stand-ins."""
+        inputs = [*([] if self.of_hidden is None else [x]), *self.stand_ins.values()]
+        found = list(torch.autograd.grad(outs, inputs, grads, allow_unused=True))
+        if self.of_hidden is not None:
+            into, grad_x = self.of_hidden[span], found.pop(0)
+            _ = into.zero_() if grad_x is None else into.copy_(grad_x.reshape(into.shape))
+        for name, grad in zip(self.stand_ins, found, strict=True):
+            if grad is not None:
+                self._add_to_sum(name, grad)
+
+    def _add_to_sum(self, name: str, grad: Tensor) -> None:
+        if name in self.sums:
+            self.sums[name] += grad
+        elif self._wide:
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            # The first gradient may be a view or expanded: do not add in place to it.
+            self.sums[name] = grad.to(dtype, copy=True) if grad.dtype != dtype or not grad.is_contiguous() else grad
+        else:
+            self.sums[name] = grad
+
+    def of_parameters(self) -> list[Tensor | None]:
+        """Return the sum of each parameter's gradients; None if it needs none."""
+        for name in self.stand_ins.keys() - self.sums.keys():  # unused by every tile
+            self.sums[name] = torch.zeros_like(self.stand_ins[name].detach())
+        return [self.sums.get(name) for name in self._names]
