@@ -230,7 +230,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, by_bytes
     for number in reversed(range(count)):
         expected = _tracked(set(), size, number)
         assert torch.equal(stored.pop().get(), expected)
-        under_way = sum(entry.reading is not None for entry in store._queue)
+        under_way = sum(entry.fetch is not None for entry in store._entries.values())
         assert under_way <= few
         most = max(most, _resident())
     # Being written or read, made by this test, and the threads' buffers: a third of the 256 MiB is far more.
@@ -306,7 +306,7 @@ def test_the_device_holds_few_and_pins_only_in_the_first_step(in_flight: int) ->
         while stored:
             handle = stored.pop()
             handle.get()
-            assert sum(entry.prefetched is not None for entry in store._queue) <= 1
+            assert sum(entry.fetch is not None for entry in store._entries.values()) <= 1
             handle.drop()
         assert len(side.chunks) == 1
     assert side.chunks[0].nbytes == 64 * MIB
@@ -323,7 +323,7 @@ def test_a_disk_reads_the_one_before_ahead(disk: DiskStore, monkeypatch: pytest.
     monkeypatch.setattr(disk._file, "read", lambda into, at: (seen.append(at), read(into, at)))
     stored[3].get()
     with disk._changed:
-        assert disk._changed.wait_for(lambda: not any(e.pending for e in disk._queue), timeout=60)
+        assert disk._changed.wait_for(lambda: not any(e.pending for e in disk._entries.values()), timeout=60)
     piece = 4096
     assert {at // piece for at in seen} == {p // piece + k for p in (places[2], places[3]) for k in (0, 1)}
     for one in reversed(stored[:3]):
@@ -348,7 +348,7 @@ def test_what_is_read_ahead_in_vain_is_let_go(disk: DiskStore) -> None:
     _written(disk)
     for one in random.Random(0).sample(stored, 30):
         one.get()
-        assert sum(entry.reading is not None for entry in disk._queue) <= 2
+        assert sum(entry.fetch is not None for entry in disk._entries.values()) <= 2
 
 
 # --- what goes wrong

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from longspan.hf.memory_auto import AutoMemory
-    from longspan.memory.offload import Store
+    from longspan.memory.offload.store import Store
 
 
 class MemoryManager(Stage):

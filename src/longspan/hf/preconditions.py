@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.memory.offload import Store
+    from longspan.memory.offload.store import Store
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
     from longspan.core.memory import Memory
-    from longspan.memory.offload import Store, StoredTensor
+    from longspan.memory.offload.store import Future, Store
 
 
 SMALL = 4096
@@ -36,7 +36,7 @@ SMALL = 4096
 
 
 class OnDevice:
-    """A `StoredTensor` that stays on its device."""
+    """A saved tensor that stays on its device, with the interface of `Future`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()  # avoid a reference cycle with the node that holds this
@@ -48,7 +48,7 @@ class OnDevice:
         pass
 
 
-def put(store: Store | None, tensor: Tensor) -> StoredTensor:
+def put(store: Store | None, tensor: Tensor) -> OnDevice | Future:
     """Offload a tensor to the store, if there is one and the tensor is not small."""
     return OnDevice(tensor) if store is None or tensor.nbytes < SMALL else store.put(tensor.detach())
 

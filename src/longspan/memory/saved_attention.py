@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from longspan.attn.prepare import AttentionPlan
     from longspan.attn.score import Scores
     from longspan.memory.checkpointing import LayerCall
-    from longspan.memory.offload import StoredTensor
+    from longspan.memory.offload.store import Future
 
 
 def saved_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores: Scores, call: LayerCall) -> Tensor:
@@ -135,7 +135,7 @@ class _CatchInputGradient(torch.autograd.Function):
 class _Dropping:
     """Drops a stored tensor when autograd releases it."""
 
-    def __init__(self, stored: StoredTensor) -> None:
+    def __init__(self, stored: OnDevice | Future) -> None:
         self.stored = stored
 
     def get(self) -> Tensor:

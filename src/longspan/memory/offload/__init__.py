@@ -4,7 +4,7 @@
 
     host.py            pinned host memory, copied on a side stream of the GPU
     disk.py            a file, written and read by threads; disk_file.py is the file itself
-    store.py           what both share: a tensor as bytes, entries in order, futures
+    store.py           `Store`, what both share: a tensor as bytes, entries in order, futures, prefetching
     allocator.py       byte ranges of a file or a buffer
     transfer_stats.py  bytes moved, seconds of moving, seconds waited
 """
@@ -13,63 +13,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.memory.offload.disk import MIB, DiskStore
 from longspan.memory.offload.host import CudaCopier, HostStore
-
-
-class StoredTensor(Protocol):
-    """A tensor that `Store.put` accepted."""
-
-    def get(self) -> Tensor:
-        """Return the tensor on its device, bit for bit; wait if necessary. May be called again until `drop`.
-
-        It may share memory with the original, so write to neither. The call also starts to fetch the tensors that were
-        put before this one, because a backward visits a forward in reverse.
-
-        Raises:
-            LongspanError: the tensor was dropped, or is lost: a disk error, or a write to it while it was offloaded.
-        """
-
-    def drop(self) -> None:
-        """Free its space. Also happens when nothing refers to it any more."""
-
-
-class Store(Protocol):
-    """Where the tensors of one device are offloaded to. Every method may be called from any thread."""
-
-    def put(self, tensor: Tensor) -> StoredTensor:
-        """Start to offload a tensor. Wait only while too much is in flight; hold the tensor only until it is offloaded.
-
-        Args:
-            tensor: any strided tensor; must not be written to from now on. A tensor put twice is stored twice.
-
-        Raises:
-            LongspanError: no space is left, or a disk error lost an earlier tensor.
-        """
-
-    def reserve(self, nbytes: int) -> None:
-        """Reserve space for `nbytes` more. Call it before the first layer of a forward.
-
-        Raises:
-            LongspanError: they do not fit; the message says how many bytes are needed and free.
-        """
-
-    def metrics(self) -> dict[str, float]:
-        """Return `bytes_*`, `seconds_*` (of moving) and `waited_seconds_*` (of compute waiting) since `reset`, for each
-        direction `out` and `in`."""
-
-    def reset(self) -> None:
-        """Reset the metrics to zero."""
-
-    def close(self) -> None:
-        """Free everything; stored tensors are lost."""
+from longspan.memory.offload.store import Store
 
 
 def store_for(memory: Memory, device: torch.device) -> Store | None:

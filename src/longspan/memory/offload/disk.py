@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,8 +20,8 @@ from torch import Tensor
 from longspan.core.errors import LongspanError
 from longspan.memory.offload.allocator import Allocator
 from longspan.memory.offload.disk_file import BLOCK, OffloadFile, aligned_buffer, buffer_of
-from longspan.memory.offload.store import Entry, EntryQueue, Future, StoreState
-from longspan.memory.offload.transfer_stats import Direction, TransferStats
+from longspan.memory.offload.store import Entry, Store
+from longspan.memory.offload.transfer_stats import Direction
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB
@@ -45,7 +43,6 @@ class _Entry(Entry):
 
     offset = 0
     pending = 0
-    reading: _Read | None = None
     ready: Any = None
 
 
@@ -59,8 +56,8 @@ class _Read:
         self.error = ""
 
 
-class DiskStore:
-    """Implements `longspan.memory.offload.Store` on a disk.
+class DiskStore(Store):
+    """A `Store` on a disk.
 
     Args:
         folder: on a disk local to this machine.
@@ -89,87 +86,23 @@ class DiskStore:
         direct: bool = True,
         via_host: bool = False,
     ) -> None:
-        self.stats = TransferStats()
-        self.abandoned: deque[_Entry] = deque()
+        super().__init__(read_ahead)
         self._file = OffloadFile(folder, direct)
-        self._in_flight, self._max_tensors, self._read_ahead = in_flight, max_tensors, read_ahead
+        self._in_flight, self._max_tensors = in_flight, max_tensors
         self._chunk_bytes = chunk_bytes
         self._via_host = via_host or device.type != "cpu"
-        self._state = StoreState()
         self._allocator = Allocator(BLOCK)
-        self._queue: EntryQueue[_Entry] = EntryQueue()
         self._bytes_in_flight = 0
-        self._changed = threading.Condition()
         self._buffers = _IOBuffers(chunk_bytes, device)
         self._writers = ThreadPoolExecutor(THREADS, "longspan-offload-write")
         self._readers = ThreadPoolExecutor(THREADS, "longspan-offload-read")
 
-    def reserve(self, nbytes: int) -> None:
-        self._state.check()
-        with self._changed:
-            self._drop_abandoned()
-            self._grow(self._allocator.used + self._allocator.rounded(nbytes))
-
-    def put(self, tensor: Tensor) -> Future[_Entry]:
-        self._state.check()
-        entry = _Entry(tensor)
-        entry.ready = self._buffers.record_event()
-        with self._changed:
-            self._drop_abandoned()
-            self._raise_error()
-            if not self._has_room(entry.nbytes):
-                with self.stats.wait("out"):
-                    self._changed.wait_for(lambda: self._state.closed or self._has_room(entry.nbytes))
-                self._state.check()
-                self._raise_error()
-            if entry.nbytes:
-                entry.offset = self._allocate(entry.nbytes)
-                self._bytes_in_flight += entry.nbytes
-                entry.pending = self._submit(self._writers, self._write, entry, entry.nbytes)
-            self._queue.append(entry)
-        return Future(self, entry)
-
-    def fetch(self, entry: _Entry) -> Tensor:
-        """Return an entry's tensor, and start to read those before it."""
-        self._state.check()
-        with self._changed:
-            self._drop_abandoned()
-            entry.check()
-            data, reading = entry.data, None
-            if data is None:
-                reading = entry.reading or self._start_read(entry)
-                entry.reading = None
-            self._read_before(entry)
-            if reading is not None and reading.pending:
-                with self.stats.wait("in"):
-                    self._changed.wait_for(lambda: self._state.closed or not reading.pending)
-                self._state.check()
-                entry.check()
-        if data is not None:  # not written yet, or empty
-            return entry.meta.view(data)
-        assert reading is not None
-        if reading.error:
-            raise LongspanError(reading.error)
-        return entry.meta.view(reading.target[: entry.nbytes])
-
-    def forget(self, entry: _Entry) -> None:
-        """Free an entry's space, once no thread uses it."""
-        if self._state.usable:
-            with self._changed:
-                self._drop(entry)
-
-    def metrics(self) -> dict[str, float]:
-        return self.stats.metrics()
-
-    def reset(self) -> None:
-        self.stats.reset()
-
     def close(self) -> None:
-        """End the threads and free the disk space. A second call does nothing."""
-        if not self._state.forked:
+        """End the threads and free the disk space; stored tensors are lost. A second call does nothing."""
+        if not self._forked:
             with self._changed:
-                self._state.closed = True
-                for entry in list(self._queue):
+                self._closed = True
+                for entry in list(self._entries.values()):
                     self._drop(entry)
                 self._changed.notify_all()
             for pool in (self._writers, self._readers):
@@ -178,32 +111,40 @@ class DiskStore:
 
     # Below: with the lock held.
 
+    def _reserve(self, nbytes: int) -> None:
+        self._grow(self._allocator.used + self._allocator.rounded(nbytes))
+
+    def _new_entry(self, tensor: Tensor) -> _Entry:
+        entry = _Entry(tensor)
+        entry.ready = self._buffers.record_event()
+        return entry
+
+    def _start_storing(self, entry: _Entry) -> None:
+        self._raise_error()
+        if not self._has_room(entry.nbytes):
+            with self.stats.wait("out"):
+                self._changed.wait_for(lambda: self._closed or self._has_room(entry.nbytes))
+            self._check()
+            self._raise_error()
+        if entry.nbytes:
+            entry.offset = self._allocate(entry.nbytes)
+            self._bytes_in_flight += entry.nbytes
+            entry.pending = self._submit(self._writers, self._write, entry, entry.nbytes)
+
     def _raise_error(self) -> None:
         """Raise if an entry that is still needed is lost."""
-        for entry in self._queue:
+        for entry in self._entries.values():
             entry.check()
 
     def _has_room(self, nbytes: int) -> bool:
         most = self._in_flight if self._max_tensors is None else min(self._in_flight, self._max_tensors * nbytes)
         return not self._bytes_in_flight or self._bytes_in_flight + nbytes <= most
 
-    def _drop_abandoned(self) -> None:
-        while self.abandoned:
-            self._drop(self.abandoned.popleft())
-
-    def _drop(self, entry: _Entry) -> None:
-        if entry.dropped:
-            return
-        entry.dropped = True
-        self._queue.remove(entry)
-        self._cancel_read(entry)
-        if not entry.pending:
-            self._free(entry)
-
     def _free(self, entry: _Entry) -> None:
-        entry.data = None
-        if entry.nbytes:
-            self._allocator.free(entry.offset, entry.nbytes)
+        if not entry.pending:  # else the last thread that uses it frees it
+            entry.data = None
+            if entry.nbytes:
+                self._allocator.free(entry.offset, entry.nbytes)
 
     def _allocate(self, nbytes: int) -> int:
         offset = self._allocator.allocate(nbytes)
@@ -217,7 +158,7 @@ class DiskStore:
         self._file.reserve(size)
         self._allocator.grow(size)
 
-    def _start_read(self, entry: _Entry) -> _Read:
+    def _start_fetch(self, entry: _Entry) -> _Read:
         if self._via_host:
             target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.meta.device)
         else:
@@ -227,20 +168,18 @@ class DiskStore:
         entry.pending += reading.pending
         return reading
 
-    def _read_before(self, entry: _Entry) -> None:
-        """Read ahead what a backward needs next, and cancel every other read ahead."""
-        coming = [] if self._read_ahead is None else self._queue.next_in_backward(entry, self._read_ahead)
-        for other in self._queue:
-            if other.reading is not None and other not in coming:
-                self._cancel_read(other)
-        for other in coming:
-            if other.data is None and other.reading is None and not other.error:
-                other.reading = self._start_read(other)
+    def _finish_fetch(self, entry: _Entry, fetch: _Read) -> Tensor:
+        if fetch.pending:
+            with self.stats.wait("in"):
+                self._changed.wait_for(lambda: self._closed or not fetch.pending)
+            self._check()
+            entry.check()
+        if fetch.error:
+            raise LongspanError(fetch.error)
+        return fetch.target[: entry.nbytes]
 
-    def _cancel_read(self, entry: _Entry) -> None:
-        if entry.reading is not None:
-            entry.reading.cancelled = True
-            entry.reading = None
+    def _cancel_fetch(self, fetch: _Read) -> None:
+        fetch.cancelled = True
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any, int, int], None], item: Any, nbytes: int) -> int:
         """Submit `work(item, start, stop)` for every chunk; return their number."""
@@ -269,7 +208,7 @@ class DiskStore:
             reading.pending -= 1
             reading.entry.pending -= 1
             reading.error = reading.error or error
-            if reading.entry.dropped and not reading.entry.pending:
+            if reading.entry.dropped:
                 self._free(reading.entry)
             if not reading.pending:
                 self._changed.notify_all()

@@ -8,7 +8,6 @@ the host never waits.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from typing import Any, Protocol
 
@@ -18,8 +17,8 @@ from torch import Tensor
 from longspan.core.errors import LongspanError
 from longspan.core.system import free_memory
 from longspan.memory.offload.allocator import Allocator
-from longspan.memory.offload.store import Entry, EntryQueue, Future, StoreState
-from longspan.memory.offload.transfer_stats import DeviceTimer, TransferStats
+from longspan.memory.offload.store import Entry, Store
+from longspan.memory.offload.transfer_stats import DeviceTimer
 
 IN_FLIGHT = 2
 """Tensors on their way to the host; the device holds them until then."""
@@ -58,17 +57,16 @@ class Copier(Protocol):
 
 
 class _Entry(Entry):
-    """A tensor that is copied to the host, or lies there: `memory` is uint8 `[nbytes]` at `offset` of chunk `chunk`."""
+    """A tensor that is copied to the host, or is there: `memory` is uint8 `[nbytes]` at `offset` of chunk `chunk`."""
 
     memory: Tensor | None = None
     chunk = 0
     offset = 0
     copy_out: Copy | None = None
-    prefetched: tuple[Tensor, Copy] | None = None
 
 
-class HostStore:
-    """Implements `longspan.memory.offload.Store` in host memory.
+class HostStore(Store):
+    """A `Store` in host memory.
 
     Args:
         copier: the side stream.
@@ -76,127 +74,75 @@ class HostStore:
     """
 
     def __init__(self, copier: Copier, *, in_flight: int = IN_FLIGHT) -> None:
-        self.stats = TransferStats()
-        self.abandoned: deque[_Entry] = deque()
+        super().__init__()
         self._copier, self._in_flight = copier, in_flight
-        self._state = StoreState()
         self._pool = _PinnedPool(copier)
-        self._queue: EntryQueue[_Entry] = EntryQueue()
         self._outgoing: deque[_Entry] = deque()
-        self._lock = threading.RLock()
-
-    def reserve(self, nbytes: int) -> None:
-        self._state.check()
-        with self._lock:
-            self._clean_up()
-            self._pool.reserve(nbytes)
-
-    def put(self, tensor: Tensor) -> Future[_Entry]:
-        self._state.check()
-        entry = _Entry(tensor)
-        with self._lock:
-            self._clean_up()
-            self._queue.append(entry)
-            if entry.data is not None and entry.nbytes:
-                entry.chunk, entry.offset, entry.memory = self._pool.allocate(entry.nbytes)
-                entry.copy_out = self._copier.begin(entry.data, entry.memory)
-                self.stats.add_transfer("out", entry.nbytes, entry.copy_out)
-                self._outgoing.append(entry)
-                while len(self._outgoing) > self._in_flight:
-                    self._release(self._outgoing.popleft())
-        return Future(self, entry)
-
-    def fetch(self, entry: _Entry) -> Tensor:
-        """Return an entry's tensor, and start to copy those before it."""
-        self._state.check()
-        with self._lock:
-            self._clean_up()
-            entry.check()
-            data, coming = entry.data, None
-            if data is None:
-                coming = entry.prefetched or self._copy_in(entry)
-                entry.prefetched = None
-            self._prefetch_before(entry)
-            if coming is not None:
-                data, copy = coming
-                self.stats.add_wait("in", copy.join(data))
-            assert data is not None
-            return entry.meta.view(data)
-
-    def forget(self, entry: _Entry) -> None:
-        if self._state.usable:
-            with self._lock:
-                self._drop(entry)
-
-    def metrics(self) -> dict[str, float]:
-        """See `longspan.memory.offload.Store`. Seconds are device time, of work that is done."""
-        return self.stats.metrics()
-
-    def reset(self) -> None:
-        self.stats.reset()
 
     def close(self) -> None:
-        """Free the host memory. A second call does nothing."""
-        if not self._state.usable:
+        if self._closed or self._forked:
             return
-        with self._lock:
-            for entry in list(self._queue):
+        with self._changed:
+            for entry in list(self._entries.values()):
                 self._drop(entry)
             while self._outgoing:
                 self._release(self._outgoing.popleft())
-            self._state.closed = True
+            self._closed = True
             self._pool = _PinnedPool(self._copier)
 
     # Below: with the lock held.
 
     def _clean_up(self) -> None:
         """Drop abandoned entries, release what has been copied out, and read the timers."""
-        while self.abandoned:
-            self._drop(self.abandoned.popleft())
+        super()._clean_up()
         while self._outgoing and (copy := self._outgoing[0].copy_out) is not None and copy.done():
             self._outgoing.popleft().release()
         self.stats.collect()
 
+    def _reserve(self, nbytes: int) -> None:
+        self._pool.reserve(nbytes)
+
+    def _new_entry(self, tensor: Tensor) -> _Entry:
+        return _Entry(tensor)
+
+    def _start_storing(self, entry: _Entry) -> None:
+        if entry.data is None or not entry.nbytes:
+            return
+        entry.chunk, entry.offset, entry.memory = self._pool.allocate(entry.nbytes)
+        entry.copy_out = self._copier.begin(entry.data, entry.memory)
+        self.stats.add_transfer("out", entry.nbytes, entry.copy_out)
+        self._outgoing.append(entry)
+        while len(self._outgoing) > self._in_flight:
+            self._release(self._outgoing.popleft())
+
     def _release(self, entry: _Entry) -> None:
-        """Free the device memory; whoever reuses it runs after the copy."""
+        """Free the device memory; whatever reuses it runs after the copy."""
         assert entry.copy_out is not None and entry.data is not None
         self.stats.add_wait("out", entry.copy_out.join(entry.data))
         entry.release()
 
-    def _drop(self, entry: _Entry) -> None:
-        if entry.dropped:
-            return
-        entry.dropped = True
-        self._queue.remove(entry)
-        self._cancel_prefetch(entry)
-        if entry.memory is None:
-            entry.data = None
-            return
-        entry.memory = None
-        self._pool.free(entry.chunk, entry.offset, entry.nbytes)
-
-    def _copy_in(self, entry: _Entry) -> tuple[Tensor, Copy]:
+    def _start_fetch(self, entry: _Entry) -> tuple[Tensor, Copy]:
         assert entry.memory is not None
         target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.meta.device)
         copy = self._copier.begin(entry.memory, target)
         self.stats.add_transfer("in", entry.nbytes, copy)
         return target, copy
 
-    def _prefetch_before(self, entry: _Entry) -> None:
-        """Prefetch what a backward reads next, and cancel every other prefetch."""
-        coming = self._queue.next_in_backward(entry)
-        for other in self._queue:
-            if other.prefetched is not None and other not in coming:
-                self._cancel_prefetch(other)
-        for other in coming:
-            if other.data is None and other.prefetched is None and not other.error:
-                other.prefetched = self._copy_in(other)
+    def _finish_fetch(self, entry: _Entry, fetch: tuple[Tensor, Copy]) -> Tensor:
+        target, copy = fetch
+        self.stats.add_wait("in", copy.join(target))
+        return target
 
-    def _cancel_prefetch(self, entry: _Entry) -> None:
-        if entry.prefetched is not None:
-            target, copy = entry.prefetched
-            copy.join(target)
-            entry.prefetched = None
+    def _cancel_fetch(self, fetch: tuple[Tensor, Copy]) -> None:
+        target, copy = fetch
+        copy.join(target)
+
+    def _free(self, entry: _Entry) -> None:
+        if entry.memory is None:
+            entry.data = None
+            return
+        entry.memory = None
+        self._pool.free(entry.chunk, entry.offset, entry.nbytes)
 
 
 class _PinnedPool:

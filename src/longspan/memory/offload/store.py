@@ -1,19 +1,21 @@
-"""What both stores share: a tensor as bytes and back, entries in the order of `put`, futures."""
+"""What both stores share: entries in the order of `put`, futures, prefetching, and the end of a store."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.compat.torch_api import version_of
 from longspan.core.errors import LongspanError
+from longspan.memory.offload.transfer_stats import TransferStats
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,12 @@ def to_bytes(tensor: Tensor) -> tuple[TensorMeta, Tensor]:
 
 
 class Entry:
-    """A stored tensor.
+    """A tensor in a store.
 
     Attributes:
         data: its bytes on the original device, until they are stored.
         number: its place in the order of `put`.
+        fetch: its way back, while it is prefetched.
         dropped: whether its space may be reused.
         error: why it is lost; empty if it is not.
     """
@@ -62,6 +65,7 @@ class Entry:
         self.data: Tensor | None = data
         self.nbytes = data.nbytes
         self.number = -1
+        self.fetch: Any = None
         self.dropped = False
         self.error = ""
         self._version = -1 if data.is_inference() else version_of(data)
@@ -83,34 +87,178 @@ class Entry:
         self.data = None
 
 
-E = TypeVar("E", bound=Entry)
+class Future:
+    """A tensor that `Store.put` accepted. Its space is freed when nothing refers to the future any more."""
+
+    def __init__(self, store: Store, entry: Entry) -> None:
+        self._store, self._entry = store, entry
+
+    def get(self) -> Tensor:
+        """Return the tensor on its device, bit for bit; wait if necessary. May be called again until `drop`.
+
+        It may share memory with the original, so write to neither. The call also starts to fetch the tensors that were
+        put before this one, because a backward visits a forward in reverse.
+
+        Raises:
+            LongspanError: the tensor was dropped, or is lost: a disk error, or a write to it while it was offloaded.
+        """
+        return self._store.fetch(self._entry)
+
+    def drop(self) -> None:
+        """Free its space."""
+        self._store.forget(self._entry)
+
+    def __del__(self) -> None:
+        if not self._entry.dropped:  # may run anywhere, even while the store holds its lock
+            self._store.abandoned.append(self._entry)
 
 
-class EntryQueue(Generic[E]):
-    """The entries of a store that have not been dropped, in the order of `put`."""
+class Store(ABC):
+    """Where the tensors of one device are offloaded to. Every method may be called from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        prefetch_bytes: bytes to fetch before they are requested, at least; None: fetch nothing ahead.
+
+    Attributes:
+        stats: of all transfers.
+        abandoned: entries whose future was deleted without `drop`. The next call to the store drops them.
+    """
+
+    def __init__(self, prefetch_bytes: int | None = 0) -> None:
+        self.stats = TransferStats()
+        self.abandoned: deque[Entry] = deque()
+        self._prefetch_bytes = prefetch_bytes
+        self._entries: dict[int, Entry] = {}  # those that are not dropped, in the order of `put`
         self._numbers = itertools.count()
-        self._entries: dict[int, E] = {}
+        self._changed = threading.Condition()
+        self._pid, self._closed = os.getpid(), False
 
-    def __iter__(self) -> Iterator[E]:
-        return iter(self._entries.values())
+    def reserve(self, nbytes: int) -> None:
+        """Reserve space for `nbytes` more. Call it before the first layer of a forward.
 
-    def append(self, entry: E) -> None:
-        entry.number = next(self._numbers)
-        self._entries[entry.number] = entry
+        Raises:
+            LongspanError: they do not fit; the message says how many bytes are needed and free.
+        """
+        self._check()
+        with self._changed:
+            self._clean_up()
+            self._reserve(nbytes)
 
-    def remove(self, entry: E) -> None:
-        self._entries.pop(entry.number, None)
+    def put(self, tensor: Tensor) -> Future:
+        """Start to offload a tensor. Wait only while too much is in flight; hold the tensor only until it is offloaded.
 
-    def next_in_backward(self, entry: E, ahead: int = 0) -> list[E]:
+        Args:
+            tensor: any strided tensor; must not be written to from now on. A tensor put twice is stored twice.
+
+        Raises:
+            LongspanError: no space is left, or a disk error lost an earlier tensor.
+        """
+        self._check()
+        entry = self._new_entry(tensor)
+        with self._changed:
+            self._clean_up()
+            self._start_storing(entry)
+            entry.number = next(self._numbers)
+            self._entries[entry.number] = entry
+        return Future(self, entry)
+
+    def fetch(self, entry: Entry) -> Tensor:
+        """Return an entry's tensor, and start to fetch those before it."""
+        self._check()
+        with self._changed:
+            self._clean_up()
+            entry.check()
+            data, fetch, entry.fetch = entry.data, entry.fetch, None
+            if data is None and fetch is None:
+                fetch = self._start_fetch(entry)
+            self._prefetch_before(entry)
+            if data is None:
+                data = self._finish_fetch(entry, fetch)
+        return entry.meta.view(data)
+
+    def forget(self, entry: Entry) -> None:
+        """Free an entry's space, once nothing reads or writes it."""
+        if not self._closed and not self._forked:
+            with self._changed:
+                self._drop(entry)
+
+    def metrics(self) -> dict[str, float]:
+        """Return `bytes_*`, `seconds_*` (of moving) and `waited_seconds_*` (of compute waiting) since `reset`, for each
+        direction `out` and `in`. Seconds of a GPU are device time, of work that is done.
+        """
+        return self.stats.metrics()
+
+    def reset(self) -> None:
+        """Reset the metrics to zero."""
+        self.stats.reset()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; stored tensors are lost. A second call does nothing."""
+
+    # Below: with the lock held.
+
+    @abstractmethod
+    def _reserve(self, nbytes: int) -> None: ...
+
+    @abstractmethod
+    def _new_entry(self, tensor: Tensor) -> Entry:
+        """Return a new entry. Without the lock."""
+
+    @abstractmethod
+    def _start_storing(self, entry: Any) -> None: ...
+
+    @abstractmethod
+    def _start_fetch(self, entry: Any) -> Any:
+        """Return a value of the store's own that stands for the transfer."""
+
+    @abstractmethod
+    def _finish_fetch(self, entry: Any, fetch: Any) -> Tensor:
+        """Wait for a fetch; return the bytes, uint8 `[nbytes]`."""
+
+    @abstractmethod
+    def _cancel_fetch(self, fetch: Any) -> None: ...
+
+    @abstractmethod
+    def _free(self, entry: Any) -> None:
+        """Free a dropped entry's space, now or when nothing uses it any more."""
+
+    def _clean_up(self) -> None:
+        while self.abandoned:
+            self._drop(self.abandoned.popleft())
+
+    def _drop(self, entry: Entry) -> None:
+        if not entry.dropped:
+            entry.dropped = True
+            del self._entries[entry.number]
+            self._stop_prefetch(entry)
+            self._free(entry)
+
+    def _stop_prefetch(self, entry: Entry) -> None:
+        if entry.fetch is not None:
+            self._cancel_fetch(entry.fetch)
+            entry.fetch = None
+
+    def _prefetch_before(self, entry: Entry) -> None:
+        """Prefetch what a backward needs next, and cancel every other prefetch."""
+        coming = self._next_in_backward(entry)
+        for other in self._entries.values():
+            if other not in coming:
+                self._stop_prefetch(other)
+        for other in coming:
+            if other.data is None and other.fetch is None and not other.error:
+                other.fetch = self._start_fetch(other)
+
+    def _next_in_backward(self, entry: Entry) -> list[Entry]:
         """Return the entries that a backward reads after `entry`: those put before it, latest first.
 
-        The list ends when it reaches `ahead` bytes and half of the largest entry: a layer may save a small tensor next
-        to a large one.
+        The list ends when it reaches `prefetch_bytes` and half of the largest entry: a layer may save a small tensor
+        next to a large one.
         """
-        enough = max(ahead, max((e.nbytes for e in self._entries.values()), default=0) // 2)
-        coming: list[E] = []
+        if self._prefetch_bytes is None:
+            return []
+        enough = max(self._prefetch_bytes, max((e.nbytes for e in self._entries.values()), default=0) // 2)
+        coming: list[Entry] = []
         total = 0
         for other in reversed(self._entries.values()):
             if other.number < entry.number:
@@ -120,63 +268,17 @@ class EntryQueue(Generic[E]):
                 total += other.nbytes
         return coming
 
-
-class EntryStore(Protocol[E]):
-    """A store as a `Future` sees it.
-
-    Attributes:
-        abandoned: entries whose future was deleted without `drop`. The next call to the store drops them: a destructor
-            may run anywhere, even while the store holds its lock.
-    """
-
-    abandoned: deque[E]
-
-    def fetch(self, entry: E) -> Tensor:
-        """Return the tensor on its device."""
-
-    def forget(self, entry: E) -> None:
-        """Free the entry's space."""
-
-
-class Future(Generic[E]):
-    """What `put` returns: see `longspan.memory.offload.StoredTensor`."""
-
-    def __init__(self, store: EntryStore[E], entry: E) -> None:
-        self._store, self._entry = store, entry
-
-    def get(self) -> Tensor:
-        return self._store.fetch(self._entry)
-
-    def drop(self) -> None:
-        self._store.forget(self._entry)
-
-    def __del__(self) -> None:
-        if not self._entry.dropped:
-            self._store.abandoned.append(self._entry)
-
-
-class StoreState:
-    """Whether a store is usable: open, and in the process that made it. Threads, streams and files do not survive a
-    fork."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self.closed = False
-
     @property
-    def forked(self) -> bool:
+    def _forked(self) -> bool:
+        """Whether this process is a fork of the one that made the store: threads, streams and files do not survive."""
         return os.getpid() != self._pid
 
-    @property
-    def usable(self) -> bool:
-        return not self.forked and not self.closed
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise if the store is closed, or belongs to the process that this one was forked from."""
-        if self.forked:
+        if self._forked:
             raise LongspanError(
                 f"process {self._pid} made this activation store, and its fork, process {os.getpid()}, cannot use it; "
                 "build the model in the forked process"
             )
-        if self.closed:
+        if self._closed:
             raise LongspanError("the activation store is closed; its tensors are lost")

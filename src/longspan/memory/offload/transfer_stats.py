@@ -94,7 +94,7 @@ class TransferStats:
                     self._timers.append((key, timer))
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals since `reset`: see `longspan.memory.offload.Store.metrics`."""
+        """Return the totals since `reset`: see `Store.metrics`."""
         self.collect()
         with self._lock:
             return dict(self._totals)
