@@ -127,7 +127,7 @@ def _bad_input() -> None:
         exchange.reshard(torch.zeros(2, 3), group, 0, 5)
     with pytest.raises(LongspanError, match="5 tokens do not divide over 2 ranks"):
         exchange.heads_to_seq(torch.zeros(1, 5, 2, 3), group)
-    with pytest.raises(LongspanError, match="holds 3 heads, its shard of 8 is 4"):
+    with pytest.raises(LongspanError, match="holds 3 heads, but its shard of 8 is 4"):
         exchange.heads_to_seq(torch.zeros(1, 4, 3, 3), group, heads=8)
 
 
