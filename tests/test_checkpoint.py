@@ -1,4 +1,4 @@
-"""Checkpoints are complete or not there, and what is damaged is named. (Resuming is tested in test_train.)"""
+"""A checkpoint is complete or absent, and damage is detected and named. (test_checkpoint_resume resumes runs.)"""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from longspan import checkpoint
-from longspan.checkpoint import MARKER, Checkpoint, Ranks
-from longspan.checkpoint.folder import FileRecord, format_marker
+from longspan.checkpoint import MARKER, Ranks
+from longspan.checkpoint.damage import _parse, format_marker
+from longspan.checkpoint.folder import FileRecord
 from longspan.core.errors import LongspanError
 from tests.chaos import corruption
 from tests.pool import RankError, RankPool
@@ -32,58 +33,56 @@ def _save(folder: Path, step: int, keep: int = 0) -> None:
     checkpoint.save(folder, step, *_model(seed=step), {"step times two": 2 * step}, keep=keep)
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
     _save(tmp_path, 5)
     found = checkpoint.latest(tmp_path)
     assert found is not None and (found.step, found.state) == (5, {"step times two": 10})
+    expected_model, expected_optimizer = _model(seed=5)
+    expected = list(expected_model.parameters())
     model, optimizer = _model(seed=1)
     checkpoint.load(found, model, optimizer)
-    expected_model, expected_optimizer = _model(seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected_model.parameters(), strict=True))
-    for a, b in zip(model.parameters(), expected_model.parameters(), strict=True):
+    for a, b in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(a, b)
         for name, value in expected_optimizer.state[b].items():
             assert torch.equal(optimizer.state[a][name], value)
-
-
-def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LongspanError, match=r"kept as JSON, and this one is not: .*PosixPath"):
-        checkpoint.save(tmp_path, 1, *_model(), {"path": tmp_path})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_weights_come_back_without_an_optimizer(tmp_path: Path) -> None:
-    _save(tmp_path, 5)
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    expected = list(_model(seed=5)[0].parameters())
     for dtype in (torch.float32, torch.bfloat16):
         model = _model(seed=1)[0].to(dtype)
         checkpoint.load_weights(found, model)
         assert all(torch.equal(a, b.to(dtype)) for a, b in zip(model.parameters(), expected, strict=True))
-    fewer = torch.nn.Sequential(_model()[0][0])
-    with pytest.raises(LongspanError, match=r"has 2 tensors that this one has not, 1\.bias of the shape \(1,\)"):
-        checkpoint.load_weights(found, fewer)
-    with pytest.raises(LongspanError, match=r"another model: 2\.weight .*it has none of this name"):
-        checkpoint.load_weights(found, torch.nn.Sequential(*_model()[0], torch.nn.Linear(1, 1)))
-    (found.path / "__0_0.distcp").unlink()
-    with pytest.raises(LongspanError, match=r"__0_0\.distcp is missing; there is no other one"):
-        checkpoint.load_weights(found, _model()[0])
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 5)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    small = _model()[0]
+    for model, said in (
+        (_model(width=4)[0], r"another model: 0\.weight has the shape \(4, 4\), there it has .*\(3, 3\)"),
+        (torch.nn.Sequential(*small, torch.nn.Linear(1, 1)), r"another model: 2\.weight .*it has none of this name"),
+        (torch.nn.Sequential(small[0]), r"this model lacks \d+ of its tensors, 1\.bias of the shape \(1,\)"),  # type: ignore[index]
+    ):
+        with pytest.raises(LongspanError, match=said):
+            checkpoint.load_weights(found, model)
+        with pytest.raises(LongspanError, match=said):
+            checkpoint.load(found, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LongspanError, match=r"saved as JSON, and this one is not: .*PosixPath"):
+        checkpoint.save(tmp_path, 1, *_model(), {"path": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_old_checkpoints_and_those_of_later_steps_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _save(tmp_path, step, keep=2)
     assert checkpoint.complete_steps(tmp_path) == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    _save(tmp_path, 3)  # the run went back
+    assert checkpoint.complete_steps(tmp_path) == [3]
 
 
-def test_checkpoints_of_an_abandoned_future_are_removed(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 2):
-        _save(tmp_path, step)
-    assert checkpoint.complete_steps(tmp_path) == [1, 2]
-
-
-def test_what_a_killed_save_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "making-00000002")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
@@ -94,7 +93,7 @@ def test_what_a_killed_save_left_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
         LongspanError, match=r"step-00000003 is not complete: it has no complete\.json; resume from the newest"
     ):
-        Checkpoint.at(tmp_path / "step-00000003")
+        checkpoint.verify(tmp_path / "step-00000003")
     chosen, passed_over = checkpoint.choose(tmp_path, Ranks())
     assert chosen is not None and chosen.step == 1 and chosen.verified
     assert len(passed_over) == 1 and "step-00000003 has no complete.json" in passed_over[0]
@@ -102,37 +101,14 @@ def test_what_a_killed_save_left_is_no_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "making-00000002").exists()
 
 
-def test_no_checkpoint_is_none(tmp_path: Path) -> None:
-    assert checkpoint.latest(tmp_path / "nothing") is None
-    with pytest.raises(
-        LongspanError, match=r"does not exist; there is no other one beside it that is whole; start again with another"
-    ):
-        Checkpoint.at(tmp_path / "step-00000001")
+def test_random_damage_is_detected_and_named(tmp_path: Path) -> None:
+    """A part of the campaign; `python -m tests.chaos.corruption` is all of it."""
+    counts = corruption.run(16, 1, tmp_path)
+    assert (counts.tried, counts.silent, counts.tracebacks) == (16, [], []), str(counts)
+    assert counts.refused.keys() == corruption.KINDS.keys()
 
 
-def test_damage_is_named_with_the_way_out(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    _save(tmp_path, 2)
-    newest = tmp_path / "step-00000002"
-    way_out = r"; resume from the newest that is whole: --resume .*step-00000001$"
-    data = newest / "__0_0.distcp"
-    whole = data.read_bytes()
-    data.write_bytes(whole[:100])
-    with pytest.raises(LongspanError, match=rf"__0_0\.distcp has 100 bytes instead of {len(whole)}{way_out}"):
-        checkpoint.latest(tmp_path)
-    data.unlink()
-    with pytest.raises(LongspanError, match=rf"__0_0\.distcp is missing{way_out}"):
-        checkpoint.latest(tmp_path)
-    data.write_bytes(whole)
-    (newest / MARKER).write_text("{")
-    with pytest.raises(LongspanError, match=rf"complete\.json is damaged: .*{way_out}"):
-        checkpoint.latest(tmp_path)
-    (newest / MARKER).write_text(json.dumps({"step": 2}))
-    with pytest.raises(LongspanError, match=rf"complete\.json is damaged: KeyError: 'crc32'{way_out}"):
-        checkpoint.latest(tmp_path)
-
-
-def test_a_marker_that_says_something_else_is_damaged(tmp_path: Path) -> None:
+def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     _save(tmp_path, 2)
     marker = tmp_path / "step-00000002" / MARKER
     text = marker.read_text()
@@ -147,58 +123,24 @@ def test_a_marker_that_says_something_else_is_damaged(tmp_path: Path) -> None:
         marker.write_text(changed)
         with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*text does not match its checksum"):
             checkpoint.latest(tmp_path)
+    marker.write_text(json.dumps({"step": 2}))
+    with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'; no other checkpoint next to it is undamaged"):
+        checkpoint.latest(tmp_path)
+    files = {p.name: p.stat().st_size for p in marker.parent.iterdir() if p != marker}
+    marker.write_text(json.dumps({"step": 2, "state": {}, "files": files}))
+    with pytest.raises(LongspanError, match=r"earlier version: it has no checksums.* --model OUT/hf --out ANOTHER"):
+        checkpoint.latest(tmp_path)
     marker.write_text(text)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # sound, but of another step
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*it is that of step 2"):
         checkpoint.latest(tmp_path)
-
-
-def test_a_checkpoint_without_checksums_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    marker = tmp_path / "step-00000001" / MARKER
-    files = {p.name: p.stat().st_size for p in marker.parent.iterdir() if p != marker}
-    marker.write_text(json.dumps({"step": 1, "state": {}, "files": files}))
-    with pytest.raises(LongspanError, match=r"earlier version: it has no checksums.* --model OUT/hf --out ANOTHER"):
-        checkpoint.latest(tmp_path)
-
-
-def test_random_damage_is_refused_and_named(tmp_path: Path) -> None:
-    """A part of the campaign; `python -m tests.chaos.corruption` is all of it."""
-    counts = corruption.run(40, 1, tmp_path)
-    assert (counts.tried, counts.silent, counts.tracebacks) == (40, [], []), str(counts)
-    assert counts.refused.keys() == corruption.KINDS.keys()
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_overwritten_content_is_noticed_when_it_is_read(tmp_path: Path, name: str) -> None:
-    _save(tmp_path, 1)
-    _save(tmp_path, 2)
-    file = tmp_path / "step-00000002" / name
-    file.write_bytes(os.urandom(file.stat().st_size))
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    with pytest.raises(
-        LongspanError,
-        match=rf"step-00000002/{name} is damaged: .* CRC-32 .*; resume from the newest that is whole: .*00000001",
-    ):
-        checkpoint.load(found, *_model())
-
-
-def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    with pytest.raises(
-        LongspanError, match=r"another model: 0\.weight has the shape \(4, 4\), there it has .*\(3, 3\)"
-    ):
-        checkpoint.load(found, *_model(width=4))
-    model = torch.nn.Sequential(*_model()[0], torch.nn.Linear(1, 1))
-    with pytest.raises(LongspanError, match=r"another model: 2\.weight .*it has none of this name"):
-        checkpoint.load(found, model, torch.optim.AdamW(model.parameters()))
-
-    fewer = torch.nn.Sequential(_model()[0][0])
-    with pytest.raises(LongspanError, match=r"it has \d+ tensors that this one has not, 1\.bias of the shape \(1,\)"):
-        checkpoint.load(found, fewer, torch.optim.AdamW(fewer.parameters()))
+    pipe = checkpoint.step_path(tmp_path, 3)
+    pipe.mkdir()
+    os.mkfifo(pipe / MARKER)
+    with pytest.raises(LongspanError, match=r"complete\.json is damaged: it is no regular file"):
+        checkpoint.verify(pipe)
+    assert checkpoint.complete_steps(tmp_path) == [9]
+    assert checkpoint.latest(tmp_path / "nothing") is None
 
 
 class _Bomb:
@@ -212,8 +154,8 @@ class _Bomb:
 
 
 def _sign(folder: Path) -> None:
-    """What an attacker does as well: make the marker agree with the files."""
-    found = checkpoint.folder._parse(folder, (folder / MARKER).read_bytes())
+    """Make the marker agree with the files, as an attacker does."""
+    found = _parse(folder, (folder / MARKER).read_bytes())
     files = {name: FileRecord.of(folder / name) for name in found.files}
     (folder / MARKER).write_text(format_marker(found.step, found.state, files))
 
@@ -249,7 +191,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
-def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     folder = tmp_path / "step-00000001"
     whole = (folder / "index.json").read_text()
@@ -269,7 +211,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
             checkpoint.load(found, *_model())
 
 
-def test_numbers_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_never_saved(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     model, optimizer = _model()
     with torch.no_grad():
@@ -295,12 +237,12 @@ def _verify(path: Path) -> str:
 
 
 def _on_two_ranks(folder: Path) -> dict[str, object]:
-    """What is refused by all ranks alike, in one launch."""
+    """Return what every rank refuses."""
     rank = torch.distributed.get_rank()
     _save(folder, 1)
     _save(folder, 2)
     said: dict[str, object] = {"whole": _verify(folder / "step-00000002")}
-    # A disk of its own for rank 1, which has an older checkpoint, or half of one.
+    # Rank 1 has another disk, with an older checkpoint and half of the newest.
     mine = folder if rank == 0 else folder.with_name("other")
     if rank == 1:
         shutil.copytree(folder / "step-00000001", mine / "step-00000001")
@@ -326,7 +268,7 @@ def _on_two_ranks(folder: Path) -> dict[str, object]:
     return said
 
 
-def test_ranks_agree_on_what_is_whole(tmp_path: Path, pool2: RankPool) -> None:
+def test_ranks_agree_on_which_checkpoint_is_undamaged(tmp_path: Path, pool2: RankPool) -> None:
     first, second = pool2.run(_on_two_ranks, tmp_path / "run", timeout=240)
     assert first == second
     assert first["whole"] == ""
@@ -340,17 +282,17 @@ def test_ranks_agree_on_what_is_whole(tmp_path: Path, pool2: RankPool) -> None:
 
 
 def _save_where_rank_1_loses_what_it_wrote(folder: Path) -> None:
-    rename = checkpoint.tensors.SummedFiles.create_stream
+    original = checkpoint.tensors.RecordedFiles.create_stream
 
     @contextlib.contextmanager
     def create(self: object, path: Path, mode: str) -> Iterator[object]:
-        with rename(self, path, mode) as stream:  # type: ignore[arg-type]
+        with original(self, path, mode) as stream:  # type: ignore[arg-type]
             yield stream
         if torch.distributed.get_rank() == 1 and path.name.startswith("__1"):
-            path.unlink()  # onto a disk of its own
+            path.unlink()  # as on another disk
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", create)
+        patch.setattr(checkpoint.tensors.RecordedFiles, "create_stream", create)
         model, optimizer = _model()
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
         torch.distributed.fsdp.fully_shard(model, mesh=mesh)
@@ -358,7 +300,7 @@ def _save_where_rank_1_loses_what_it_wrote(folder: Path) -> None:
         checkpoint.save(folder, 7, model, optimizer, {})
 
 
-def test_a_file_that_other_ranks_do_not_see_makes_no_checkpoint(tmp_path: Path, pool2: RankPool) -> None:
+def test_a_file_that_other_ranks_do_not_see_is_detected(tmp_path: Path, pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_save_where_rank_1_loses_what_it_wrote, tmp_path, timeout=240)
     assert len(caught.value.failures) == 2
@@ -378,7 +320,7 @@ def _no_space(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_rank_that_cannot_write_makes_all_say_so(tmp_path: Path, pool2: RankPool) -> None:
+def test_if_a_rank_cannot_write_all_raise(tmp_path: Path, pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_save_where_rank_1_cannot, tmp_path, timeout=240)
     messages = {failure.message for failure in caught.value.failures.values()}
@@ -398,13 +340,4 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(pool2: RankPool
         pool2.run(_saves_on_some_ranks, str(tmp_path))
     messages = {failure.message for failure in error.value.failures.values()}
     assert len(error.value.failures) == 2 and len(messages) == 1
-    assert "rank 1: `optimizer` must be a torch.optim.Optimizer" in messages.pop()
-
-
-def test_a_marker_that_is_a_pipe_is_refused_and_not_read(tmp_path: Path) -> None:
-    folder = checkpoint.step_path(tmp_path, 3)
-    folder.mkdir()
-    os.mkfifo(folder / MARKER)
-    with pytest.raises(LongspanError, match=r"complete\.json is damaged: it is no regular file"):
-        Checkpoint.at(folder)
-    assert checkpoint.complete_steps(tmp_path) == []
+    assert "rank 1 failed: `optimizer` must be a torch.optim.Optimizer" in messages.pop()

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the training: of the state at that moment, whole or not there."""
+"""Checkpoints that are written while the training goes on: the state at the call, complete or absent."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def _numbers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[t
 
 
 def _train_on_while_it_is_written(folder: Path, background: bool, sharded: bool) -> tuple[bool, bool, list[int]]:
-    """What is saved is the state at the call, though the weights change before the first byte is written."""
+    """Save; change the weights before the first byte is written."""
     model, optimizer = small_model(0)
     if sharded:
         fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     _step(model, optimizer)
     may_write = threading.Event()
-    begin = checkpoint.background.write
+    begin = checkpoint.saving.write
 
     def wait(*args: Any) -> Path:
         assert not background or may_write.wait(60)
         return begin(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.background, "write", wait)
+        patch.setattr(checkpoint.saving, "write", wait)
         saver = Saver(background=background)
         expected = _numbers(model, optimizer)
         saver.start(folder, 1, model, optimizer, {"a": 1})
@@ -68,12 +68,12 @@ def _train_on_while_it_is_written(folder: Path, background: bool, sharded: bool)
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, pool2: RankPool, background: bool) -> None:
-    kept = [background, False, [2]]
-    assert list(_train_on_while_it_is_written(tmp_path / "alone", background, sharded=False)) == kept
+def test_start_returns_before_or_after_writing(tmp_path: Path, pool2: RankPool, background: bool) -> None:
+    expected = [background, False, [2]]
+    assert list(_train_on_while_it_is_written(tmp_path / "alone", background, sharded=False)) == expected
     for name, sharded in (("whole", False), ("sharded", True)):
         results = pool2.run(_train_on_while_it_is_written, tmp_path / name, background, sharded, timeout=240)
-        assert [list(result) for result in results] == [kept] * 2
+        assert [list(result) for result in results] == [expected] * 2
 
 
 def _saved_numbers(folder: Path) -> bool:
@@ -91,13 +91,13 @@ def _saved_numbers(folder: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(expected, _numbers(*other), strict=True))
 
 
-def test_what_comes_back_is_that_state(tmp_path: Path, pool2: RankPool) -> None:
+def test_the_saved_state_is_that_of_the_call(tmp_path: Path, pool2: RankPool) -> None:
     assert _saved_numbers(tmp_path / "alone")
     assert pool2.run(_saved_numbers, tmp_path / "two") == [True, True]
 
 
-def test_without_room_in_memory_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.background, "free_memory", lambda: 1000)
+def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.saving, "free_memory", lambda: 1000)
     saver = Saver()
     saver.start(tmp_path, 1, *small_model(0), {})
     assert saver.written == tmp_path / "step-00000001"
@@ -113,7 +113,7 @@ def _full_on_rank_1(folder: Path) -> tuple[str, str]:
     saver = Saver()
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
-            patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", full)
+            patch.setattr(checkpoint.tensors.RecordedFiles, "create_stream", full)
             fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
         else:
             fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
@@ -132,7 +132,7 @@ def _full_on_rank_1(folder: Path) -> tuple[str, str]:
     raise AssertionError
 
 
-def test_what_cannot_be_saved_is_said_by_all_ranks(tmp_path: Path, pool2: RankPool) -> None:
+def test_all_ranks_raise_if_one_cannot_save(tmp_path: Path, pool2: RankPool) -> None:
     first, second = pool2.run(_full_on_rank_1, tmp_path, timeout=240)
     assert first == second
     assert "step-00000001 cannot be written: rank 1: OSError: [Errno 28] No space left on device" in first[0]
@@ -157,7 +157,7 @@ def _die(*_: Any) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.parametrize(("place", "newest"), [("tensors", 1), ("marker", 1), ("name", 2)])
-def test_killed_in_the_middle_leaves_what_was_whole(tmp_path: Path, place: str, newest: int) -> None:
+def test_a_killed_save_leaves_the_earlier_checkpoints(tmp_path: Path, place: str, newest: int) -> None:
     process = multiprocessing.get_context("forkserver").Process(target=_be_killed, args=(tmp_path, place))
     process.start()
     process.join(120)

@@ -1,4 +1,4 @@
-"""The disk under a run: full, not shared, used by another run, or holding what cannot be removed."""
+"""The disk under a run: full, not shared by the ranks, used by another run, or with folders that cannot be removed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _save(folder: Path, step: int, keep: int = 0, width: int = 24) -> None:
 # --- full
 
 
-@pytest.mark.parametrize("room", [200, 3000, 30000])
-def test_a_write_that_fails_says_so_in_bytes_and_leaves_nothing(tmp_path: Path, room: int) -> None:
+@pytest.mark.parametrize("room", [200, 30000])
+def test_a_failed_write_names_the_bytes_and_leaves_nothing(tmp_path: Path, room: int) -> None:
     _save(tmp_path, 1)
     with largest_file(room), pytest.raises(DiskFull) as caught:
         _save(tmp_path, 2, width=200)
@@ -46,7 +46,7 @@ def test_a_write_that_fails_says_so_in_bytes_and_leaves_nothing(tmp_path: Path, 
     _save(tmp_path, 2)
 
 
-def test_what_does_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_does_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, 1)
     whole = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: whole._replace(free=1000))
@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB, where this user may mount one."""
+    """A file system of 256 KiB, if this user may mount one."""
     path = tmp_path / "tiny"
     path.mkdir()
     mounted = subprocess.run(
@@ -71,7 +71,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
+def test_a_full_disk(tiny_disk: Path) -> None:
     _save(tiny_disk, 1)
     (tiny_disk / "else").write_bytes(bytes(120 << 10))  # leaves about 60 KB, for a checkpoint of about 50 KB
     with pytest.raises(DiskFull, match=r"does not fit: it needs [\d,]+ bytes, .* [\d,]+ bytes free, [\d,]+ bytes are"):
@@ -88,14 +88,16 @@ def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
 # --- old checkpoints that cannot be removed
 
 
-def test_links_and_what_cannot_be_removed_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_folders_that_cannot_be_removed_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     _save(folder, 1)
     shutil.move(folder / "step-00000001", elsewhere)
     (folder / "step-00000001").symlink_to(elsewhere)
     _save(folder, 2, keep=1)
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
-    checkpoint.verify(elsewhere, Ranks())  # the link is gone, what it pointed to is whole
+    checkpoint.verify(elsewhere, Ranks())  # only the link is removed
 
     remove = shutil.rmtree
 
@@ -110,7 +112,7 @@ def test_links_and_what_cannot_be_removed_do_not_end_a_run(tmp_path: Path, monke
     assert checkpoint.complete_steps(folder) == [3]
 
 
-def test_what_does_not_read_back_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_reads_back_damaged_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _save(tmp_path, 1)
     read_back = checkpoint.saving._read_back
 
@@ -126,8 +128,10 @@ def test_what_does_not_read_back_removes_nothing(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_the_old_one_stays_until_the_new_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between any two of the steps that replace a checkpoint, one of the same step is there, or an older one."""
+def test_the_old_checkpoint_stays_until_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each rename while a checkpoint is replaced, an older one is complete."""
     _save(tmp_path, 1)
     _save(tmp_path, 2)
     seen = []
@@ -155,7 +159,7 @@ def _hold(folder: Path, held: Any) -> None:
 
 
 @pytest.mark.launcher
-def test_a_folder_is_one_runs_until_its_process_ends(tmp_path: Path) -> None:
+def test_a_lock_lasts_until_its_process_ends(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     held = context.Event()
     other = context.Process(target=_hold, args=(tmp_path, held))
@@ -172,7 +176,7 @@ def test_a_folder_is_one_runs_until_its_process_ends(tmp_path: Path) -> None:
     RunLock(tmp_path).release()
 
 
-def test_without_locks_of_the_system_processes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_system_locks_the_process_is_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
     def none(*_: object) -> None:
@@ -199,7 +203,7 @@ def _do_not_share(folders: list[Path]) -> None:
     checkpoint.check_shared(folders[torch.distributed.get_rank()], Ranks(), wait_s=0.3)
 
 
-def test_a_folder_has_to_be_the_same_for_all_ranks(tmp_path: Path, pool2: RankPool) -> None:
+def test_a_folder_must_be_the_same_for_all_ranks(tmp_path: Path, pool2: RankPool) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     pool2.run(_share, folders)
     assert list(folders[0].iterdir()) == []
@@ -209,6 +213,6 @@ def test_a_folder_has_to_be_the_same_for_all_ranks(tmp_path: Path, pool2: RankPo
     messages = {failure.message for failure in caught.value.failures.values()}
     assert len(messages) == 1 and len(caught.value.failures) == 2
     host = re.escape(os.uname().nodename)
-    expected = rf"rank 1 on {host}, where it is {folders[1]}, does not see what is written by rank 0 on {host}, where"
+    expected = rf"rank 1 on {host}, at {folders[1]}, does not see what is written by rank 0 on {host}, at"
     assert re.search(expected, messages.pop())
     assert [list(folder.iterdir()) for folder in folders] == [[], []]

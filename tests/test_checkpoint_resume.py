@@ -1,4 +1,4 @@
-"""Runs that go on: from the newest checkpoint that is whole, as the same run, in a folder of their own."""
+"""Runs that resume: from the newest undamaged checkpoint, as the same run, in a folder without another run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(finished: TrainConfig, tmp_path: Path) -> TrainConfig:
 
 
 def _damage(config: TrainConfig, step: int) -> Path:
-    """One bit, in the middle of the tensors."""
+    """Flip one bit in the middle of the tensors."""
     path = config.checkpoints / f"step-{step:08d}" / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -55,7 +55,7 @@ def _damage(config: TrainConfig, step: int) -> Path:
 
 
 def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
-    """By the launcher, before any rank starts."""
+    """The launcher raises, before any rank starts."""
     with pytest.raises(LongspanError, match=match):
         run(replace(base, **changes))
 
@@ -63,12 +63,10 @@ def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
 # --- damage
 
 
-def test_a_damaged_checkpoint_is_refused_or_passed_over_saying_so(config: TrainConfig) -> None:
+def test_a_damaged_checkpoint_is_refused_or_passed_over_with_a_warning(config: TrainConfig) -> None:
     whole, path = losses_of(config.out), _damage(config, 3)
     older = config.checkpoints / "step-00000002"
-    said = (
-        rf"step-00000003/__0_0\.distcp is damaged: .* CRC-32 .*; resume from the newest that is whole: --resume {older}"
-    )
+    said = rf"step-00000003/__0_0\.distcp is damaged: .* CRC-32 .*; resume from .* undamaged .*: --resume {older}"
     _refused(config, said, resume=str(path.parent))
     shutil.rmtree(config.out / "hf")
     text = said_by(config)
@@ -78,9 +76,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_saying_so(config: TrainC
     assert found is not None and (found.step, passed_over) == (3, [])
     for step in (1, 2, 3):
         _damage(config, step)
-    with pytest.raises(
-        LongspanError, match=r"holds no checkpoint that is whole: .*00000003.*00000002.*00000001.*another"
-    ):
+    with pytest.raises(LongspanError, match=r"holds no undamaged checkpoint: .*00000003.*00000002.*00000001.*another"):
         train(config)
 
 
@@ -110,7 +106,7 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
     _refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
 
 
-def test_other_files_are_named_and_those_that_are_the_same_are_not(config: TrainConfig, tmp_path: Path) -> None:
+def test_only_changed_files_are_named(config: TrainConfig, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
     for i in range(40):
@@ -132,7 +128,7 @@ def test_other_files_are_named_and_those_that_are_the_same_are_not(config: Train
     assert "04.txt" not in str(refused.value) and len(str(refused.value)) < 900
 
 
-def test_settings_that_change_are_named_in_one_line(config: TrainConfig) -> None:
+def test_changed_settings_are_named_in_one_line(config: TrainConfig) -> None:
     more = replace(config, steps=4, lr=1e-4, schedule="linear", export="never")
     line = "lr was 0.01, is 0.0001, schedule was cosine, is linear, steps was 3, is 4 from step 4 on"
     assert line in said_by(more).splitlines()
@@ -154,7 +150,7 @@ def _tokenizer(folder: Path, lower: bool) -> str:
     return str(folder)
 
 
-def test_keys_of_another_library_are_no_difference() -> None:
+def test_keys_that_one_library_version_lacks_are_not_compared() -> None:
     before = {"transformers": "5.5", "model": {"size": 3, "gone": 1}, "batch": 2}
     now = {"transformers": "5.23", "model": {"size": 3, "new": None, "other": 7}, "batch": 2}
     assert differences(before, now) == {}
@@ -162,7 +158,7 @@ def test_keys_of_another_library_are_no_difference() -> None:
     assert differences(before, {**now, "transformers": "5.5"}).keys() == {"model.gone", "model.other"}
 
 
-def test_the_batch_changes_only_when_told_to(config: TrainConfig) -> None:
+def test_another_batch_needs_its_flag(config: TrainConfig) -> None:
     more = replace(config, steps=4, export="never")
     _refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
     _refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
@@ -171,7 +167,7 @@ def test_the_batch_changes_only_when_told_to(config: TrainConfig) -> None:
     assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
 
 
-def test_weights_that_a_folder_lacks_are_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_folder_that_lacks_weights_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "hf"
@@ -190,7 +186,7 @@ def test_weights_that_a_folder_lacks_are_refused(config: TrainConfig, tmp_path: 
 # --- the folder
 
 
-def test_a_folder_in_use_or_not_ours_is_refused_before_the_start(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_folder_in_use_or_with_other_files_is_refused_before_the_start(config: TrainConfig, tmp_path: Path) -> None:
     with RunLock(config.out):
         _refused(config, r"run is in use by process \d+ on .*another --out")
         with pytest.raises(LongspanError, match=r"run is in use by process \d+"):
@@ -203,16 +199,15 @@ def test_a_folder_in_use_or_not_ours_is_refused_before_the_start(config: TrainCo
 
 def _train_apart(config: TrainConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        # A test does not wait for a network's file system.
         patch.setattr(checkpoint, "check_shared", functools.partial(checkpoint.check_shared, wait_s=0.3))
-        # One name, and behind it another folder on each rank: as a path on disks of their own is.
+        # A relative path that is another folder on each rank.
         here = config.out / str(torch.distributed.get_rank())
         here.mkdir(parents=True)
         patch.chdir(here)
         train(replace(config, out=Path("run")))
 
 
-def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: TrainConfig, pool2: RankPool) -> None:
+def test_disks_that_ranks_do_not_share_are_refused_at_the_start(config: TrainConfig, pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_train_apart, replace(config, ulysses=2), timeout=240)
     assert len(caught.value.failures) == 2
@@ -220,11 +215,11 @@ def test_disks_that_the_ranks_do_not_share_are_refused_at_the_start(config: Trai
         assert re.search(r"ranks do not share a folder: rank 1 on .* does not see .* rank 0 on", failure.message)
 
 
-# --- numbers, and full disks
+# --- NaN, and full disks
 
 
-def test_weights_that_are_not_finite_are_neither_saved_nor_exported(config: TrainConfig) -> None:
-    """The loss and the gradients of the step are finite; it is the step itself that spoils the weights."""
+def test_infinite_weights_are_neither_saved_nor_exported(config: TrainConfig) -> None:
+    """Loss and gradients are finite; the optimizer step makes the weights infinite."""
     before = sorted(path.name for path in config.checkpoints.iterdir())
     again = replace(config, steps=4, lr=float("inf"), schedule="constant")
     with pytest.raises(LongspanError, match=r"step-00000004 is not written: .* holds (nan|-?inf) .*smaller --lr"):
@@ -237,7 +232,7 @@ def test_a_full_disk_ends_a_run_only_at_its_last_save(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     fresh = replace(config, out=config.out.with_name("fresh"), async_save=background)
-    create = checkpoint.tensors.SummedFiles.create_stream
+    create = checkpoint.tensors.RecordedFiles.create_stream
 
     def full(self: Any, path: Path, mode: str) -> Any:
         if "making-00000001" not in str(path):
@@ -245,7 +240,7 @@ def test_a_full_disk_ends_a_run_only_at_its_last_save(
         return create(self, path, mode)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.tensors.SummedFiles, "create_stream", full)
+        patch.setattr(checkpoint.tensors.RecordedFiles, "create_stream", full)
         with pytest.raises(LongspanError, match=r"step-00000003 cannot be written: .* resumes from step 1$") as caught:
             train(fresh)
         assert not isinstance(caught.value, DiskFull)
@@ -255,7 +250,7 @@ def test_a_full_disk_ends_a_run_only_at_its_last_save(
     assert "resuming after step 1" in text and losses_of(fresh.out) == losses_of(config.out)
 
 
-def test_a_metrics_line_without_room_is_left_out_whole(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metrics_line_without_room_is_left_out(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     write = MetricsLog.write
     with pytest.MonkeyPatch.context() as patch:
 

@@ -1,10 +1,11 @@
-"""Memory of gradients and optimizer states: the step in the backward, sums in bf16, 8-bit states."""
+"""Memory of gradients and optimizer states: the step in the backward, bf16 sums, offload, 8-bit states."""
 
 from __future__ import annotations
 
 import functools
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -37,10 +38,10 @@ from tests.training import LLAMA, losses_of, train, write_config
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    """6 steps of one sequence of 60 tokens."""
+    """4 steps of one sequence of 60 tokens."""
     return make(TrainConfig,
-        data="pydoc", config=write_config(tmp_path), context=61, batch=1, steps=6, lr=1e-2, warmup=1, clip=0,
-        dtype="fp32", log_every=1, save_every=3, keep=0, out=tmp_path / "run",
+        data="pydoc", config=write_config(tmp_path), context=61, batch=1, steps=4, lr=1e-2, warmup=1, clip=0,
+        dtype="fp32", log_every=1, save_every=2, keep=0, out=tmp_path / "run",
     )  # fmt: skip
 
 
@@ -71,14 +72,14 @@ def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
 # --- the step in the backward
 
 
-@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data_degree": 2, "batch": 2, "dtype": "bf16"}, {}])
+@pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"data_degree": 2, "batch": 2, "dtype": "bf16"}])
 def test_the_step_in_the_backward_is_the_step_after_it(
     config: TrainConfig, pool2: RankPool, mesh: dict[str, Any]
 ) -> None:
     plain = replace(config, **mesh)
     inside = replace(plain, optimizer_in_backward=True, out=config.out / "inside")
     for one in (plain, inside):
-        train(one) if one.parallel.ranks == 1 else _on(pool2, one)
+        _on(pool2, one)
     assert losses_of(inside.out) == losses_of(plain.out)
     assert _same_weights(plain, inside)
     for mine, theirs in zip(_log(inside.out), _log(plain.out), strict=True):
@@ -86,17 +87,14 @@ def test_the_step_in_the_backward_is_the_step_after_it(
         assert mine["lr"] == theirs["lr"]
 
 
-def test_a_run_goes_on_with_and_without_the_step_in_the_backward(config: TrainConfig, pool2: RankPool) -> None:
-    whole = replace(config, ulysses=2)
+def test_a_run_resumes_with_and_without_the_step_in_the_backward(config: TrainConfig, pool2: RankPool) -> None:
+    whole = replace(config, ulysses=2, schedule="constant")
     _on(pool2, whole)
-    parted = replace(whole, out=config.out / "parted")
-    for steps, inside in ((2, True), (4, False), (6, True)):
-        # The schedule is that of the whole run.
-        _on(pool2, replace(parted, steps=steps, schedule="constant", optimizer_in_backward=inside))
-    constant = replace(whole, out=config.out / "constant", schedule="constant")
-    _on(pool2, constant)
-    assert losses_of(parted.out) == losses_of(constant.out)
-    assert _same_weights(constant, parted)
+    parts = replace(whole, out=config.out / "parts")
+    for steps, inside in ((1, True), (2, False), (4, True)):
+        _on(pool2, replace(parts, steps=steps, optimizer_in_backward=inside))
+    assert losses_of(parts.out) == losses_of(whole.out)
+    assert _same_weights(whole, parts)
 
 
 def _model(**changes: Any) -> LlamaForCausalLM:
@@ -110,7 +108,7 @@ def _batch(n: int = 24) -> dict[str, torch.Tensor]:
 
 
 def _gradients_at_once(size: int, tied: bool) -> tuple[int, int, int, float, float]:
-    """Of one step: weights, most gradients alive at once, those left, the norm, and that of a plain backward."""
+    """Return of one step: weights, most gradients alive at once, those left, the norm, that of a plain backward."""
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=size))
     model = longspan.parallelize(_model(tie_word_embeddings=tied), sp)
     model(**_batch()).loss.backward()
@@ -130,7 +128,7 @@ def _gradients_at_once(size: int, tied: bool) -> tuple[int, int, int, float, flo
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_hooks_of_shards_run_one_by_one_and_gradients_never_exist_together(pool2: RankPool, tied: bool) -> None:
+def test_at_most_one_gradient_exists_at_a_time(pool2: RankPool, tied: bool) -> None:
     for found in [*pool2.run(_gradients_at_once, 2, tied), _gradients_at_once(1, tied)]:
         weights, most, left, norm, plain = found
         assert weights > 10 and (most, left) == (1, 0)
@@ -145,15 +143,15 @@ def _diverging(config: TrainConfig) -> str:
     return ""
 
 
-def test_a_run_that_diverges_is_found_before_the_weights_are_touched(config: TrainConfig, pool2: RankPool) -> None:
+def test_divergence_is_detected_before_the_weights_change(config: TrainConfig, pool2: RankPool) -> None:
     wild = replace(config, ulysses=2, lr=1e30, warmup=0, save_every=0, optimizer_in_backward=True, export="never")
     for said in pool2.run(_diverging, wild, timeout=240):
         assert "at step 2: the run has diverged" in said
         assert ("first not finite: " in said) or ("weights were updated before" in said)
 
 
-def _looked_for() -> tuple[str, bool]:
-    """The finder's backward updates nothing, though the optimizer is in the backward."""
+def _find_nonfinite() -> tuple[str, bool]:
+    """Return what is not finite, and whether the search left the weights unchanged."""
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
     model = longspan.parallelize(_model(), sp)
     longspan.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -163,47 +161,53 @@ def _looked_for() -> tuple[str, bool]:
     return str(found), same
 
 
-def test_looking_for_what_is_not_finite_updates_nothing(pool2: RankPool) -> None:
-    assert pool2.run(_looked_for) == [("None", True)] * 2
+def test_find_nonfinite_updates_nothing(pool2: RankPool) -> None:
+    assert pool2.run(_find_nonfinite) == [("None", True)] * 2
 
 
-def _misused(fsdp: bool, how: str) -> None:
+def _misused() -> list[str]:
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
     model = _model()
-    if how == "plain":
-        longspan.optimizer_in_backward(model, torch.optim.SGD(model.parameters()))
-    model = longspan.parallelize(model, sp, fsdp=fsdp)
-    weights = list(model.parameters())[how == "part" :]
-    updates = longspan.optimizer_in_backward(model, torch.optim.SGD(weights))
-    if how == "twice":
-        longspan.optimizer_in_backward(model, torch.optim.SGD(weights))
-    if how == "removed":
-        updates.remove()
-    with longspan.no_sync(model):
+    sgd = torch.optim.SGD(model.parameters())
+    sharded = longspan.parallelize(_model(), sp)
+    weights = list(sharded.parameters())
+    messages = []
+
+    def refuse(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with pytest.raises(LongspanError) as error:
+            longspan.optimizer_in_backward(model, optimizer)
+        messages.append(str(error.value))
+
+    refuse(model, sgd)
+    refuse(longspan.parallelize(model, sp, fsdp=False), sgd)
+    refuse(sharded, torch.optim.SGD(weights[1:]))
+    updates = longspan.optimizer_in_backward(sharded, torch.optim.SGD(weights))
+    refuse(sharded, torch.optim.SGD(weights))
+    with pytest.raises(LongspanError) as error, longspan.no_sync(sharded):
         pass
+    updates.remove()
+    with longspan.no_sync(sharded):
+        pass
+    return [*messages, str(error.value)]
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "how", "said"),
-    [
-        (True, "plain", "is not parallelized"),
-        (False, "", r"use longspan.parallelize\(..., fsdp=True\), or call optimizer.step\(\) after"),
-        (True, "part", r"SGD does not hold 1 of .* make it from model.parameters\(\) after longspan.parallelize"),
-        (True, "twice", r"already; remove\(\) that first"),
-        (True, "", r"gradients cannot accumulate .* call remove\(\)"),
-    ],
-)
-def test_what_the_step_in_the_backward_cannot_be_is_refused(pool2: RankPool, fsdp: bool, how: str, said: str) -> None:
-    with pytest.raises(RankError, match=said) as caught:
-        pool2.run(_misused, fsdp, how)
-    assert len(caught.value.failures) == 2
+def test_misuse_of_the_step_in_the_backward_is_refused(pool2: RankPool) -> None:
+    for messages in pool2.run(_misused):
+        for message, said in zip(
+            messages,
+            (
+                "is not parallelized",
+                r"use longspan.parallelize\(..., fsdp=True\), or call optimizer.step\(\) after",
+                r"SGD does not hold 1 of .* make it from model.parameters\(\) after longspan.parallelize",
+                r"already; remove\(\) that first",
+                r"gradients cannot accumulate .* call remove\(\)",
+            ),
+            strict=True,
+        ):
+            assert re.search(said, message)
 
 
-def test_it_can_be_removed(pool2: RankPool) -> None:
-    pool2.run(_misused, True, "removed")
-
-
-def test_what_does_not_go_with_it_is_refused_with_the_way_out(config: TrainConfig) -> None:
+def test_flags_that_exclude_the_step_in_the_backward_are_refused(config: TrainConfig) -> None:
     inside = replace(config, ulysses=2, optimizer_in_backward=True)
     _refused(inside, r"--clip 1 needs it; use --clip 0", clip=1.0)
     _refused(inside, r"--batch 4 accumulates gradients over 4 of them; give --batch 1, or --micro-batch 4", batch=4)
@@ -230,9 +234,8 @@ def test_gradients_summed_in_bf16_are_half_the_bytes(pool2: RankPool) -> None:
         assert wide[1] == narrow[1] == {torch.float32}  # what the optimizer sees
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_gradients_summed_in_bf16_are_near_and_not_the_same(config: TrainConfig, pool2: RankPool, dtype: Any) -> None:
-    plain = replace(config, ulysses=2, dtype=dtype, steps=3, export="never", save_every=0)
+def test_gradients_summed_in_bf16_are_near_and_not_equal(config: TrainConfig, pool2: RankPool) -> None:
+    plain = replace(config, ulysses=2, dtype="bf16", steps=3, export="never", save_every=0)
     rounded = replace(plain, grad_dtype="bf16", out=config.out / "rounded")
     _on(pool2, plain)
     _on(pool2, rounded)
@@ -241,7 +244,7 @@ def test_gradients_summed_in_bf16_are_near_and_not_the_same(config: TrainConfig,
     assert all(abs(losses[step] / exact[step] - 1) < roughly(torch.bfloat16) for step in exact)
 
 
-def test_sums_in_bf16_are_refused_where_there_are_none(config: TrainConfig) -> None:
+def test_sums_in_bf16_are_refused_without_fsdp_and_on_one_rank(config: TrainConfig) -> None:
     _refused(
         config, r"with --no-fsdp gradients are summed in fp32; leave it out", grad_dtype="bf16", ulysses=2, fsdp=False
     )
@@ -251,7 +254,7 @@ def test_sums_in_bf16_are_refused_where_there_are_none(config: TrainConfig) -> N
 # --- FSDP's offload
 
 
-def test_offload_to_the_host_reaches_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_group_is_offloaded_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan.hf.weights import fsdp
 
     policies: list[Any] = []
@@ -286,13 +289,13 @@ for config in pickle.loads(bytes.fromhex(sys.argv[1])):
 """
 
 
-def test_one_rank_has_it_too(config: TrainConfig) -> None:
-    """FSDP's groups without other ranks: trained, saved, gone on from and exported as without it."""
+def test_one_rank_offloads_too(config: TrainConfig) -> None:
+    """On one rank, FSDP's groups train, save, resume and export as a plain model."""
     config = replace(config, schedule="constant")
     whole = replace(config, out=config.out / "whole")
     train(whole)
     offloaded = replace(config, cpu_offload=True)
-    jobs = [replace(offloaded, steps=3), replace(offloaded, resume="auto")]
+    jobs = [replace(offloaded, steps=2), replace(offloaded, resume="auto")]
     command = [sys.executable, "-c", ON_ONE, pickle.dumps(jobs).hex()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -301,16 +304,16 @@ def test_one_rank_has_it_too(config: TrainConfig) -> None:
     assert _same_weights(whole, config)
 
 
-def test_a_process_that_has_joined_others_is_no_mesh_of_one() -> None:
+def test_a_process_of_a_job_is_no_mesh_of_one() -> None:
     with fake_world(0, 2), pytest.raises(LongspanError, match=r"has joined a job of 2 since; call longspan\.init_mesh"):
         mesh_of_one(torch.device("cpu"))
 
 
-# --- copies of gradients
+# --- memory of gradients
 
 
 def _peaks_of_sums(folder: Path) -> list[float]:
-    """Bytes held at most by a backward and its sum, over those of the gradients."""
+    """Return the peak of a backward and its sum, over the bytes of the gradients."""
     from longspan.hf.weights.gradients import GradientSum
 
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
@@ -333,15 +336,15 @@ def _peaks_of_sums(folder: Path) -> list[float]:
     return found
 
 
-def test_a_gradient_larger_than_a_bucket_is_summed_where_it_lies(pool2: RankPool, tmp_path: Path) -> None:
-    """p * x makes one more tensor of p's size in the forward, which is gone by then."""
+def test_a_gradient_larger_than_a_bucket_is_summed_in_place(pool2: RankPool, tmp_path: Path) -> None:
+    """The forward's p * x, of p's size, is freed by then."""
     for alone, together, rows in pool2.run(_peaks_of_sums, tmp_path):
         assert alone < 1.1  # the gradient
         assert together < 2.2  # all products of the forward are there when the first gradient comes
         assert rows < 1.8  # pieces of 0.125, a few of which gloo's threads may still hold; a whole copy is 2
 
 
-def test_the_heads_gradient_is_the_buffer_it_was_summed_in(tmp_path: Path) -> None:
+def test_the_gradient_of_the_head_is_not_copied(tmp_path: Path) -> None:
     sp = longspan.SequenceSharding(longspan.init_mesh())
     model = longspan.parallelize(_model(vocab_size=1 << 15, num_hidden_layers=1, tie_word_embeddings=False), sp)
     model.model.embed_tokens.weight.requires_grad_(False)
@@ -358,16 +361,16 @@ def test_the_heads_gradient_is_the_buffer_it_was_summed_in(tmp_path: Path) -> No
     assert peak_of(step, tmp_path / "trace.json") < head + 2 * tile + 500_000 < 2 * head
 
 
-# --- nothing hidden keeps memory
+# --- nothing keeps full-sequence tensors alive
 
 
 class _Entered(Exception):
-    """The first layer has been reached."""
+    """Raised by the first layer."""
 
 
 @pytest.mark.parametrize(("layout", "documents"), each_value(["contiguous", "zigzag"], [False, True]))
-def test_nothing_of_a_million_tokens_lives_on_behind_the_entrance(tmp_path: Path, layout: Any, documents: bool) -> None:
-    """The caller holds token ids and labels; of the whole sequence's length there is nothing else, of any dtype."""
+def test_layers_run_without_any_full_sequence_tensor(tmp_path: Path, layout: Any, documents: bool) -> None:
+    """The caller holds ids and labels of a million tokens; no other tensor has the full length, in any dtype."""
     n, ranks = 1 << 20, 64
     held: list[int] = []
     recorded = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
@@ -411,13 +414,13 @@ def _cut_in_the_thread(config: TrainConfig) -> list[int]:
     return [x.untyped_storage().nbytes() for one in micro for x in one.values() if isinstance(x, torch.Tensor)]
 
 
-def test_a_step_of_train_holds_its_own_tokens_alone(config: TrainConfig, pool2: RankPool) -> None:
+def test_a_step_of_train_holds_only_its_own_tokens(config: TrainConfig, pool2: RankPool) -> None:
     one = replace(config, ulysses=2, pack="documents", context=400)
     for sizes in pool2.run(_cut_in_the_thread, one, timeout=240):
         assert sizes == [200 * 8] * 3  # ids, labels, position ids
 
 
-def test_sequences_that_were_dealt_out_are_let_go() -> None:
+def test_sequences_are_freed_once_they_are_dealt_out() -> None:
     seen: list[weakref.ref[Sequence]] = []
 
     def sequences() -> Iterator[Sequence]:
@@ -436,7 +439,7 @@ def test_sequences_that_were_dealt_out_are_let_go() -> None:
 
 @pytest.fixture
 def eight(tmp_path: Path, config: TrainConfig) -> TrainConfig:
-    """Matrices of whole blocks on each of two ranks, and of none (384 x 40, of which a rank has 30 blocks; 40 x 40)."""
+    """A config whose matrices have a multiple of 256 values on each of two ranks."""
     pytest.importorskip("torchao.optim")
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 4}
     return replace(config, config=write_config(tmp_path, **small), ulysses=2, optimizer="adamw8bit")
@@ -457,31 +460,31 @@ def _bytes_of_states(folder: Path) -> dict[str, str]:
     return {name: x["dtype"] for name, x in index.items() if name.startswith("optimizer.state")}
 
 
-def test_a_run_with_8_bit_states_goes_on_to_the_bit(eight: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
+def test_a_run_with_8_bit_states_resumes_to_the_bit(eight: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
     _eagerly(pool2, eight)
     cut = replace(eight, out=tmp_path / "cut")
-    shutil.copytree(eight.checkpoints / "step-00000003", cut.checkpoints / "step-00000003")
+    shutil.copytree(eight.checkpoints / "step-00000002", cut.checkpoints / "step-00000002")
     inside = replace(cut, out=tmp_path / "inside", optimizer_in_backward=True)
     shutil.copytree(cut.checkpoints, inside.checkpoints)
     for again in (cut, inside):
         _eagerly(pool2, again)
-        after = {step: loss for step, loss in losses_of(eight.out).items() if step > 3}
-        assert losses_of(again.out) == after and len(after) == 3
+        after = {step: loss for step, loss in losses_of(eight.out).items() if step > 2}
+        assert losses_of(again.out) == after and len(after) == 2
         assert _same_weights(eight, again)
-    kinds = _bytes_of_states(eight.checkpoints / "step-00000006")
+    kinds = _bytes_of_states(eight.checkpoints / "step-00000004")
     assert kinds["optimizer.state.lm_head.weight.exp_avg.codes"] == "uint8"
     assert kinds["optimizer.state.model.norm.weight.exp_avg"] == "float32"
     plain = replace(eight, optimizer="adamw", out=tmp_path / "plain")
     _eagerly(pool2, plain)
     losses, exact = losses_of(eight.out), losses_of(plain.out)
     assert losses != exact
-    assert all(abs(losses[step] / exact[step] - 1) < 0.1 for step in exact)  # 8 bits, after 6 steps at a high rate
-    # Another mesh, whose parts are whole blocks too; and an optimizer whose states are no such thing.
-    alone = replace(eight, ulysses=1, steps=8)
+    assert all(abs(losses[step] / exact[step] - 1) < 0.1 for step in exact)  # 8 bits, after 4 steps at a high rate
+    # Another mesh whose shards have a multiple of 256 values; then an optimizer with fp32 states.
+    alone = replace(eight, ulysses=1, steps=6)
     _train_eagerly(alone)
-    assert sorted(losses_of(alone.out)) == list(range(1, 9))
+    assert sorted(losses_of(alone.out)) == list(range(1, 7))
     with pytest.raises(RankError, match="has 8 bits a value in one of the two only; use the --optimizer it was made"):
-        _eagerly(pool2, replace(cut, optimizer="adamw", steps=8))
+        _eagerly(pool2, replace(cut, optimizer="adamw", steps=6))
 
 
 def test_8_bit_states_without_torchao_are_refused_before_anything_starts(

@@ -1,4 +1,4 @@
-"""What an attention saves for its backward: q, k, v, the output and the log-sum-exp, each byte once."""
+"""An attention saves q, k, v, the output and the log-sum-exp for its backward, each byte once."""
 
 from __future__ import annotations
 
@@ -16,62 +16,62 @@ from tests.fakes import fake_world
 B, S, H, K, D = 2, 48, 8, 4, 16
 
 
-def saved(sp: longspan.SequenceSharding, dtype: torch.dtype, laid: str, **options: Any) -> dict[int, Tensor]:
-    """What autograd is given to keep, by storage; q, k and v come as a model gives them."""
+def saved(sp: longspan.SequenceSharding, dtype: torch.dtype, source: str, **options: Any) -> dict[int, Tensor]:
+    """Return the tensors that autograd saves, by storage; q, k and v are laid out as in a model."""
     L = S // sp.size
-    if laid != "heads first":  # a fused projection's
+    if source != "heads first":  # a fused projection
         x = torch.zeros(B, L, H + 2 * K, D, dtype=dtype, requires_grad=True) * 1
         q, k, v = x.split([H, K, K], 2)
-        if laid == "v of one tensor":  # q and k are rotated by their positions
+        if source == "v of one tensor":  # q and k are rotated by their positions
             q, k = q * 1, k * 1
     else:
         q, k, v = (torch.zeros(B, h, L, D, dtype=dtype, requires_grad=True).transpose(1, 2) * 1 for h in (H, K, K))
     found: dict[int, Tensor] = {}
 
-    def keep(x: Tensor) -> Tensor:
+    def note(x: Tensor) -> Tensor:
         found[x.untyped_storage().data_ptr()] = x
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         out = longspan.attention(q, k, v, sp, **options)
     out.sum().backward()
     return found
 
 
 def once(rings: int, ulysses: int, dtype: torch.dtype) -> int:
-    """Bytes of q, k, v, the output and the log-sum-exp of a rank."""
+    """Return the bytes of q, k, v, the output and the log-sum-exp of a rank."""
     return B * S // rings * (dtype.itemsize * D * (2 * H + 2 * K) + 4 * H) // ulysses
 
 
 @pytest.mark.parametrize(
-    ("laid", "kernel", "rings", "ulysses"),
+    ("source", "kernel", "rings", "ulysses"),
     pairwise(
         ["heads first", "one tensor", "v of one tensor"], ["auto", "tiled"], grouped([(1, 1), (1, 2), (2, 1), (2, 2)])
     ),
 )
-def test_each_byte_is_saved_once(rings: int, ulysses: int, kernel: str, laid: str) -> None:
+def test_each_byte_is_saved_once(rings: int, ulysses: int, kernel: str, source: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with fake_world(0, rings * ulysses):
             sp = longspan.SequenceSharding(longspan.init_mesh(ring=rings, ulysses=ulysses))
-            found = saved(sp, dtype, laid, kernel=kernel)
+            found = saved(sp, dtype, source, kernel=kernel)
         total = sum(x.untyped_storage().nbytes() for x in found.values())
         assert total == once(rings, ulysses, dtype), [x.shape for x in found.values()]
 
 
 @pytest.mark.parametrize(
-    ("laid", "ulysses", "copies"),
+    ("source", "ulysses", "copies"),
     [("heads first", 1, 0), ("one tensor", 1, 0), ("v of one tensor", 1, 1), ("heads first", 2, 0)],
 )
-def test_a_gpu_without_a_ring_packs_only_what_would_keep_more(
-    monkeypatch: pytest.MonkeyPatch, laid: str, ulysses: int, copies: int
+def test_without_a_ring_a_gpu_copies_only_a_v_that_is_a_view(
+    monkeypatch: pytest.MonkeyPatch, source: str, ulysses: int, copies: int
 ) -> None:
-    """Keys and values lie where the exchange, or the model, put them, unless v would keep a fused projection whole."""
+    """Keys and values are not copied, unless saving v would keep a fused projection alive."""
     made: list[int] = []
     of = ring._KVBlock.of
     monkeypatch.setattr(ring, "_kernel_rereads_kv", lambda device: False)
     monkeypatch.setattr(ring._KVBlock, "of", lambda *args: made.append(1) or of(*args))
     with fake_world(0, ulysses):
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=ulysses))
-        found = saved(sp, torch.float32, laid, kernel="tiled")
+        found = saved(sp, torch.float32, source, kernel="tiled")
     assert sum(x.untyped_storage().nbytes() for x in found.values()) == once(1, ulysses, torch.float32)
-    assert len(made) == 1 + 2 * copies  # the gradients; mine, in the forward and in the backward
+    assert len(made) == 1 + 2 * copies  # gradients; my block in forward and backward

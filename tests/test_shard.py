@@ -1,4 +1,4 @@
-"""Cutting tensors and batches: order, padding, positions, labels shifted before the cut, and what is refused."""
+"""Shard tensors and batches: order, padding, positions, labels shifted before they are sharded, errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _round_trip(n: int, dim: int, ring: int, layout: str) -> None:
     assert mine.shape[dim] == sp.layout.local_length(n) == len(sp.positions(n))
     back = sp.gather(mine, dim=dim, length=n)
     assert torch.equal(back, whole)
-    # Every rank uses the whole in its own loss; the gradient of a part is the sum over ranks, that of `whole` one part.
+    # Every rank uses the full tensor in its own loss; the gradient of a shard is the sum over ranks.
     (grad,) = torch.autograd.grad(back, whole, torch.full_like(back, dist.get_rank() + 1.0))
     expected = torch.zeros_like(whole)
     for start, stop in sp.layout.spans(n, sp.rank):
@@ -43,7 +43,7 @@ def _round_trip(n: int, dim: int, ring: int, layout: str) -> None:
     assert torch.equal(positions, torch.arange(n))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     n=st.integers(1, 37),
     dim=st.integers(0, 2),
@@ -61,7 +61,7 @@ def _wrong_length() -> str:
     return str(error.value)
 
 
-def test_gather_refuses_a_length_that_cannot_be(pool2: RankPool) -> None:
+def test_gather_refuses_an_impossible_length(pool2: RankPool) -> None:
     assert pool2.run(_wrong_length)[0] == (
         "gather: 2 ranks hold 4 entries each, which is a sequence of 7 to 8, not of length=5"
     )
@@ -71,25 +71,25 @@ def _cut(batch: dict[str, Any]) -> dict[str, Any]:
     return shard_batch(batch, _sp(ulysses=dist.get_world_size()))
 
 
-def test_labels_are_shifted_before_the_cut(pool2: RankPool) -> None:
+def test_labels_are_shifted_before_they_are_sharded(pool2: RankPool) -> None:
     ids = torch.arange(1, 8)[None]
     parts = pool2.run(_cut, {"input_ids": ids, "labels": ids})
     assert torch.equal(torch.cat([p["input_ids"] for p in parts], 1), torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]]))
     labels = torch.cat([p["labels"] for p in parts], 1)
-    # Token 4 is the last of rank 0: what it should predict, 5, is held by rank 1.
+    # Token 4 is the last of rank 0; its label, 5, is a token of rank 1.
     assert torch.equal(labels, torch.tensor([[2, 3, 4, 5, 6, 7, IGNORE, IGNORE]]))
     assert torch.equal(torch.cat([p["position_ids"] for p in parts], 1), torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6]]))
     assert all(p["longspan"].length == 7 and p["longspan"].segments is None for p in parts)
 
 
-def test_labels_that_are_shifted_already(pool2: RankPool) -> None:
+def test_shift_labels_are_not_shifted_again(pool2: RankPool) -> None:
     shifted = torch.tensor([[2, 3, 4, IGNORE]])
     parts = pool2.run(_cut, {"input_ids": torch.ones(1, 4, dtype=torch.int64), "shift_labels": shifted})
     assert torch.equal(torch.cat([p["labels"] for p in parts], 1), shifted)
     assert "shift_labels" not in parts[0]
 
 
-def test_positions_that_restart_are_documents_as_in_transformers(pool2: RankPool) -> None:
+def test_restarting_positions_are_documents_as_in_transformers(pool2: RankPool) -> None:
     batch = {
         "input_ids": torch.ones(2, 6, dtype=torch.int64),
         "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]),
@@ -100,7 +100,7 @@ def test_positions_that_restart_are_documents_as_in_transformers(pool2: RankPool
     assert masked.segments is None  # with a mask given, transformers does not look for packed sequences
 
 
-def test_masks_and_documents_as_rows() -> None:
+def test_segments_of_masks_and_documents() -> None:
     assert padding_segments(torch.ones(2, 3)) == (None, False)
     assert padding_segments(torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])) == ((((1, 4),), ((0, 2),)), False)
     assert padding_segments(torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0]])) == ((((1, 4),), ()), True)
@@ -131,12 +131,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("batch", "text"), BAD)
-def test_refused(batch: dict[str, Any], text: str) -> None:
+def test_bad_batches_are_refused(batch: dict[str, Any], text: str) -> None:
     with pytest.raises(LongspanError, match=text):
         shard_batch(batch, longspan.SequenceSharding(OneDeviceMesh("cpu")))
 
 
-def test_what_is_no_sequence_passes_through(pool2: RankPool) -> None:
+def test_other_values_pass_through(pool2: RankPool) -> None:
     part = pool2.run(_cut, {"input_ids": _ids(1, 4), "num_items_in_batch": torch.tensor(7), "name": "x"})[0]
     assert part["num_items_in_batch"] == 7 and part["name"] == "x"
 
@@ -145,7 +145,7 @@ def test_what_is_no_sequence_passes_through(pool2: RankPool) -> None:
 # The mesh.
 
 
-def test_mesh_that_does_not_match_the_job() -> None:
+def test_a_mesh_of_another_size_than_the_job_is_refused() -> None:
     with pytest.raises(
         LongspanError, match=r"init_mesh\(data=1, ring=1, ulysses=4, tensor=1\) needs 4 processes, this"
     ):

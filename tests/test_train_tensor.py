@@ -1,4 +1,4 @@
-"""`longspan train` and `longspan verify` over a tensor axis: one process's numbers, on any mesh, saved and resumed."""
+"""`longspan train` and `longspan verify` on a tensor axis: the losses of one process, also resumed on another mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.training import losses_of, train, write_config
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    """4 steps of 4 sequences of 60 tokens; clipped, so that a norm that is wrong shows in the losses."""
+    """4 steps of 4 sequences of 60 tokens; clipped, so that a wrong norm shows in the losses."""
     return make(TrainConfig,
         data="pydoc", config=write_config(tmp_path, vocab_size=385), context=61, batch=4, steps=4, lr=1e-2, warmup=1,
         clip=0.5, dtype="fp32", log_every=1, save_every=2, keep=0, out=tmp_path / "alone",
@@ -44,7 +44,7 @@ def _on(pool: RankPool, config: TrainConfig) -> dict[int, float]:
 
 
 def _after_two(config: TrainConfig, out: Path, **changes: Any) -> TrainConfig:
-    """A run that goes on from a run's second step, on another mesh."""
+    """Return a run that resumes another from its second step, on another mesh."""
     name = "step-00000002"
     shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
     shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
@@ -62,13 +62,13 @@ def _near(found: dict[int, float], plain: dict[int, float]) -> bool:
     return same and all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
 
 
-def test_a_run_is_that_of_one_process_and_goes_on_on_any_mesh(
+def test_losses_equal_those_of_one_process_and_a_run_resumes_on_any_mesh(
     config: TrainConfig, pool2: RankPool, pool4: RankPool, tmp_path: Path
 ) -> None:
     train(config)
     plain = losses_of(config.out)
     assert plain[4] < plain[1] - 0.1
-    one: dict[str, Any] = {"ulysses": 1, "tensor": 1, "tensor_style": "tp", "export": "never"}
+    other: dict[str, Any] = {"tensor_style": "tp", "export": "never"}
     both = replace(config, out=tmp_path / "both", tensor=2, ulysses=2, tensor_style="megatron-sp")
     assert _near(_on(pool4, both), plain)
     line = json.loads((both.out / "metrics.jsonl").read_text().splitlines()[-1])
@@ -79,29 +79,25 @@ def test_a_run_is_that_of_one_process_and_goes_on_on_any_mesh(
 
     same = _after_two(both, tmp_path / "same", export="never")
     assert _on(pool4, same) == losses_of(both.out)  # to the bit
-    alone = _after_two(both, tmp_path / "back", **one)
-    train(alone)
-    assert _near(losses_of(alone.out), plain)
-    # Two ranks: from one process to a tensor group that FSDP has nothing to do for, and from four to a Ulysses group.
-    pair = _after_two(config, tmp_path / "pair", **{**one, "tensor": 2})
-    ulysses = _after_two(both, tmp_path / "ulysses", **{**one, "ulysses": 2})
-    pool2.run(train, pair, timeout=240)
-    assert _near(_on(pool2, ulysses), plain) and _near(losses_of(pair.out), plain)
+    # From one process to a tensor group without FSDP, and from four ranks to a Ulysses group.
+    pair = _after_two(config, tmp_path / "pair", **other, ulysses=1, tensor=2)
+    ulysses = _after_two(both, tmp_path / "ulysses", **other, ulysses=2, tensor=1)
+    assert _near(_on(pool2, pair), plain) and _near(_on(pool2, ulysses), plain)
 
-    # What was exported is read part by part, and proven.
+    # Each rank reads its shards of the export.
     verified = make(VerifyConfig, model=str(both.exported), context=64, tensor=2, ulysses=2, tensor_style="megatron-sp")
     _check_passed(pool4.run(worker, verified, timeout=240)[0])
-    kept = make(VerifyConfig, resume=str(both.out), context=64, tensor=2)
-    _check_passed(pool2.run(worker, kept, timeout=240)[0])
+    resumed = make(VerifyConfig, resume=str(both.out), context=64, tensor=2)
+    _check_passed(pool2.run(worker, resumed, timeout=240)[0])
 
 
 def _check_passed(report: Report) -> None:
     assert report.passed, [check for check in report.checks if not check.passed]
-    assert len(report.checks) == 3 + 21 and report.setup["tensor"] == 2  # of 21 parameters every gradient
+    assert len(report.checks) == 3 + 21 and report.setup["tensor"] == 2  # the gradients of 21 parameters
 
 
 def _without_a_sum(config: VerifyConfig) -> Report:
-    """One rank's gradients lack what the other's heads and features add to them."""
+    """Leave out the sum of gradients over the ranks' heads and features."""
     copy_in = TensorGroup.copy_in
     TensorGroup.copy_in = lambda self, x: x.clone() if x.shape[-1:] == (32,) else copy_in(self, x)  # type: ignore[method-assign]
     try:
@@ -110,9 +106,8 @@ def _without_a_sum(config: VerifyConfig) -> Report:
         TensorGroup.copy_in = copy_in  # type: ignore[method-assign]
 
 
-def test_verify_finds_a_sum_over_the_axis_that_is_left_out(pool4: RankPool, tmp_path: Path) -> None:
+def test_verify_detects_a_missing_sum_over_the_axis(pool4: RankPool, tmp_path: Path) -> None:
     config = make(VerifyConfig, config=write_config(tmp_path), context=64, tensor=2, ulysses=2, fsdp=False)
-    _check_passed(pool4.run(worker, config, timeout=240)[0])
     report = pool4.run(_without_a_sum, config, timeout=240)[0]
     failed = {check.group for check in report.checks if not check.passed}
     assert not report.passed and {"attention q", "mlp"} <= failed and "lm head" not in failed
@@ -123,28 +118,28 @@ def _room_for_a_checkpoint(folder: Path) -> tuple[int, int]:
     model = longspan.parallelize(build("Llama", vocab_size=64), sp, fsdp=False)
     optimizer = torch.optim.AdamW(model.parameters())
     pending = prepare(folder, 1, model, optimizer, {}, 0, Ranks())
-    beside = 2048 * 4 * len(flat_names(pending.tensors))
-    return pending.needed - beside, 3 * 4 * sum(p.numel() for p in model.parameters())
+    overhead = 2048 * 4 * len(flat_names(pending.tensors))
+    return pending.needed - overhead, 3 * 4 * sum(p.numel() for p in model.parameters())
 
 
-def test_what_several_ranks_hold_needs_room_once(pool4: RankPool, tmp_path: Path) -> None:
+def test_replicated_weights_need_room_once(pool4: RankPool, tmp_path: Path) -> None:
     for needed, whole in pool4.run(_room_for_a_checkpoint, tmp_path):
         assert whole <= needed < 1.01 * whole  # weights and two states, and each weight's count of steps
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is refused, before any rank starts.
+# Errors before any rank starts.
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor", "said"),
+    ("how", "changes", "tensor", "said"),
     [
-        ({}, 8, ("tensor=8", "4 query heads", "tensor=4")),
-        ({"intermediate_size": 5}, 4, ("5 features", "tensor=2")),
+        ("train", {}, 8, ("tensor=8", "4 query heads", "tensor=4")),
+        ("dry run", {"intermediate_size": 5}, 4, ("5 features", "tensor=2")),
+        ("verify", {}, 8, ("tensor=8", "4 query heads", "tensor=4")),
     ],
 )
-@pytest.mark.parametrize("how", ["train", "dry run", "verify"])
-def test_what_cannot_be_cut_is_refused_before_ranks_start(
+def test_an_axis_that_is_too_large_is_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, changes: dict[str, Any], tensor: int, said: Any
 ) -> None:
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
@@ -167,13 +162,13 @@ def test_what_cannot_be_cut_is_refused_before_ranks_start(
         ({"tensor": 0}, ("--tensor",)),
     ],
 )
-def test_what_the_axis_does_not_go_with_is_refused(config: TrainConfig, changes: dict[str, Any], said: Any) -> None:
+def test_options_that_exclude_the_axis_are_refused(config: TrainConfig, changes: dict[str, Any], said: Any) -> None:
     with pytest.raises(LongspanError) as error:
         replace(config, **changes).check()
     assert all(part in str(error.value) for part in said), error.value
 
 
-def test_the_axis_counts_once_where_weights_are_shared(config: TrainConfig) -> None:
+def test_the_ranks_of_an_axis_share_sequences(config: TrainConfig) -> None:
     given = replace(config, data_degree=3, ring=2, ulysses=2, tensor=2)
     assert (given.parallel.ranks, given.parallel.fsdp_ranks, given.sequences) == (24, 12, 4)
     assert given.parallel.flags.endswith("--tensor 2")

@@ -1,4 +1,4 @@
-"""`longspan verify --resume`: a checkpoint's weights, as they lie on disk, compute what one process computes."""
+"""`longspan verify --resume`: a checkpoint's weights, sharded as they are read, compute what one process computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
-from longspan.checkpoint.folder import format_marker
+from longspan.checkpoint.damage import format_marker
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.train import TrainConfig
@@ -55,27 +55,27 @@ def _step(out: Path, step: int) -> Path:
     return out / "checkpoints" / f"step-{step:08d}"
 
 
-# --- what is right passes, and what is not is seen
+# --- sound checkpoints pass, a wrong load fails
 
 
-def _exchanged(load: Callable[..., None]) -> Callable[..., None]:
-    """The sharded load gives a rank another row's weights: only what comes after it can notice."""
+def _with_wrong_rows(load: Callable[..., None]) -> Callable[..., None]:
+    """Load the rows of rank 1 in the wrong order, which only the comparison can detect."""
 
-    def spoilt(found: Checkpoint, model: torch.nn.Module, ranks: Ranks) -> None:
+    def call(found: Checkpoint, model: torch.nn.Module, ranks: Ranks) -> None:
         load(found, model, ranks)
         for name, parameter in model.named_parameters():
             if isinstance(parameter, DTensor) and name.endswith("1.mlp.up_proj.weight") and ranks.rank == 1:
                 local = parameter.to_local()
                 local.data.copy_(local.roll(1, 0).detach().clone())
 
-    return spoilt
+    return call
 
 
 def _verify_all(configs: list[VerifyConfig]) -> list[Report]:
-    """Several runs in one launch, and the first once more with a fault in how shards are read."""
+    """Verify each, and the first again with a fault in how shards are read."""
     reports = [worker(config) for config in configs]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "load_weights", _exchanged(checkpoint.load_weights))
+        patch.setattr(checkpoint, "load_weights", _with_wrong_rows(checkpoint.load_weights))
         return [*reports, worker(configs[0])]
 
 
@@ -84,7 +84,7 @@ def _loss(report: Report) -> float:
     return float(loss.values[0])
 
 
-def test_a_checkpoint_is_verified_on_its_own_weights(
+def test_a_checkpoint_is_verified_with_its_own_weights(
     finished: Path, pool2: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, hf = finished / "run", make(VerifyConfig, model=str(finished / "run" / "hf"), context=32, ulysses=2)
@@ -97,13 +97,13 @@ def test_a_checkpoint_is_verified_on_its_own_weights(
     ]
     reports, others = pool2.run(_verify_all, configs, timeout=240)
     assert reports == others
-    newest, exported, before, *_, spoilt = reports
+    newest, exported, before, *_, faulty = reports
     for report in reports[:-1]:
         assert report.passed, [check for check in report.checks if not check.passed]
     # The export holds the same weights; those of the step before, and random ones, have another loss.
     loss = _loss(newest)
     assert abs(loss - _loss(exported)) < 1e-4 < abs(loss - _loss(before)), (loss, _loss(exported), _loss(before))
-    assert spoilt.exit_code == 1
+    assert faulty.exit_code == 1
     path = _step(out, 2)
     files = [file for file in path.iterdir() if file.name != checkpoint.MARKER]
     sizes = {"step": 2, "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
@@ -129,33 +129,35 @@ def _never(*_: Any, **__: Any) -> None:
     raise AssertionError("ranks were started")
 
 
-def test_damage_is_refused_by_file_with_the_newest_that_is_whole(
+def test_damage_is_refused_with_file_and_newest_undamaged_checkpoint(
     out: Path, pool2: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest, older = _step(out, 2), _step(out, 1)
-    way_out = rf"; resume from the newest that is whole: --resume {re.escape(str(older))}"
+    hint = rf"; resume from the newest undamaged checkpoint: --resume {re.escape(str(older))}"
     _flip(newest / "__0_0.distcp")
-    # Content is read by the ranks, who share it out; a run's folder means its newest checkpoint, and no other.
+    # The ranks share the files to read. A run's folder means its newest checkpoint and no other.
     for path in (out, newest):
         with pytest.raises(RankError, match="2 of 2 ranks failed") as caught:
             pool2.run(worker, _config(path))
         for failure in caught.value.failures.values():
-            assert re.search(rf"step-00000002/__0_0\.distcp is damaged: .* CRC-32 .*{way_out}", failure.message)
-    # Names and sizes are looked at before any rank starts.
+            assert re.search(rf"step-00000002/__0_0\.distcp is damaged: .* CRC-32 .*{hint}", failure.message)
+    # Names and sizes are checked before any rank starts.
     monkeypatch.setattr("longspan.ranks.launch.launch", _never)
     (newest / "__0_0.distcp").write_bytes(b"short")
-    with pytest.raises(LongspanError, match=rf"__0_0\.distcp has 5 bytes instead of \d+{way_out}"):
+    with pytest.raises(LongspanError, match=rf"__0_0\.distcp has 5 bytes instead of \d+{hint}"):
         run(_config(out))
     (newest / "index.json").unlink()
     (newest / "__0_0.distcp").unlink()
-    with pytest.raises(LongspanError, match=rf"step-00000002/\S+ is missing{way_out}"):
+    with pytest.raises(LongspanError, match=rf"step-00000002/\S+ is missing{hint}"):
         run(_config(newest))
     (newest / checkpoint.MARKER).unlink()
     for path in (out, out / "checkpoints", newest):
-        with pytest.raises(LongspanError, match=rf"step-00000002 is not complete: it has no complete\.json{way_out}"):
+        with pytest.raises(LongspanError, match=rf"step-00000002 is not complete: it has no complete\.json{hint}"):
             run(_config(path))
     _flip(older / checkpoint.MARKER)
-    with pytest.raises(LongspanError, match=r"step-00000001/complete\.json is damaged: .*no other one beside it"):
+    with pytest.raises(
+        LongspanError, match=r"step-00000001/complete\.json is damaged: .*no other checkpoint next to it"
+    ):
         run(_config(older))
     for path, said in {
         out / "checkpoints" / "step-00000009": r"step-00000009 does not exist; ",
@@ -166,16 +168,16 @@ def test_damage_is_refused_by_file_with_the_newest_that_is_whole(
             run(_config(path))
 
 
-def test_weights_that_are_not_finite_are_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No save writes them; so it is made to."""
+def test_nan_in_a_checkpoint_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No save writes NaN, unless its check is switched off."""
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.saving, "check_finite", lambda *_: None)
+        patch.setattr(checkpoint.saving, "check_finite", lambda *_, **__: None)
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, float("nan"))
         checkpoint.save(out / "checkpoints", 3, model, torch.optim.AdamW(model.parameters()), {})
     found = checkpoint.newest(out, Ranks())
     assert found.step == 3 and found.verified
-    with pytest.raises(LongspanError, match=r"step-00000003 is no good: weight holds nan \(4 of 4 .*an older one"):
+    with pytest.raises(LongspanError, match=r"step-00000003 cannot be used: weight holds nan \(4 of 4 .*an older one"):
         checkpoint.load_weights(found, torch.nn.Linear(2, 2))
 
 
@@ -198,28 +200,31 @@ def test_another_model_is_refused_key_by_key(finished: Path, tmp_path: Path, mon
         run(_config(finished / "run", context=600))
 
 
-def _keep(path: Path, state: dict[str, Any]) -> None:
-    """What an attacker or another program does: another state, with the marker's checksum."""
+def _replace_state(path: Path, state: dict[str, Any]) -> None:
+    """Write another state with the right checksum, as another program may."""
     found = Checkpoint.read(path)
     (path / checkpoint.MARKER).write_text(format_marker(found.step, state, found.files))
 
 
-def test_a_config_that_cannot_be_made_is_asked_for(finished: Path, out: Path) -> None:
+def test_a_checkpoint_without_a_usable_config_needs_the_flag(finished: Path, out: Path) -> None:
     path, own = _step(out, 2), finished / "config.json"
     identity = Checkpoint.read(path).state["identity"]
     llama = identity["model"]
-    for kept, said in [
-        ({}, r"keeps no model config, so `longspan train` did not write it; give .*--config FILE"),
-        ({"identity": {"model": "llama"}}, r"keeps no model config"),
-        ({"identity": {"model": {**llama, "model_type": "llama99"}}}, r"no config of the model type llama99.*--config"),
+    for state, said in [
+        ({}, r"has no model config, so `longspan train` did not write it; give .*--config FILE"),
+        ({"identity": {"model": "llama"}}, r"has no model config"),
+        (
+            {"identity": {"model": {**llama, "model_type": "llama99"}}},
+            r"no config of the saved model type llama99.*--config",
+        ),
         (
             {"identity": {**identity, "model": {**llama, "rope_parameters": None}}},
-            r"does not make the config that it keeps: .*rope_theta was None, is 10000\.0; .*give .*--config FILE",
+            r"does not make the saved config: .*rope_theta was None, is 10000\.0; .*give .*--config FILE",
         ),
     ]:
-        _keep(path, kept)
+        _replace_state(path, state)
         with pytest.raises(LongspanError, match=said):
             open_resumed(_config(out), Ranks())
-    _keep(path, {})  # as a loop of one's own saves it
+    _replace_state(path, {})  # as a custom training loop saves it
     report = worker(_config(out, config=own, ulysses=1))  # on one process without a group
     assert report.passed and report.setup["checkpoint"]["step"] == 2

@@ -1,27 +1,24 @@
-"""Checkpoints: sharded ones to go on from (torch's Distributed Checkpoint), and Hugging Face folders to use.
+"""Checkpoints to resume from (torch's Distributed Checkpoint), and Hugging Face folders to use.
 
-A run's folder holds `checkpoints/step-00000100/`, made under another name, read back, and renamed when every rank's
-files are whole; in it `complete.json`, written last: the step, the place in the data, and every file's checksum.
-
-    folder.py     what a checkpoint is on disk: the marker, checksums, what is complete, what is removed
-    ranks.py      what all ranks do together, or refuse together
-    disk.py       one writer in a folder, one disk for all ranks, disks that are full
-    tensors.py    torch's tensor files with checksums, and their index, which is no pickle
-    saving.py     save and load
-    background.py save beside the training
-    choosing.py   which checkpoint to go on from, its content verified
-    identity.py   what a checkpoint keeps of the run that made it, compared; the model's config from it
-    exporting.py  Hugging Face folders: a whole model, or a PEFT adapter
+folder.py     names of complete and incomplete folders; write, put in place, remove
+damage.py     how a damaged checkpoint is detected; which checkpoint to resume from
+saving.py     save, at once or in a thread
+loading.py    load, on any mesh
+exporting.py  Hugging Face folders: a model, or a PEFT adapter
+tensors.py    torch's tensor files with checksums, and their index
+finite.py     NaN and infinity are neither saved nor loaded
+identity.py   compare a run and its model with those of a checkpoint
+disk.py       full disks, disks that ranks do not share, two runs in one folder
+ranks.py      the ranks that save or load together
 """
 
-from longspan.checkpoint.background import Saver
-from longspan.checkpoint.choosing import choose, newest, verify
+from longspan.checkpoint.damage import Checkpoint, choose, latest, newest, verify
 from longspan.checkpoint.disk import DiskFull, RunLock, check_shared
 from longspan.checkpoint.exporting import check_replaceable, export, exported_step
-from longspan.checkpoint.folder import MARKER, Checkpoint, complete_steps, latest, step_path
+from longspan.checkpoint.folder import MARKER, complete_steps, step_path
+from longspan.checkpoint.loading import load, load_weights
 from longspan.checkpoint.ranks import Ranks
-from longspan.checkpoint.saving import load, load_weights, save
-from longspan.core.system import is_full
+from longspan.checkpoint.saving import Saver, save
 
 __all__ = [
     "MARKER",
@@ -36,7 +33,6 @@ __all__ = [
     "complete_steps",
     "export",
     "exported_step",
-    "is_full",
     "latest",
     "load",
     "load_weights",

@@ -1,8 +1,7 @@
-"""What all ranks of a job do together, or refuse together."""
+"""The ranks that save or load together."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,26 +9,16 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longspan.checkpoint.disk import DiskFull
-from longspan.comm.objects import broadcast_object, gather_objects
+from longspan.checkpoint.disk import as_longspan_error
+from longspan.comm.errors import on_every_rank, on_first_rank
+from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.system import format_os_error, is_full
 from longspan.core.validation import format_value
 
 T = TypeVar("T")
 
-_FILES_LIMIT = timedelta(hours=2)
-"""How long a rank waits for the others to write or read their files."""
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of an action on one rank: its value, or why there is none. Plain values, sent to the others."""
-
-    value: Any = None
-    problem: str | None = None
-    full: bool = False
-    unexpected: bool = False
+_FILES_TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for others that write or read files."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +29,16 @@ class Ranks:
 
     @classmethod
     def apart(cls) -> Ranks:
-        """All ranks, over a gloo group of their own: collective. For files, which take the time that they take.
+        """Return all ranks, over a new gloo group. Collective.
 
-        Neither a training that goes on meanwhile, nor a short limit of the job's own group, concerns it.
+        Files take long, so they wait neither for the training nor for the short timeout of the job's own group.
         """
         several = dist.is_initialized() and dist.get_world_size() > 1
-        return cls(dist.new_group(backend="gloo", timeout=_FILES_LIMIT) if several else None)
+        return cls(dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if several else None)
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process, though there may be others, who each have a group of their own: collective."""
+        """Return this process only, as every rank of the job does. Collective: each gets a group of one."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         mine, _ = dist.new_subgroups(group_size=1, backend="gloo")
@@ -57,48 +46,41 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
-        """Which of them this is."""
+        """This rank's place among them."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     def gather(self, mine: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
-        return [mine] if self.size == 1 else gather_objects(mine, self.group or dist.group.WORLD)
+        """Return every rank's value, in rank order. Collective."""
+        return gather_objects(mine, self._group)
 
     def each(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank and return this rank's result; if it fails on any, all raise.
+        """Run `action` on every rank and return this rank's result; if it fails on any rank, raise on all. Collective.
 
         Raises:
-            LongspanError: on every rank, of the first rank that could not.
+            LongspanError: as `longspan.comm.errors.on_every_rank`.
         """
-        outcome, error = _try(action)
-        outcomes: list[_Outcome] = self.gather(dataclasses.replace(outcome, value=None))
-        failed = [rank for rank, other in enumerate(outcomes) if other.problem is not None]
-        if failed:
-            alike = len({other.problem for other in outcomes}) == 1
-            _raise(outcomes[failed[0]], None if alike else failed[0], error)
-        return outcome.value  # type: ignore[no-any-return]
+        return on_every_rank(as_longspan_error(action), self._group)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank while the others wait, and return its result (plain values) on all.
+        """Run `action` on the first rank and return its result (plain values) on all. Collective.
 
         Raises:
-            LongspanError: on every rank, if it fails there.
+            LongspanError: on every rank, if it fails; a `DiskFull` if the disk is full.
         """
-        outcome, error = _try(action) if self.rank == 0 else (_Outcome(), None)
-        if self.size > 1:
-            outcome = broadcast_object(outcome, self.group or dist.group.WORLD)
-        if outcome.problem is not None:
-            _raise(outcome, None, error)
-        return outcome.value  # type: ignore[no-any-return]
+        return on_first_rank(as_longspan_error(action), self._group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return None if self.size == 1 else self.group or dist.group.WORLD
 
 
 def checked_on_all(check: Callable[[], T], given: Mapping[str, Any]) -> T:
-    """Check the arguments of a collective call on every rank: on its `ranks`, or else on those of the job."""
+    """Check the arguments of a collective call on every rank of its `ranks`, by default those of the job."""
     ranks = given.get("ranks")
     return (ranks if isinstance(ranks, Ranks) else Ranks()).each(check)
 
@@ -111,23 +93,3 @@ def check_ranks(name: str, ranks: Any) -> None:
     """
     if ranks is not None and not isinstance(ranks, Ranks):
         raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {format_value(ranks)}")
-
-
-def _try(action: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
-    try:
-        return _Outcome(action()), None
-    except DiskFull as error:
-        return _Outcome(problem=str(error), full=True), error
-    except LongspanError as error:
-        return _Outcome(problem=str(error)), error
-    except OSError as error:
-        return _Outcome(problem=format_os_error(error), full=is_full(error)), error
-    except Exception as error:  # a fault of ours: the others must not wait for this rank
-        return _Outcome(problem=f"{type(error).__name__}: {error}", unexpected=True), error
-
-
-def _raise(outcome: _Outcome, rank: int | None, error: Exception | None) -> None:
-    if outcome.unexpected and error is not None:
-        raise error
-    where = "" if rank is None else f"rank {rank}: "
-    raise (DiskFull if outcome.full else LongspanError)(f"{where}{outcome.problem}") from error

@@ -1,9 +1,8 @@
-"""torch's tensor files, with a checksum of every file taken while it is written, and an index that is no pickle.
+"""Write torch's tensor files with checksums, and read them without unpickling.
 
-torch's Distributed Checkpoint keeps what it knows of its files in `.metadata`, a pickle, and unpickling can run any
-command. So the same is kept in `index.json`, and only that is read: names, shapes, which file, from where to where.
-(`.metadata` stays beside it for torch's own tools.) The tensors themselves, and the plain numbers of the optimizer, are
-read by `torch.load` with `weights_only=True`, which builds tensors and plain values and calls nothing else.
+torch's Distributed Checkpoint writes its index as `.metadata`, a pickle, and unpickling can run any command. longspan
+writes the same as `index.json` and reads only that: names, shapes, files and offsets. (`.metadata` stays for torch's
+own tools.) Tensors and plain values are read by `torch.load` with `weights_only=True`, which calls no other code.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -33,24 +33,32 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from longspan.checkpoint.folder import FileRecord
-from longspan.compat.torch_checkpoint import Place, keep_places, write_through
+from longspan.compat.torch_api import NO_GROUP_WARNING
+from longspan.compat.torch_checkpoint import Location, note_locations, write_through
 from longspan.core.errors import LongspanError
 
 INDEX = "index.json"
 
 
-class _SumStream(io.IOBase):
-    """Passes on what is written, and sums it up."""
+class _RecordedFile(io.IOBase):
+    """Write to a file, and record size, checksum and errors: torch's C++ writer does not pass an OSError on."""
 
-    def __init__(self, raw: Any) -> None:
-        self.raw, self.size, self.crc32 = raw, 0, 0
+    def __init__(self, raw: Any, files: RecordedFiles) -> None:
+        self._raw, self._files = raw, files
+        self.size = self.crc32 = 0
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.raw.write(view)
+        with self._files.recording_errors():
+            self._raw.write(view)
         self.size += len(view)
         self.crc32 = zlib.crc32(view, self.crc32)
         return len(view)
+
+    def flush(self) -> None:
+        if not self._raw.closed:
+            with self._files.recording_errors():
+                self._raw.flush()
 
     def writable(self) -> bool:
         return True
@@ -58,18 +66,16 @@ class _SumStream(io.IOBase):
     def tell(self) -> int:
         return self.size
 
-    def flush(self) -> None:
-        if not self.raw.closed:
-            self.raw.flush()
-
     def fileno(self) -> int:
-        return int(self.raw.fileno())
+        return int(self._raw.fileno())
 
 
-class SummedFiles(FileSystem):
-    """torch's file system, which keeps a record of every file it writes, and the first error of the disk.
+class RecordedFiles(FileSystem):
+    """torch's file system, with a record of every file it writes.
 
-    (torch says "unexpected pos" where the disk was full: its writer finds out that bytes are missing, and not why.)
+    Attributes:
+        records: of each file, by name.
+        error: the first of the disk. torch reports a full disk as "unexpected pos", without the reason.
     """
 
     def __init__(self) -> None:
@@ -78,99 +84,76 @@ class SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """A stream to write a new file."""
-        try:
+        """Open a new file to write."""
+        with self.recording_errors():
             with super().create_stream(path, mode) as raw:
-                stream = _SumStream(_Noting(raw, self))
+                stream = _RecordedFile(raw, self)
                 yield stream
                 raw.close()
             self.records[Path(path).name] = FileRecord(stream.size, stream.crc32)
+
+    @contextlib.contextmanager
+    def recording_errors(self) -> Generator[None, None, None]:
+        try:
+            yield
         except OSError as error:
-            self.note(error)
+            self.error = self.error or error
             raise
 
-    def note(self, error: OSError) -> None:
-        """Remember the first error."""
-        self.error = self.error or error
-
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file that was written."""
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-class _Noting:
-    """A file whose errors are noted: torch's writer in C++ does not hand them on."""
-
-    def __init__(self, raw: Any, files: SummedFiles) -> None:
-        self._raw, self._files = raw, files
-
-    def write(self, data: Any) -> None:
-        try:
-            self._raw.write(data)
-        except OSError as error:
-            self._files.note(error)
-            raise
-
-    def flush(self) -> None:
-        try:
-            self._raw.flush()
-        except OSError as error:
-            self._files.note(error)
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._raw, name)
-
-
-class SummingWriter(FileSystemWriter):
-    """torch's writer over `SummedFiles`."""
+class RecordingWriter(FileSystemWriter):
+    """torch's writer over `RecordedFiles`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.files = SummedFiles()
+        self.files = RecordedFiles()
         write_through(self, self.files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As torch's, and `metadata` says where everything is."""
         super().finish(metadata, results)
-        keep_places(metadata, results)
+        note_locations(metadata, results)
 
 
 # --- the index
 
 
 def format_index(metadata: Metadata) -> str:
-    """torch's metadata as JSON: for every tensor its dtype, shape and pieces, for every other value where it is."""
-    places: dict[MetadataIndex, Place] = metadata.storage_data
+    """Return torch's metadata as JSON: dtype, shape and pieces of every tensor, location of every other value."""
+    locations: dict[MetadataIndex, Location] = metadata.storage_data
+
+    def location(index: MetadataIndex) -> list[Any]:
+        where = locations[index]
+        return [where.relative_path, where.offset, where.length]
+
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            pieces = [
-                [list(c.offsets), list(c.sizes), *_format_place(places[MetadataIndex(name, c.offsets)])]
-                for c in entry.chunks
-            ]
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
+            tensors[name] = {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "shape": list(entry.size),
+                "pieces": [
+                    [list(c.offsets), list(c.sizes), *location(MetadataIndex(name, c.offsets))] for c in entry.chunks
+                ],
+            }
         else:
-            values[name] = _format_place(places[MetadataIndex(name)])
-    return json.dumps({"tensors": tensors, "values": values}, indent=None, separators=(",", ":")) + "\n"
-
-
-def _format_place(info: Place) -> list[Any]:
-    return [info.relative_path, info.offset, info.length]
+            values[name] = location(MetadataIndex(name))
+    return json.dumps({"tensors": tensors, "values": values}, separators=(",", ":")) + "\n"
 
 
 def read_index(text: str, sizes: dict[str, int]) -> Metadata:
-    """torch's metadata from JSON, checked: only the known files, each piece inside its file and its tensor.
+    """Return torch's metadata from JSON. Every piece must be inside a known file and inside its tensor.
 
     Args:
         text: of the index.
-        sizes: of the files that the marker names, in bytes.
+        sizes: bytes of each file that the marker names.
 
     Raises:
-        LongspanError: for anything else.
+        LongspanError: if it is damaged.
     """
     try:
         return _parse_index(json.loads(text), sizes)
@@ -180,65 +163,77 @@ def read_index(text: str, sizes: dict[str, int]) -> Metadata:
 
 def _parse_index(index: dict[str, Any], sizes: dict[str, int]) -> Metadata:
     entries: dict[str, Any] = {}
-    places: dict[MetadataIndex, Place] = {}
+    locations: dict[MetadataIndex, Location] = {}
 
-    def place(file: Any, offset: Any, length: Any) -> Place:
-        start, count = _counts([offset, length])
+    def location(file: Any, offset: Any, length: Any) -> Location:
+        start, count = _sizes([offset, length])
         if file not in sizes or start + count > sizes[file]:
             raise ValueError(f"{count} bytes from {start} on are not in a file {file!r}")
-        return Place(file, start, count)
+        return Location(file, start, count)
 
     for name, tensor in index["tensors"].items():
-        dtype, shape = getattr(torch, str(tensor["dtype"]), None), _counts(tensor["shape"])
+        dtype, shape = getattr(torch, str(tensor["dtype"]), None), _sizes(tensor["shape"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{name} has no dtype {tensor['dtype']!r}")
-        chunks = []
+        pieces = []
         for offsets, lengths, *where in tensor["pieces"]:
-            begin, count = _counts(offsets), _counts(lengths)
-            inside = all(b + c <= n for b, c, n in zip(begin, count, shape, strict=True))
-            if not inside:
+            begin, count = _sizes(offsets), _sizes(lengths)
+            if any(b + c > n for b, c, n in zip(begin, count, shape, strict=True)):
                 raise ValueError(f"a piece of {name} is not inside it")
-            chunks.append(ChunkStorageMetadata(torch.Size(begin), torch.Size(count)))
-            places[MetadataIndex(name, begin)] = place(*where)
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+            pieces.append(ChunkStorageMetadata(torch.Size(begin), torch.Size(count)))
+            locations[MetadataIndex(name, begin)] = location(*where)
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), pieces)
     for name, where in index["values"].items():
         entries[name] = BytesStorageMetadata()
-        places[MetadataIndex(name)] = place(*where)
-    return Metadata(entries, storage_data=places, storage_meta=StorageMeta())
+        locations[MetadataIndex(name)] = location(*where)
+    return Metadata(entries, storage_data=locations, storage_meta=StorageMeta())
 
 
-def _counts(values: Any) -> list[int]:
+def _sizes(values: Any) -> list[int]:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{values!r} are no sizes")
     return cast(list[int], values)
 
 
 class IndexReader(FileSystemReader):
-    """torch's reader over the index, which never opens `.metadata`."""
+    """torch's reader over `index.json`; it never opens `.metadata`."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the index says."""
         assert self._metadata.storage_meta is not None
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
 
-class PlainPlanner(DefaultLoadPlanner):
-    """torch's planner, which reads what is no tensor with `weights_only=True` as well."""
+class WeightsOnlyPlanner(DefaultLoadPlanner):
+    """torch's planner, but values that are not tensors are read with `weights_only=True` as well."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take one plain value."""
         plain = torch.load(value, weights_only=True)
-        super().load_bytes(read_item, _saved(plain))
+        again = io.BytesIO()  # torch's planner unpickles what it is given
+        torch.save(plain, again)
+        again.seek(0)
+        super().load_bytes(read_item, again)
 
 
-def _saved(value: Any) -> io.BytesIO:
-    """What was read safely, as torch's planner wants to read it once more."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return buffer
+# --- errors and warnings of torch
+
+
+def cause(error: BaseException) -> str:
+    """Return one line: the error of the first rank that failed, of torch's CheckpointException; or the error itself."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank = min(failures)
+        return f"rank {rank}: {cause(failures[rank][0])}"
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def without_group_warning() -> Generator[None, None, None]:
+    """Ignore torch's warning that there is no process group: one device needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=NO_GROUP_WARNING)
+        yield

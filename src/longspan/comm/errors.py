@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from longspan.comm.objects import gather_objects
+from longspan.comm.objects import broadcast_object, gather_objects
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -37,6 +37,32 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T
     return results[0]
 
 
+def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `action` on the group's first rank and return its result on all; if it raises, raise on all. Collective.
+
+    Args:
+        action: its result is pickled; it may raise anything.
+        group: the ranks; None for one.
+
+    Raises:
+        LongspanError: on every rank, of the same subclass.
+        Exception: on the first rank, if `action` raised another kind of exception.
+    """
+    results: list[T] = []
+    problem: Exception | None = None
+    if group is None or group.rank() == 0:
+        try:
+            results.append(action())
+        except Exception as error:  # of any kind: the other ranks must raise too
+            problem = error
+    sent = problem if problem is None or isinstance(problem, LongspanError) else LongspanError(error_text(problem))
+    results, sent = broadcast_object((results, sent), group)
+    error = problem or sent
+    if error is not None:
+        raise error
+    return results[0]
+
+
 def raise_on_every_rank(
     problem: Exception | None,
     group: dist.ProcessGroup | None,
@@ -49,7 +75,7 @@ def raise_on_every_rank(
         problem: this rank's.
         group: the ranks; None for one.
         what: describes the failure in the message: "rank 3 `what`: ...".
-        failed: which ranks have a problem, in group order, if an earlier collective told.
+        failed: which ranks have a problem, in group order, if an earlier collective has shown it.
 
     Raises:
         LongspanError: the problem of the first rank that has one, naming that rank unless all have one.

@@ -13,7 +13,7 @@ from longspan.compat.versions import missing
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """File and offset of one piece, for torch's reader, which only reads the attributes of its own `_StorageInfo`.
 
     When gone: an AttributeError of torch's reader, from which `load` makes a LongspanError.
@@ -37,7 +37,7 @@ def flat_names(state: dict[str, Any]) -> dict[str, Any]:
     return dict(flatten_state_dict(state)[0])
 
 
-def keep_places(metadata: Metadata, written: list[list[WriteResult]]) -> None:
+def note_locations(metadata: Metadata, written: list[list[WriteResult]]) -> None:
     """Store in `metadata`, which torch's `save` then returns, where each piece was written.
 
     Public way: this one; torch 2.11's writer stores it in a copy of the metadata, newer ones do the same as this. When

@@ -12,7 +12,7 @@ from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.generate.config import ModelFlags
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import base_of, is_adapter
-from longspan.hf.weights.sources import Origin
+from longspan.hf.weights.origin import Origin
 from longspan.ranks import agreement, launch
 
 if TYPE_CHECKING:
@@ -58,9 +58,10 @@ def start(
         own = prompt.model_config.dtype or torch.float32
         dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
         # From the opened config, whose RoPE scaling may differ from the folder's.
-        said = f"--model {config.model}"
         base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
-        origin = Origin(AutoModelForCausalLM, prompt.model_config, dtype, base, said=said, adapter=adapter)
+        origin = Origin(
+            AutoModelForCausalLM, prompt.model_config, dtype, base, label=f"--model {config.model}", adapter=adapter
+        )
         model = load_sharded(
             origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.parallel.tensor_style
         )

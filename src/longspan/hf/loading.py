@@ -1,8 +1,8 @@
-"""A pretrained model, sharded while it is read: no rank holds all of its weights in its host's memory.
+"""Load a pretrained model and shard it while it is read: no rank's host ever holds all of its weights.
 
-The model is made without memory for its weights, sharded, and then each rank reads the rows that are its own. Where
-transformers converts weights while it reads them (experts that are merged, say), or where they are drawn at random,
-the first rank makes the whole model and sends every rank its rows, a parameter at a time.
+The model is made without memory for its weights, sharded, and then each rank reads its own rows. If transformers
+converts weights as it reads them (merges experts, say), or if they are random, the first rank makes the full model and
+sends every rank its rows, a parameter at a time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from longspan.core.validation import checked_call, refuse_unknown
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import base_of, check_source, first_line, is_adapter, read_adapter
 from longspan.hf.weights.files import WeightFiles
-from longspan.hf.weights.meta_init import materialize, vacate
-from longspan.hf.weights.sources import Files, FirstRank, Origin, Weights
+from longspan.hf.weights.meta_init import materialize, to_meta
+from longspan.hf.weights.origin import Origin
+from longspan.hf.weights.sources import Files, FirstRank
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -62,36 +63,35 @@ def from_pretrained(
     prepare: Prepare | None = None,
     **options: Any,
 ) -> Any:
-    """A pretrained model, loaded and parallelized: with FSDP each rank reads its own part of each weight.
+    """Load and parallelize a pretrained model; with FSDP each rank reads its own rows of each weight. Collective.
 
-    The same as `longspan.parallelize(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), sp, **options)`, but that
-    a rank's host never holds more than that rank's shards and one parameter, where the weights lie in safetensors files
-    by the names that the model has for them. Where transformers converts them on the way, that holds for all ranks but
-    the first, which makes the whole model and sends the others their rows. With `fsdp=False`, or on one rank, every
-    rank loads the whole model. Collective: call it on every rank.
+    It returns the model of `longspan.parallelize(AutoModelForCausalLM.from_pretrained(name, dtype=dtype), sp,
+    **options)`, but a rank's host holds at most its shards and one parameter, if the weights are safetensors under the
+    model's own names. If transformers must convert them, the first rank loads the full model and sends the others their
+    rows. With `fsdp=False`, or on one rank, every rank loads the full model.
 
     Args:
-        name: a folder or the name of a model on the Hugging Face hub, or the folder of a PEFT adapter, which is put on
-            the base model that it names. A masked LM or a classifier of sequences or
-            tokens, if its config's `architectures` name one, else a causal LM.
-        sp: how the sequence lies over the ranks.
+        name: a folder, the name of a model on the Hugging Face hub, or the folder of a PEFT adapter, which is added to
+            the base model that it names. Loaded as a masked LM or a classifier of sequences or tokens if the config's
+            `architectures` name one, else as a causal LM.
+        sp: the sharding.
         dtype: of the weights, or its name ("bf16"); "auto": as the config says.
-        prepare: called with the model before it is sharded, while its weights have no values yet (they are NaN), to
-            wrap or change it: `lambda model: get_peft_model(model, lora)`. What it returns is parallelized. Parameters
-            that it adds must be alike on every rank (seed it), and not depend on the weights.
-        options: of `longspan.parallelize`, but for `weights`.
+        prepare: called with the model before it is sharded, to wrap or change it: `lambda model: get_peft_model(model,
+            lora)`. Its result is parallelized. Weights are not loaded yet (they are NaN). Parameters that it adds must
+            not depend on weights, and must be equal on every rank (seed it).
+        options: of `longspan.parallelize`, except `weights`.
 
     Returns:
-        The parallelized model, in evaluation mode like transformers'.
+        The parallelized model, in evaluation mode as transformers returns it.
 
     Raises:
-        LongspanError: on every rank alike: for files that are missing or damaged, weights that are missing, ranks whose
-            files differ, or what `parallelize` refuses.
+        LongspanError: on every rank: for missing or damaged files, missing weights, files that differ between ranks,
+            and as `parallelize`.
     """
     known = ["dtype", "prepare", *list(inspect.signature(parallelize).parameters)[2:]]
     refuse_unknown("from_pretrained", options, known)
     origin = on_every_rank(lambda: _pretrained(str(name), dtype), sp.mesh_group)
-    return load_sharded(origin, sp, prepare=prepare or _as_it_is, **options)
+    return load_sharded(origin, sp, prepare=prepare or _unchanged, **options)
 
 
 def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
@@ -110,10 +110,10 @@ def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
         dtype = config.dtype
     if not isinstance(dtype, torch.dtype):
         raise LongspanError(f"the config of {name} names no dtype; give from_pretrained(..., dtype=torch.bfloat16)")
-    return Origin(getattr(transformers, f"AutoModelFor{kind}"), config, dtype, name, said=name, adapter=adapter)
+    return Origin(getattr(transformers, f"AutoModelFor{kind}"), config, dtype, name, label=name, adapter=adapter)
 
 
-def _as_it_is(model: Any) -> Any:
+def _unchanged(model: Any) -> Any:
     return model
 
 
@@ -121,18 +121,18 @@ def load_sharded(
     origin: Origin,
     sp: SequenceSharding,
     *,
-    prepare: Prepare = _as_it_is,
+    prepare: Prepare = _unchanged,
     later: bool = False,
     fsdp: bool = True,
     **options: Any,
 ) -> Any:
-    """The model of an `origin`, parallelized; with FSDP its weights are read, or sent, shard by shard. Collective.
+    """Parallelize the model of an `origin`; with FSDP its weights are read, or sent, shard by shard. Collective.
 
     Args:
-        origin: of the model, the same on every rank.
-        sp: how the sequence lies over the ranks.
+        origin: the same on every rank.
+        sp: the sharding.
         prepare: as in `from_pretrained`.
-        later: the caller fills parameters and persistent buffers afterwards (from a checkpoint): nothing is read.
+        later: the caller fills parameters and persistent buffers (from a checkpoint): read nothing.
         fsdp: as in `parallelize`.
         options: of `parallelize`.
 
@@ -145,35 +145,35 @@ def load_sharded(
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
     model = on_every_rank(lambda: prepare(origin.build()), sp.mesh_group)
-    # FSDP takes a layer at a time to the device, and a tensor axis cuts each weight on the host.
-    stays = sharded or offloads or sp.tensor_size > 1
-    return parallelize(model if stays else model.to(sp.device), sp, fsdp=fsdp, **options)
+    # FSDP moves a layer at a time to the device, and a tensor axis shards each weight on the host.
+    on_host = sharded or offloads or sp.tensor_size > 1
+    return parallelize(model if on_host else model.to(sp.device), sp, fsdp=fsdp, **options)
 
 
 def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) -> Files | FirstRank | None:
-    """Where each rank gets its shards from; None where every rank has to make the whole model. Collective.
+    """Return where each rank gets its shards from; None if every rank must make the full model. Collective.
 
     Raises:
-        LongspanError: on every rank, for files that are damaged, or that differ between ranks.
+        LongspanError: on every rank, for damaged files, or files that differ between ranks.
     """
-    adapter, origin = origin.adapter, dataclasses.replace(origin, adapter=None)  # `load_from` puts it on
-    found: Files | None = None
-    needs_weights = False
+    adapter, base = origin.adapter, dataclasses.replace(origin, adapter=None)  # `load_from` adds the adapter
+    source: Files | None = None
+    reads_base = False
     facts, digests, problem = dict[str, str](), dict[str, int](), None
     try:
-        files = None if later or origin.name is None else WeightFiles.find(origin.name)
+        files = None if later or base.name is None else WeightFiles.find(base.name)
         digests = {} if files is None else files.digests()
-        found = Files.of(origin, files, later)
+        source = Files.of(base, files, later)
         facts["the model's weights"] = f"{len(digests)} tensors" if files is not None else "in no safetensors files"
         if adapter is not None:
-            facts["the adapter"], needs_weights = read_adapter(adapter)
-        facts["they are read"] = "by each rank" if found is not None else "by the first rank"
-    except Exception as error:  # of any kind: the other ranks must hear of it
+            facts["the adapter"], reads_base = read_adapter(adapter)
+        facts["they are read"] = "by each rank" if source is not None else "by the first rank"
+    except Exception as error:  # of any kind: the other ranks must raise too
         problem = error
     check_same_model(sp, facts, digests, problem)
-    if needs_weights:
+    if reads_base:
         return None
-    return found if found is not None else FirstRank.of(origin, sp)
+    return source if source is not None else FirstRank.of(base, sp)
 
 
 def load_from(
@@ -181,18 +181,18 @@ def load_from(
     origin: Origin,
     sp: SequenceSharding,
     *,
-    prepare: Prepare = _as_it_is,
-    kept: torch.dtype | None = None,
+    prepare: Prepare = _unchanged,
+    cast_to: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """The second half of `load_sharded`. Collective.
+    """Parallelize the model of a source, and fill its shards. Collective.
 
     Args:
-        source: that `find_source` has found; it can be used once.
-        origin: that it was found for.
-        sp: how the sequence lies over the ranks.
+        source: from `find_source` for this origin; used once.
+        origin: as in `load_sharded`.
+        sp: the sharding.
         prepare: as in `from_pretrained`.
-        kept: the dtype to which weights are cast when they have been read; by default they are not.
+        cast_to: dtype of the parameters, if it is not the one in which they are loaded.
         options: of `parallelize`.
 
     Raises:
@@ -204,21 +204,17 @@ def load_from(
         base.config.name_or_path = origin.name
         if base.can_generate():
             base.generation_config = generation_config(origin.name, base)
-    model, names, dtypes = on_every_rank(
-        lambda: _prepared(base, lambda it: prepare(origin.adapted(it)), kept), sp.mesh_group
-    )
-    model = parallelize(model, sp, fsdp=True, **options)
-    materialize(model, sp.device)
-    source.fill(Weights({names[name]: p for name, p in model.named_parameters() if name in names}, dtypes), sp)
-    return model
-
-
-def _prepared(
-    base: Any, prepare: Prepare, kept: torch.dtype | None
-) -> tuple[Any, dict[str, str], dict[str, torch.dtype]]:
-    """What `prepare` makes of the model, on the meta device; what the loaded weights are called there; their dtypes."""
     stubs: dict[nn.Parameter, str] = {p: name for name, p in base.named_parameters()}
     dtypes = {name: p.dtype for p, name in stubs.items()}
-    model = prepare(base)
-    names = vacate(model, stubs)
-    return model if kept is None else model.to(kept), names, dtypes
+
+    def prepared() -> tuple[Any, dict[str, str]]:
+        model = prepare(origin.adapted(base))
+        names = to_meta(model, stubs)
+        return (model if cast_to is None else model.to(cast_to)), names
+
+    model, names = on_every_rank(prepared, sp.mesh_group)
+    model = parallelize(model, sp, fsdp=True, **options)
+    materialize(model, sp.device)
+    parameters = {names[name]: p for name, p in model.named_parameters() if name in names}
+    source.fill(parameters, dtypes, sp)
+    return model

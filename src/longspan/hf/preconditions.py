@@ -21,12 +21,12 @@ from longspan.comm.digests import digests_of, weights_of
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
-from longspan.core.validation import check_flag, format_value
+from longspan.core.validation import check_choice, check_flag, format_value
 from longspan.hf.memory_auto import AutoMemory
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.state import is_parallelized
 from longspan.hf.support import attention_dropout, check_model, refuse_dropout, transformers_model
-from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle, check_style, tensor_plan
+from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
 
@@ -168,7 +168,7 @@ def _check_structure(
 
 
 def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_weights: bool) -> None:
-    check_style(options.tensor_style, sp.tensor_size)
+    check_choice("tensor_style", options.tensor_style, STYLES)
     policy = options.mp_policy
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise LongspanError(

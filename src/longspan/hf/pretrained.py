@@ -1,9 +1,11 @@
-"""A Hugging Face config as the jobs and the model integration read it. Needs no torch until a config is opened."""
+"""Find and check pretrained models: names, folders, adapters, configs. Needs no torch until a config is opened."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,35 +25,33 @@ from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.ranks import launch
 
 HUB_WAIT_S = 5
-"""Seconds in which the Hugging Face hub has to answer whether it has a name."""
+"""Seconds to wait for the Hugging Face hub's answer whether it has a name."""
 
 
 def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["model", "dataset"] = "model") -> None:
-    """Refuse what names neither a file or folder here nor anything on the Hugging Face hub, without a long wait.
-
-    The hub is asked only for what can be a name there: a path with a slip in it is said at once.
+    """Raise unless a name is a local path or on the Hugging Face hub. A mistyped path is not looked up there.
 
     Args:
-        flag: the option that named it, for messages.
-        name: what is to be read.
-        local: whether it must be here.
-        kind: what it would be on the hub.
+        flag: the option, for messages.
+        name: to check.
+        local: whether it must be a local path.
+        kind: of the repository on the hub.
 
     Raises:
-        LongspanError: with what lies near, and the way out.
+        LongspanError: with similar names.
     """
     path = existing_path(flag, name)
     if path is None and (local or means_a_path(name)):
         hub = "" if local else ", and no name on the Hugging Face hub either (NAME or OWNER/NAME)"
         raise LongspanError(
-            f"{flag} {name} does not exist{near(name)}{hub}; give the path of a file or folder that is there"
+            f"{flag} {name} does not exist{near(name)}{hub}; give the path of an existing file or folder"
         )
     if path is None:
         check_on_hub(flag, name, kind)
 
 
 def check_names(model: str | None, config: Path | None, data: str | None, tokenizer: str | None) -> None:
-    """`check_source` for all that a command was given. Needs neither torch nor transformers, so it takes no time.
+    """Run `check_source` for all names of a command. Takes no time: needs neither torch nor transformers.
 
     Raises:
         LongspanError: as `check_source`.
@@ -68,13 +68,13 @@ def check_names(model: str | None, config: Path | None, data: str | None, tokeni
 
 
 def check_on_hub(flag: str, name: str, kind: Literal["model", "dataset"]) -> None:
-    """Refuse a name that is nothing here, in no cache, and not on the Hugging Face hub, or that cannot be asked for.
+    """Raise unless a repository is in the local cache or on the Hugging Face hub.
 
-    One small question, before the libraries ask theirs, which they repeat and wait for. What has asked it already (the
-    command that starts the ranks) is not asked again.
+    One short request: the libraries' own are repeated, with long timeouts. Ranks do not repeat it, as the command that
+    started them has made it.
 
     Raises:
-        LongspanError: saying what was looked for, and what lies near.
+        LongspanError: with similar names; also if the hub cannot be reached.
     """
     if launch.under_torchrun() and not launch.started_elsewhere():
         return
@@ -85,31 +85,31 @@ def check_on_hub(flag: str, name: str, kind: Literal["model", "dataset"]) -> Non
     if Path(constants.HF_HUB_CACHE, f"{kind}s--{repository.replace('/', '--')}").is_dir():
         return
     if constants.HF_HUB_OFFLINE:
-        if kind == "dataset":  # it may be in a cache of its own, and says at once if not
+        if kind == "dataset":  # datasets has its own cache, and fails at once
             return
         raise not_found(flag, name, kind, "but HF_HUB_OFFLINE is set")
     file = "config.json" if kind == "model" else "README.md"
     try:
         get_hf_file_metadata(hf_hub_url(repository, file, repo_type=kind), timeout=HUB_WAIT_S)
-    except (EntryNotFoundError, GatedRepoError):  # it is there
+    except (EntryNotFoundError, GatedRepoError):  # it exists
         return
     except RepositoryNotFoundError as error:
         raise not_found(flag, name, kind, None) from error
-    except Exception as error:  # of whichever library for HTTP it uses
+    except Exception as error:  # its HTTP library varies
         raise not_found(
             flag, name, kind, f"but {constants.ENDPOINT} cannot be reached ({first_line(error)})"
         ) from error
 
 
 def not_found(flag: str, name: str, kind: Literal["model", "dataset"], offline: str | None) -> LongspanError:
-    """The error for a name that is nothing here; `offline` says why the hub could not be asked, if it could not."""
+    """Return the error for a name that does not exist; `offline`: why the hub could not be asked, or None."""
     if offline is None:
         hub = f"the Hugging Face hub has no {kind} of that name either (or it is private, and you are not logged in)"
     else:
         hub = f"as a name on the Hugging Face hub it would need the network, {offline}"
     return LongspanError(
         f"{flag} {name}: there is no file or folder {Path(name).absolute()}{near(name)}, and {hub}; give the path of a "
-        "file or folder that is there"
+        "an existing file or folder"
     )
 
 
@@ -155,17 +155,13 @@ def read_adapter(name: str) -> tuple[str, bool]:
         LongspanError: if they cannot be read.
     """
     text = read_text("the adapter", Path(name, ADAPTER))
-    found = json.loads(text)
-    copies = found.get("modules_to_save") or found.get("trainable_token_indices")
-    return text, bool(copies) or isinstance(found.get("init_lora_weights"), str)
+    settings = json.loads(text)
+    copies = settings.get("modules_to_save") or settings.get("trainable_token_indices")
+    return text, bool(copies) or isinstance(settings.get("init_lora_weights"), str)
 
 
 def refuse_adapter(flag: str, name: str) -> None:
-    """Refuse an adapter's folder where a whole model is needed.
-
-    Raises:
-        LongspanError: saying how to make one.
-    """
+    """Raise for the folder of an adapter; the error says how to merge it."""
     if is_adapter(name):
         raise LongspanError(
             f"{flag} {name} is a PEFT adapter, and `longspan train` trains all weights of a model; merge it first "
@@ -186,20 +182,19 @@ def tokenizer_of(flag: str, name: str) -> str:
 
 
 def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
-    """The Hugging Face config of a model, by name, folder or file, with the RoPE scaling that is asked for.
+    """Read the Hugging Face config of a model, and apply a RoPE scaling.
 
     Args:
-        flag: the option that named it, for messages.
-        name: what `AutoConfig.from_pretrained` takes.
-        context: tokens of the sequences it is for.
+        flag: the option, for messages.
+        name: of a model, folder or file.
+        context: tokens per sequence.
         rope: the RoPE scaling.
 
     Returns:
-        The config, and the scaling that it was given, if any.
+        The config, and the scaling that was applied, if any.
 
     Raises:
-        LongspanError: if there is none, it is no language model's, or its position range is shorter than the context
-            and cannot be made longer.
+        LongspanError: if there is none, as `check_language_model`.
     """
     _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
@@ -208,29 +203,29 @@ def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_I
     from transformers import AutoConfig
 
     try:
-        found = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except Exception as error:
         raise LongspanError(f"{flag} {name}: no model config can be read there: {first_line(error)}") from error
-    return found, check_language_model(f"{flag} {name}", found, context, rope)
+    return config, check_language_model(f"{flag} {name}", config, context, rope)
 
 
 def kind_of(config: Any) -> str | None:
-    """What a Hugging Face config is of, where it is of no language model over one sequence of tokens."""
+    """Return the kind of model, if it is not a language model over one sequence of tokens; else None."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder"
-    sorts = {"vision_config": "a vision-language model", "audio_config": "an audio-language model"}
-    return next((said for part, said in sorts.items() if getattr(config, part, None) is not None), None)
+    kinds = {"vision_config": "a vision-language model", "audio_config": "an audio-language model"}
+    return next((kind for part, kind in kinds.items() if getattr(config, part, None) is not None), None)
 
 
 def _has_text_model(config: Any) -> bool:
-    """Whether transformers makes a causal or masked LM of a config."""
+    """Return whether transformers has a causal or masked LM for a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def without_dropout(config: Any) -> Any:
-    """Set every probability of dropout of a Hugging Face config to 0, in place; returned."""
+    """Set every dropout probability of a Hugging Face config to 0, in place, and return it."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         for key, value in list(vars(part).items()):
             if isinstance(value, float) and "drop" in key:
@@ -238,43 +233,44 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def check_language_model(where: str, found: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
-    """Refuse the config of what is no language model, or of one for shorter sequences; give it a RoPE scaling.
+def check_language_model(where: str, config: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
+    """Check that a config is a language model's, and apply a RoPE scaling.
 
     Args:
-        where: what the config is of, for messages.
-        found: the Hugging Face config; changed in place where a scaling is taken.
-        context: tokens of the sequences it is for.
+        where: names the config in messages.
+        config: the Hugging Face config; a scaling changes it in place.
+        context: tokens per sequence.
         rope: the RoPE scaling.
 
     Returns:
-        The scaling that was taken.
+        The scaling that was applied.
 
     Raises:
-        LongspanError: with the numbers and the way out.
+        LongspanError: if it is another kind of model, or its positions are fewer than the context and cannot be scaled.
     """
-    kind = kind_of(found)
-    if getattr(found, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(found)):
+    kind = kind_of(config)
+    if getattr(config, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(config)):
         raise LongspanError(
-            f"{where} is {kind} ({found.model_type}); longspan takes causal language models (decoder-only), and to "
+            f"{where} is {kind} ({config.model_type}); longspan takes causal language models (decoder-only), and to "
             "verify masked ones: give one of those"
         )
-    vocabulary = getattr(found.get_text_config(), "vocab_size", None)
+    text = config.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
         raise LongspanError(
             f"{where} is not the config of a language model: its vocab_size is {format_value(vocabulary)}"
         )
-    if not _has_text_model(found):
-        raise LongspanError(f"{where} is of the type {found.model_type}, of which transformers has no language model")
-    scaling = scaling_for(positions_of(found), rope, context, where)
+    if not _has_text_model(config):
+        raise LongspanError(f"{where} is of the type {config.model_type}, of which transformers has no language model")
+    scaling = scaling_for(positions_of(config), rope, context, where)
     if scaling is not None:
-        _scale(found.get_text_config(), scaling)
-        _check_kept(where, found.get_text_config(), scaling)
+        _scale(text, scaling)
+        _check_survives_saving(where, text, scaling)
     return scaling
 
 
 def positions_of(config: Any) -> RopeState:
-    """What a Hugging Face config says of its positions."""
+    """Return the positions and the RoPE of a Hugging Face config."""
     text = config.get_text_config()
     limit: object = getattr(text, "max_position_embeddings", None)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
@@ -286,7 +282,7 @@ def positions_of(config: Any) -> RopeState:
 
 
 def _rotary_dims(text: Any) -> int | None:
-    """Return how many dimensions of a head are turned; None where the config does not say, or its layers differ."""
+    """Return how many dimensions of a head RoPE rotates; None if the config does not say, or its layers differ."""
     from longspan.compat.transformers_api import LAYERS_DIFFER
 
     try:
@@ -303,51 +299,49 @@ def _rotary_dims(text: Any) -> int | None:
 
 
 def _scale(text: Any, scaling: RopeScaling) -> None:
-    """Change a text config in place: what is made from it, or saved with it, has the scaling."""
+    """Write a scaling into a text config, so that models made from it, or saved with it, have it."""
     key, table = full_table(text.rope_parameters)
     scaled = scaled_table(table, scaling)
     text.rope_parameters = scaled if key is None else {**text.rope_parameters, key: scaled}
     text.max_position_embeddings = scaling.positions
-    if hasattr(text, "original_max_position_embeddings"):  # Phi-3: transformers takes this one before the table's
+    if hasattr(text, "original_max_position_embeddings"):  # Phi-3: transformers prefers it to the table's
         text.original_max_position_embeddings = scaling.original
 
 
-def _check_kept(where: str, text: Any, scaling: RopeScaling) -> None:
-    """Refuse a scaling that is gone, or another one, once the model has been saved and loaded."""
+def _check_survives_saving(where: str, text: Any, scaling: RopeScaling) -> None:
+    """Raise if a config that is saved and loaded has another scaling."""
+    why = None
     try:
-        again = type(text).from_dict(text.to_dict())
-        why = (
-            ""
-            if again.rope_parameters == text.rope_parameters
-            else f"it makes {format_value(again.rope_parameters)} of it"
-        )
-    except Exception as error:  # whatever a config class raises
+        loaded = type(text).from_dict(text.to_dict()).rope_parameters
+        if loaded != text.rope_parameters:
+            why = f"it makes {format_value(loaded)} of it"
+    except Exception as error:  # config classes raise any kind
         why = first_line(error)
-    if why:
+    if why is not None:
         raise LongspanError(
             f"--rope-scaling {scaling.kind}: transformers does not take it for {where} ({type(text).__name__}): {why}; "
-            f"take another scaling, or change its config.json by hand"
+            f"use another scaling, or change its config.json by hand"
         )
 
 
 def position_range(config: Any) -> int | None:
-    """How many positions a model knows; None where it does not say, or its RoPE grows with the length ("dynamic")."""
+    """Return how many positions a model has; None if unknown, or if its RoPE grows with the length ("dynamic")."""
     return positions_of(config).reach
 
 
 def _refuse_planners_name(flag: str, name: str) -> None:
-    """`longspan plan` knows sizes by short names, which name no weights."""
+    """Raise for the short names of `longspan plan`, which have sizes but no weights."""
     short = name.lower()
     if short in CONFIGS and existing_path(flag, name) is None:
-        take = f"--model {HUB[short]}" if short in HUB else ELSEWHERE[short]
+        other = f"--model {HUB[short]}" if short in HUB else ELSEWHERE[short]
         raise LongspanError(
-            f"{flag} {name} is a name that `longspan plan` has for a model's sizes, and names no weights; give {take}, "
-            "or a folder that is here"
+            f"{flag} {name} is a short name of `longspan plan` for a model's sizes, without weights; give {other}, "
+            "or a local folder"
         )
 
 
 def _check_json(flag: str, name: str) -> None:
-    """Refuse a file that holds no JSON object: what transformers says of it is not always clear."""
+    """Raise for a file without a JSON object: transformers' own message is not always clear."""
     path = existing_path(flag, name)
     if path is None:
         return
@@ -359,36 +353,34 @@ def _check_json(flag: str, name: str) -> None:
             )
         path = path / "config.json"
     try:
-        found = json.loads(read_text(flag, path))
+        value = json.loads(read_text(flag, path))
+    except LongspanError:
+        raise
     except (ValueError, RecursionError) as error:
-        if isinstance(error, LongspanError):
-            raise
         raise LongspanError(f"{flag} {path} is not JSON: {first_line(error)}; give a model's config.json") from error
-    if not isinstance(found, dict):
-        raise LongspanError(f"{flag} {path} holds {format_value(found)}, not an object; give a model's config.json")
+    if not isinstance(value, dict):
+        raise LongspanError(f"{flag} {path} holds {format_value(value)}, not an object; give a model's config.json")
 
 
 def check_weights(name: str, info: dict[str, Any]) -> None:
-    """Refuse a model that lacks weights, and name those it has no place for: transformers makes up the one, at random,
-    and leaves the other aside.
+    """Raise on missing weights, which transformers would initialise randomly; warn of unused ones.
 
     Args:
-        name: what was loaded, for messages.
-        info: what `from_pretrained(..., output_loading_info=True)` says.
+        name: of the model, for messages.
+        info: of `from_pretrained(..., output_loading_info=True)`.
 
     Raises:
-        LongspanError: naming the first that are missing.
+        LongspanError: naming the first missing weights.
     """
-    missing, strange = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
+    missing, unused = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
     if missing:
         raise LongspanError(
             f"{name} lacks {len(missing)} weights that a model of its config has, they would be random: "
             f"{_some(missing)}; give a folder that holds all of them"
         )
-    if strange and launch.is_first_rank():
+    if unused and launch.is_first_rank():
         warnings.warn(
-            f"{name} holds {len(strange)} weights that its config has no place for; they are left aside: "
-            f"{_some(strange)}",
+            f"{name} holds {len(unused)} weights that its config has no place for; they are not used: {_some(unused)}",
             stacklevel=3,
         )
 
@@ -397,6 +389,20 @@ def _some(names: list[str], count: int = 4) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide transformers' progress bars."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
 def first_line(error: BaseException) -> str:
-    """An error of a library in one line."""
+    """Return the first line of a library's error."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

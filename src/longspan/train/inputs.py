@@ -19,7 +19,7 @@ from longspan.train.config import TrainConfig
 from longspan.train.identity import BATCH, format_change, run_identity
 
 if TYPE_CHECKING:
-    from longspan.hf.weights.sources import Origin
+    from longspan.hf.weights.origin import Origin
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,10 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from longspan.hf.weights.sources import Origin
+    from longspan.hf.weights.origin import Origin
 
-    said = str(config.model.config) if config.model.model is None else f"--model {config.model.model}"
-    return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model.model, config.seed, said)
+    label = str(config.model.config) if config.model.model is None else f"--model {config.model.model}"
+    return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model.model, config.seed, label)
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:
@@ -164,7 +164,10 @@ def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[C
                 f"--resume never, but {config.out} holds a run at step {steps[-1]}; give another --out, or remove it"
             )
         return None, []
-    found, passed_over = checkpoint.choose(config.checkpoints, ranks, config.checkpoint.resume, content=verify)
+    if config.checkpoint.resume == "auto":
+        found, passed_over = checkpoint.choose(config.checkpoints, ranks, content=verify)
+    else:
+        found, passed_over = checkpoint.verify(config.checkpoint.resume, ranks, content=verify), []
     if found is not None and found.step > config.steps:
         raise LongspanError(
             f"checkpoint {found.path} is at step {found.step}, after --steps {config.steps}; give more steps or "

@@ -15,7 +15,7 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint, Ranks
-from longspan.checkpoint.identity import check_same_model, kept_model_config
+from longspan.checkpoint.identity import check_same_model, saved_model_config
 from longspan.core.errors import LongspanError
 from longspan.core.validation import path_of
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
@@ -28,7 +28,7 @@ from longspan.hf.pretrained import (
     without_dropout,
 )
 from longspan.hf.tensor_parallel.plan import tensor_plan
-from longspan.hf.weights.sources import Origin
+from longspan.hf.weights.origin import Origin
 from longspan.verify.config import VerifyConfig
 
 
@@ -95,7 +95,7 @@ def load_model_config(config: VerifyConfig, resumed: Checkpoint | None = None) -
 def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str, Any]:
     """Return the model's name for messages, and its config."""
     if resumed is not None and config.config is None:
-        name, opened = f"checkpoint {resumed.path}", kept_model_config(resumed)
+        name, opened = f"checkpoint {resumed.path}", saved_model_config(resumed)
         check_language_model(name, opened, config.context)
         return name, opened
     flag = "--model" if config.model is not None else "--config"
@@ -149,7 +149,7 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         None if config.model is None else base_of("--model", config.model),
         config.seed,
         adapter=config.model if config.model is not None and is_adapter(config.model) else None,
-        said=str(config.model or config.config or config.resume),
+        label=str(config.model or config.config or config.resume),
         strict=False,
         options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
     )

@@ -25,8 +25,9 @@ from longspan.comm.objects import gather_objects
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import check_model, switch_dropout_off
-from longspan.hf.weights.shard_slices import my_box
-from longspan.hf.weights.sources import FirstRank, Origin
+from longspan.hf.weights.origin import Origin
+from longspan.hf.weights.shard_slices import my_slices
+from longspan.hf.weights.sources import FirstRank
 from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, row_chunks
 from longspan.verify.config import VerifyConfig
 from longspan.verify.judge import Criterion, judge, layer_of
@@ -60,7 +61,7 @@ def make_models(
         check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel)
         if source is not None and dist.get_rank(sp.mesh_group):
             return None
-        given = source.whole if isinstance(source, FirstRank) else None
+        given = source.full_model if isinstance(source, FirstRank) else None
         model: Any = origin.build() if given is None else origin.adapted(given)
         load(model)
         return prepared(model).to(sp.device)  # type: ignore[no-any-return]
@@ -77,8 +78,8 @@ def make_models(
 
     def shard() -> nn.Module:
         if source is not None:
-            kept = torch.float32 if bf16 else None
-            model: nn.Module = load_from(source, origin, sp, prepare=prepared, kept=kept, **options)
+            cast_to = torch.float32 if bf16 else None
+            model: nn.Module = load_from(source, origin, sp, prepare=prepared, cast_to=cast_to, **options)
             return model
         assert unsharded is not None
         return parallelize(unsharded.float() if bf16 else unsharded, sp, fsdp=config.fsdp, **options)
@@ -116,7 +117,7 @@ def gradient_part(parameter: nn.Parameter, sp: SequenceSharding) -> LocalRows:
     zeros.
     """
     values = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-    rows, *rest = my_box(parameter, sp)
+    rows, *rest = my_slices(parameter, sp)
     mine = torch.arange(rows.start, rows.stop, device=parameter.device)
     return LocalRows(mine, local_part(values), tuple(parameter.shape), tuple(rest))
 

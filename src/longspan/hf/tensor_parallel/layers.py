@@ -1,15 +1,15 @@
-"""Apply tensor parallelism to a Hugging Face model: shard its weights, and put collectives around its layers.
+"""Apply tensor parallelism to a Hugging Face model: shard its weights, and run collectives around its layers.
 
-Two styles say how the partial outputs of a layer become the residual stream:
+Two styles of the residual stream:
 
-    "tp"           every rank holds the whole stream: an all-reduce after attention and MLP (arXiv:1909.08053)
-    "megatron-sp"  each rank holds its tokens of it, norms included: an all-gather before, a reduce-scatter after
+    "tp"           every rank holds all tokens: an all-reduce after attention and MLP (arXiv:1909.08053)
+    "megatron-sp"  each rank holds its own tokens, also in norms: an all-gather before, a reduce-scatter after
                    (arXiv:2205.05198)
 
 All ranks of a tensor group get the same tokens; attention runs on this rank's heads, over ring and ulysses as without a
-tensor axis. A weight is a `DTensor` to FSDP, optimizers and checkpoints, and a plain tensor to its module while that
+tensor axis. A weight is a `DTensor` for FSDP, optimizers and checkpoints, and a plain tensor for its module while that
 runs (`longspan.comm.sharded_weights`). torch's own parallel styles make DTensors of activations, which the memory
-options do not support, and all-reduce the gradient of a layer's input once per matmul, where once per layer is enough.
+options do not support, and all-reduce the gradient of a layer's input once per matmul; once per layer is enough.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Stage):
-    """A model's tensor group, and what its hooks share.
+    """Shard a model over its tensor group, and hook its layers.
 
     Args:
         model: the transformers model, before FSDP.
@@ -53,7 +53,7 @@ class TensorParallel(Stage):
         head: the model's head.
 
     Attributes:
-        tokens: of this rank's sequence shard in the forward under way.
+        tokens: in this rank's sequence shard, in the current forward.
     """
 
     def __init__(
@@ -63,27 +63,27 @@ class TensorParallel(Stage):
         self.group = TensorGroup.of(sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
         self.mesh: DeviceMesh = sp.mesh["tensor"]  # type: ignore[index]
         self.tokens = 0
-        self._cut_weights(model, plan.rules, plan.adapted)
+        self._shard_weights(model, plan.rules, plan.adapted)
         for path, kind in plan.regions.items():
             module = model.get_submodule(path)
             enter, leave = self._moe_hooks() if kind == "moe" else (self._enter, self._leave)
             module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
             module.register_forward_hook(not_compiled(leave))
         for path in plan.experts:
-            here = ExpertParallel(model.get_submodule(path), self.group).here
+            count = ExpertParallel(model.get_submodule(path), self.group).local_experts
             for adapter in (x for x in plan.adapted if path.startswith(f"{x}.")):
-                _set_experts(model.get_submodule(adapter), here)
-        for path, shares in plan.norms.items():
+                _set_experts(model.get_submodule(adapter), count)
+        for path, weights in plan.norms.items():
             norm = model.get_submodule(path)
             width = next(norm.parameters()).numel()
-            self._normalize_together(norm, torch.tensor(shares, device=sp.device), width)
+            self._normalize_all_heads(norm, torch.tensor(weights, device=sp.device), width)
         for path in plan.fused:
             _set_heads(model.get_submodule(path), plan.heads[self.group.rank])
         self._set_embedding(model.get_input_embeddings())
         assert head is not None
         self._set_head(head)
 
-    def _cut_weights(self, model: nn.Module, rules: dict[str, Rule], adapted: list[str]) -> None:
+    def _shard_weights(self, model: nn.Module, rules: dict[str, Rule], adapted: list[str]) -> None:
         made: dict[int, tuple[nn.Parameter, Rule]] = {}
         for path, module in model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -94,7 +94,7 @@ class TensorParallel(Stage):
             for name, p in list(module.named_parameters(recurse=False)):
                 if id(p) not in made:
                     rule = rules[f"{path}.{name}".lstrip(".")]
-                    made[id(p)] = self._cut(p, rule), rule
+                    made[id(p)] = self._shard(p, rule), rule
                 seen[name], own[name] = made[id(p)]
             if own:
                 shards = Shards(module, self.group, own)
@@ -105,27 +105,27 @@ class TensorParallel(Stage):
                 hide = not_compiled(lambda *_, shards=shards: shards.hide())
                 reader.register_forward_hook(hide, always_call=True)
 
-    def _cut(self, p: nn.Parameter, rule: Rule) -> nn.Parameter:
+    def _shard(self, p: nn.Parameter, rule: Rule) -> nn.Parameter:
         placement = Replicate() if rule.dim is None else Shard(rule.dim)
-        whole = p.detach().to(self.sp.device) if not p.is_meta else p.detach()
-        part = distribute_tensor(whole, self.mesh, [placement], src_data_rank=None)
-        made = nn.Parameter(part.clone(), requires_grad=p.requires_grad)
-        made.__dict__.update(p.__dict__)
-        return made
+        full = p.detach().to(self.sp.device) if not p.is_meta else p.detach()
+        shard = distribute_tensor(full, self.mesh, [placement], src_data_rank=None)
+        parameter = nn.Parameter(shard.clone(), requires_grad=p.requires_grad)
+        parameter.__dict__.update(p.__dict__)
+        return parameter
 
     # --- around a layer's parts
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before attention or MLP: hidden states of all tokens."""
+        """Before attention or MLP: return the hidden states of all tokens."""
 
-        def whole(x: Tensor) -> Tensor:
+        def all_tokens(x: Tensor) -> Tensor:
             if self.style == "tp":
                 return self.group.copy_in(x)
             x = self.group.gather_tokens(x)
-            info = kwargs.get("longspan")  # attention cuts what was padded; the rest works on it, to no effect
+            info = kwargs.get("longspan")  # attention drops padded tokens; for others they have no effect
             return x if info is None else x[:, : self._count(info)]
 
-        return _with_hidden(args, kwargs, whole)
+        return _with_hidden(args, kwargs, all_tokens)
 
     def _count(self, info: Any) -> int:
         if isinstance(info, CachedInfo):
@@ -133,11 +133,11 @@ class TensorParallel(Stage):
         return self.sp.with_layout(info.layout).layout.local_length(info.length)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After it: the sum of all ranks' parts."""
+        """After attention or MLP: sum over the ranks."""
         return _with_first(output, self.group.sum_out if self.style == "tp" else self.group.scatter_tokens)
 
     def _moe_hooks(self) -> tuple[Any, Any]:
-        """A mixture of experts works on this rank's tokens in both styles: its router, and experts by an All-to-All."""
+        """Return hooks of a mixture of experts: in both styles, router and experts work on my tokens."""
         length, rows = [0], [0]
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -147,29 +147,29 @@ class TensorParallel(Stage):
 
             return _with_hidden(args, kwargs, mine) if self.style == "tp" else None
 
-        def whole(x: Tensor) -> Tensor:  # Llama-4's experts return all rows' tokens in one dimension
+        def all_tokens(x: Tensor) -> Tensor:  # Llama-4's experts return [rows * tokens, hidden]
             return self.group.whole_tokens(x.reshape(rows[0], -1, x.shape[-1]), length[0])
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if self.style != "tp":
                 return output
-            return _with_first(output, whole)
+            return _with_first(output, all_tokens)
 
         return enter, leave
 
-    def _normalize_together(self, norm: Any, shares: Tensor, width: int) -> None:
+    def _normalize_all_heads(self, norm: Any, weights: Tensor, width: int) -> None:
         """Make a norm over all heads use the mean square over all ranks.
 
         Args:
             norm: sees this rank's entries, and adds `variance_epsilon` to their mean square.
-            shares: how much each of them counts.
+            weights: of each of them in the sum over all ranks.
             width: entries of all ranks.
         """
         compute, epsilon = type(norm).forward, norm.variance_epsilon
 
         def forward(x: Tensor) -> Tensor:
             squares = x.to(torch.float32).pow(2)  # as transformers' norms do, whatever the dtype
-            total = self.group.sum_out((squares * shares).sum(-1, keepdim=True))
+            total = self.group.sum_out((squares * weights).sum(-1, keepdim=True))
             # Each rank normalizes its own heads by the total, so its gradient is the sum of theirs.
             mean = self.group.copy_in(total) / width
             norm.variance_epsilon = mean - squares.mean(-1, keepdim=True) + epsilon
@@ -191,13 +191,13 @@ class TensorParallel(Stage):
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             (ids,) = args or kwargs.values()
             self.tokens = ids.shape[1]
-            found, at = part.find(ids)
-            mine[:] = [found]
+            is_mine, at = part.find(ids)
+            mine[:] = [is_mine]
             return (at[:, 0],), {}
 
         def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             x = torch.where(mine.pop()[..., None], output, 0)
-            # No view: FSDP puts a hook on what a module returns.
+            # No view: FSDP hooks the outputs of a module.
             return self.group.sum_out(x) if self.style == "tp" else self.group.scatter_tokens(x).clone()
 
         embedding.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
@@ -209,12 +209,12 @@ class TensorParallel(Stage):
         head.vocab_shard = VocabShard.of(self.group, size)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            def whole(x: Tensor) -> Tensor:
+            def all_tokens(x: Tensor) -> Tensor:
                 if self.style == "tp":
                     return self.group.copy_in(x)
                 return self.group.gather_tokens(x)[:, : self.tokens]
 
-            return _with_hidden(args, kwargs, whole)
+            return _with_hidden(args, kwargs, all_tokens)
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             return self.group.whole_last(output, size).contiguous() if isinstance(output, Tensor) else output
@@ -223,7 +223,7 @@ class TensorParallel(Stage):
         head.module.register_forward_hook(leave)
 
     def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
-        """Apply `longspan.hf.forward.cached.last_tokens` to hidden states of the residual stream, and return such."""
+        """As `longspan.hf.forward.cached.last_tokens`, for hidden states of the residual stream."""
         if self.style == "tp":
             return last_tokens(hidden, info, self.sp)
         last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)
@@ -231,34 +231,26 @@ class TensorParallel(Stage):
         return self.group.my_tokens(last)
 
     def check(self, call: ForwardCall) -> None:
-        """Raise for embeddings as inputs and hidden states as outputs, which "megatron-sp" shards by tokens.
-
-        Raises:
-            LongspanError: naming the argument.
-        """
+        """Raise for `inputs_embeds` and `output_hidden_states`, which "megatron-sp" would shard by tokens."""
         if self.style == "tp":
             return
-        batch = call.batch
-        asked = batch.get("output_hidden_states")
-        hidden = getattr(call.model.config, "output_hidden_states", False) if asked is None else asked
-        for what, given in (
-            ("output_hidden_states=True", hidden),
-            ("inputs_embeds", batch.get("inputs_embeds") is not None),
-        ):
-            if given:
-                raise LongspanError(
-                    f"{what}: with tensor_style='megatron-sp' each rank has a part of the tokens' hidden states; use "
-                    "tensor_style='tp', or leave it out"
-                )
+        hidden = call.batch.get("output_hidden_states")
+        if hidden is None:
+            hidden = getattr(call.model.config, "output_hidden_states", False)
+        if hidden or call.batch.get("inputs_embeds") is not None:
+            raise LongspanError(
+                f"{'output_hidden_states=True' if hidden else 'inputs_embeds'}: with tensor_style='megatron-sp' each "
+                "rank has the hidden states of its own tokens only; use tensor_style='tp', or leave it out"
+            )
 
     def my_rows(self, real: Tensor) -> Tensor:
-        """Of flags of all tokens `[B, L]` those of the tokens that this rank routes."""
+        """Return, of flags `[B, L]` of all tokens, those of my tokens, which this rank routes."""
         short = self.group.size * self.group.tokens(real.shape[1]) - real.shape[1]
         return F.pad(real, (0, short)).chunk(self.group.size, 1)[self.group.rank]
 
 
 def _set_heads(layer: Any, heads: HeadShard) -> None:
-    """Set the numbers of heads by which a layer splits the output of its fused projection."""
+    """Set the head counts by which a layer splits the output of its fused projection."""
     layer.config = copy.copy(layer.config)
     layer.config.num_attention_heads = heads.q_heads
     layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads

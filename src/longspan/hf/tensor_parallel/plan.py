@@ -1,6 +1,6 @@
 """Plan tensor parallelism: how each weight of a Hugging Face model is sharded over the `tensor` axis.
 
-The model's own plan (transformers' `base_model_tp_plan`) decides: the first matmuls of attention and MLP are sharded by
+transformers' plan of the model (`base_model_tp_plan`) decides: the first matmuls of attention and MLP are sharded by
 columns, the last by rows, embedding and head by the vocabulary, experts one by one.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from torch import Tensor, nn
 
@@ -18,7 +18,6 @@ from longspan.comm.tensor import Parts
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.core.validation import format_value
 from longspan.hf.support import attention_layers, decoder_of, draws
 
 if TYPE_CHECKING:
@@ -28,13 +27,13 @@ TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")
 
 _EXPERTS = "moe_tp_experts"
-_COVERED = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # of weights inside experts
+_INSIDE_EXPERTS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "grouped_gemm")  # sharded with them
 _GRADIENT = "replicated_with_grad_allreduce"
 
 _ATTENTION = {**{f"layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"}, "layers.*.self_attn.o_proj": "rowwise"}
 _MLP = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 _HUNYUAN = {**_ATTENTION, **{f"layers.*.self_attn.{x}_layernorm": _GRADIENT for x in ("query", "key")}}
-_LATENT = {  # every rank makes the latent vectors of all heads
+_LATENT = {  # every rank computes the latent vectors of all heads
     **{f"layers.*.self_attn.{x}": _GRADIENT for x in ("q_a_proj", "kv_a_proj_with_mqa")},
     **{f"layers.*.self_attn.{x}_a_layernorm": _GRADIENT for x in ("q", "kv")},
     **{f"layers.*.self_attn.{x}": "colwise" for x in ("q_proj", "q_b_proj", "kv_b_proj")},
@@ -48,36 +47,36 @@ PLANS: dict[str, dict[str, str]] = {
     "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
     "hunyuan_v1_moe": _HUNYUAN,
 }
-"""By `model_type`, what transformers' plan of a family leaves out."""
+"""By `model_type`, styles that transformers' plan of a family lacks."""
 
 _WHOLE_OUTPUT = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
-"""transformers gathers these outputs; here each rank makes the outputs of its own heads and features, as elsewhere."""
+"""transformers gathers these outputs. longspan does not: each rank computes with its own heads and features."""
 
 FUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("olmo2", "olmo3", "olmoe"), ()),  # norms over all heads
     "phi3": ("qkv_proj", "gate_up_proj"),
     **dict.fromkeys(("glm", "glm4"), ("gate_up_proj",)),
 }
-"""By `model_type`, for families with these styles: projections whose outputs are queries, then keys, then values; or
-gate, then up."""
+"""By `model_type`, for families with these styles: fused projections, whose outputs are queries, keys and values, or
+gate and up."""
 
 _OF_KV = ("k_proj", "v_proj", "k_norm")
-"""Weights of attention with an entry for each KV head; the others have one for each query head."""
+"""Weights of attention with entries per KV head; the others have entries per query head."""
 
 
 @dataclass
 class TensorPlan:
-    """What `apply_tensor` does to a model.
+    """How `TensorParallel` changes a model.
 
     Attributes:
-        rules: of every parameter, by its name.
-        regions: modules that compute with parts of weights, "attention" or "mlp", or with a part of the tokens, "moe".
+        rules: of every parameter, by name.
+        regions: modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
         experts: modules of which each rank holds some experts.
-        adapted: PEFT's modules around some of them, which read all weights in them.
-        norms: norms over the queries, or the keys, of all heads: how much each of this rank's entries counts, so that
-            the entries of all ranks count once.
-        heads: the heads of each rank; set on layers that cut the output of a fused projection (`fused`).
-        fused: those layers.
+        adapted: PEFT's modules around them; their forwards read the weights inside.
+        norms: norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over
+            the number of ranks that hold it.
+        heads: of each rank.
+        fused: layers with a fused projection, which must know this rank's heads.
     """
 
     rules: dict[str, Rule] = field(default_factory=dict)
@@ -90,14 +89,14 @@ class TensorPlan:
 
 
 def tensor_plan(model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> TensorPlan:
-    """What becomes of each weight, or what speaks against it; nothing is changed.
+    """Plan the shards of each weight; nothing is changed.
 
     Args:
-        model: before anything is sharded.
+        model: before it is sharded.
         size: ranks of a tensor group.
-        rank: this one's place.
+        rank: this rank's place in it.
         style: of the residual stream.
-        others: ranks of the sequence group, for the mesh that is proposed instead.
+        others: ranks of the sequence group, for the mesh that an error suggests.
 
     Raises:
         LongspanError: naming the layer, with the numbers and a mesh that fits.
@@ -130,31 +129,31 @@ class _Planner:
         return self.made
 
     def _styles(self) -> dict[str, str]:
-        """The style of every module that the model's plan names."""
+        """Return the style of every module that the plan names."""
         config = self.model.config.get_text_config()
-        brought = getattr(config, "base_model_tp_plan", None) or {}
-        # The embedding is cut by the vocabulary, whatever a plan says. Since 5.24 some plans name nothing else.
-        brought = {p: s for p, s in brought.items() if not s.startswith("embedding")}
-        plan = {**brought, **PLANS.get(config.model_type, {})}
+        own = getattr(config, "base_model_tp_plan", None) or {}
+        # The embedding is sharded by the vocabulary in any case. Since 5.24 some plans name nothing else.
+        own = {pattern: style for pattern, style in own.items() if not style.startswith("embedding")}
+        plan = {**own, **PLANS.get(config.model_type, {})}
         if not plan:
-            self._refuse(f"transformers brings no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
-        decoder, found = self.names[decoder_of(self.model)], dict[str, str]()
+            self._refuse(f"transformers has no tensor-parallel plan for {config.model_type} (base_model_tp_plan)")
+        decoder, styles = self.names[decoder_of(self.model)], dict[str, str]()
         experts = tuple(f"{pattern}." for pattern, style in plan.items() if style == _EXPERTS)
         for pattern, style in plan.items():
-            of_experts = pattern.startswith(experts or ("\0",)) and style in _COVERED
-            wanted = re.compile(re.escape(f"{decoder}.{pattern}").replace(r"\*", r"[^.]+"))
+            of_experts = pattern.startswith(experts or ("\0",)) and style in _INSIDE_EXPERTS
+            paths = re.compile(re.escape(f"{decoder}.{pattern}").replace(r"\*", r"[^.]+"))
             for path in self.modules:
-                if of_experts or not wanted.fullmatch(path):
+                if of_experts or not paths.fullmatch(path):
                     continue
                 known = _WHOLE_OUTPUT.get(style, style)
                 if known not in ("colwise", "rowwise", _GRADIENT, _EXPERTS):
-                    self._refuse(f"its plan has the style {style!r} for layer {path}, which is not known here")
+                    self._refuse(f"its plan has the style {style!r} for layer {path}, which is not supported")
                 if known != style and config.model_type not in FUSED:
                     self._refuse(
                         f"its plan has the style {style!r} for layer {path}, whose outputs may be in any order"
                     )
-                found[path] = known
-        return found
+                styles[path] = known
+        return styles
 
     def _check_heads(self) -> None:
         config = self.model.config.get_text_config()
@@ -163,69 +162,70 @@ class _Planner:
         self.model_type: str = config.model_type
         self.made.heads = split_groups(self.q_heads, self.kv_heads, self.size)
         if not all(shard.q_heads for shard in self.made.heads):
-            self._refuse_size("query heads", self.q_heads, cut=False)
+            self._refuse_size("query heads", self.q_heads, even=False)
         for path, layer in self.attention.items():
             own = getattr(layer, "num_key_value_heads", self.kv_heads), getattr(layer, "num_heads", self.q_heads)
             if own != (self.kv_heads, self.q_heads):
                 self._refuse(f"layer {path} has {own[1]} query and {own[0]} KV heads, not as its config")
 
     def _of_heads(self, path: str, width: int, name: str = "") -> Parts:
-        """Return which entries of all query or KV heads each rank has."""
+        """Return the entries of each rank's query or KV heads."""
         kv = (name or path.rpartition(".")[2]) in _OF_KV
         count = self.kv_heads if kv else self.q_heads
         if width % count:
-            self._refuse(f"{path} has {width} features, which are no multiple of its {count} heads")
+            self._refuse(f"{path} has {width} features, not a multiple of its {count} heads")
         each = width // count
         heads = [(h.kv_start, h.kv_stop) if kv else (h.q_start, h.q_stop) for h in self.made.heads]
         return Parts(width, tuple(((start * each, stop * each),) for start, stop in heads))
 
     def _of_features(self, path: str, width: int) -> Parts:
-        """Return which features between the matrices of an MLP each rank has."""
+        """Return each rank's features between the matmuls of an MLP."""
         spans = [even_span(width, rank, self.size) for rank in range(self.size)]
         if not all(start < stop for start, stop in spans):
-            self._refuse_size(f"features between its matrices in {path}", width)
+            self._refuse_size(f"features between the matmuls of {path}", width)
         return Parts(width, tuple((span,) for span in spans))
 
     def _outputs(self, path: str, width: int, attends: bool) -> Parts:
-        """Return which outputs of a column-wise projection each rank computes."""
+        """Return each rank's outputs of a column-wise projection."""
         own = path.rpartition(".")[2]
         if own not in FUSED.get(self.model_type, ()):
             return self._of_heads(path, width) if attends else self._of_features(path, width)
         if not attends:
-            return _in_turn([self._of_features(path, width // 2)] * 2)
+            return _concatenated([self._of_features(path, width // 2)] * 2)
         each = width // (self.q_heads + 2 * self.kv_heads)
         if each * (self.q_heads + 2 * self.kv_heads) != width:
             self._refuse(f"{path} has {width} features, not as many as its queries, keys and values")
         self.made.fused.append(path.rpartition(".")[0])
         counts = {"q_proj": self.q_heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
-        return _in_turn([self._of_heads(path, each * count, name) for name, count in counts.items()])
+        return _concatenated([self._of_heads(path, each * count, name) for name, count in counts.items()])
 
     def _linear(self, path: str, style: str) -> None:
         module = self.modules[path]
         base = getattr(module, "base_layer", module)
         weight = getattr(base, "weight", None)
         if not isinstance(base, nn.Linear) or not isinstance(weight, Tensor) or not weight.is_floating_point():
-            self._refuse(f"layer {path} is no linear layer with weights of floating point ({type(base).__name__})")
+            self._refuse(f"layer {path} is not a linear layer with floating-point weights ({type(base).__name__})")
         at = f"{path}.base_layer" if base is not module else path
         owner = path.rpartition(".")[0]
         attends = owner in self.attention
         if style == "colwise":
-            cut = self._cut(self._outputs(path, base.out_features, attends), 0, path)
-            self._rule(base, at, weight=cut, bias=cut)
-            self._adapters(module, path, Rule(partial=True), cut, cut)
+            rule = self._shard(self._outputs(path, base.out_features, attends), 0, path)
+            self._rule(base, at, weight=rule, bias=rule)
+            self._adapters(module, path, Rule(partial=True), rule, rule)
         else:
             width = base.in_features
-            cut = self._cut(self._of_heads(path, width) if attends else self._of_features(path, width), 1, path)
-            self._rule(base, at, weight=cut, bias=Rule(partial=True, first=True))
-            self._adapters(module, path, cut, Rule(partial=True), Rule(partial=True, first=True))
+            rule = self._shard(self._of_heads(path, width) if attends else self._of_features(path, width), 1, path)
+            bias = Rule(partial=True, first=True)
+            self._rule(base, at, weight=rule, bias=bias)
+            self._adapters(module, path, rule, Rule(partial=True), bias)
         self.made.regions[owner] = "attention" if attends else "mlp"
 
-    def _cut(self, parts: Parts, dim: int, path: str) -> Rule:
-        """Return how a weight is cut over the ranks when each computes with its `parts`."""
+    def _shard(self, parts: Parts, dim: int, path: str) -> Rule:
+        """Return the rule of a weight of which each rank computes with its `parts` of `dim`."""
         if parts.even:
             return Rule(dim)
         if self.kv_heads < self.size and path.rpartition(".")[2] in _OF_KV:
-            return Rule(partial=True, parts=parts)  # small, and needed by several ranks: every rank holds all of it
+            return Rule(partial=True, parts=parts)  # small, and needed by several ranks: replicate it
         return Rule(dim, parts=parts)
 
     def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
@@ -233,28 +233,28 @@ class _Planner:
             self.made.rules[f"{path}.{name}"] = rules[name]
 
     def _adapters(self, module: nn.Module, path: str, a: Rule, b: Rule, bias: Rule) -> None:
-        """LoRA beside a cut layer: B A x is linear, so parts of either give parts of the sum."""
+        """Shard LoRA with its layer: B A x is linear in both, so shards of either give parts of the sum."""
         for name, p in module.named_parameters():
             kind, _, rest = name.partition(".")
             own = rest.rpartition(".")[2]
             if name in ("weight", "bias") or kind == "base_layer":
                 continue
             if kind not in ("lora_A", "lora_B") or own not in ("weight", "bias") or p.dim() != (own == "weight") + 1:
-                self._refuse(f"layer {path} has the adapter weight {name}, and only LoRA's A and B can be cut with it")
+                self._refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
             rule = a if kind == "lora_A" else bias if own == "bias" else b
             self.made.rules[f"{path}.{name}"] = rule
 
     def _check_regions(self, styles: dict[str, str]) -> None:
-        """Every attention, and every MLP with a first product that is cut, must have a last one that is."""
+        """Raise unless every attention and MLP has a column-wise first and a row-wise last matmul."""
         for path in self.made.regions:
             if self.made.regions[path] == "moe":
                 continue
-            found = {style for name, style in styles.items() if name.rpartition(".")[0] == path}
-            if not {"colwise", "rowwise"} <= found:
-                self._refuse(f"the plan of layer {path} has no first and last product (it has {sorted(found)})")
+            own = {style for name, style in styles.items() if name.rpartition(".")[0] == path}
+            if not {"colwise", "rowwise"} <= own:
+                self._refuse(f"the plan of layer {path} lacks a colwise or a rowwise matmul (it has {sorted(own)})")
         for path in self.attention:
             if path not in self.made.regions:
-                self._refuse(f"its plan does not say how the attention layer {path} is cut")
+                self._refuse(f"its plan lacks the attention layer {path}")
 
     def _experts(self, path: str) -> None:
         module, owner, adapters = self.modules[path], path.rpartition(".")[0], dict[str, nn.Module]()
@@ -266,7 +266,7 @@ class _Planner:
         weights = dict(module.named_parameters(recurse=False))
         inner = [name for name, _ in module.named_parameters() if name not in weights]
         if not isinstance(count, int) or inner or any(len(p) != count for p in weights.values()):
-            self._refuse(f"layer {path} ({type(module).__name__}) does not hold its experts in one tensor a weight")
+            self._refuse(f"layer {path} ({type(module).__name__}) does not stack its experts in one tensor per weight")
         if not all(start < stop for start, stop in (even_span(count, r, self.size) for r in range(self.size))):
             self._refuse_size(f"experts in {path}", count)
         self._rule(module, at, **dict.fromkeys(weights, Rule(0)))
@@ -278,7 +278,7 @@ class _Planner:
         self.made.experts.append(at)
 
     def _expert_adapter(self, path: str, adapter: nn.Module, count: int) -> None:
-        """Cut LoRA on the weights of all experts: A's rows are ordered by expert, B's columns by LoRA rank."""
+        """Shard LoRA on the weights of all experts: A's rows are ordered by expert, B's columns by LoRA rank."""
         spans = [even_span(count, r, self.size) for r in range(self.size)]
         if any(stop - start == 1 for start, stop in spans):
             self._refuse(f"layer {path} has LoRA on experts, which PEFT supports only with 2 or more experts on a rank")
@@ -287,7 +287,7 @@ class _Planner:
             if kind == "base_layer":
                 continue
             if kind not in ("lora_A", "lora_B") or own != "weight" or p.dim() != 2:
-                self._refuse(f"layer {path} has the adapter weight {name}, and only LoRA's A and B can be cut with it")
+                self._refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
             dim = 0 if kind == "lora_A" else 1
             ranks = p.shape[dim] // count
             each, blocks = (ranks, 1) if dim == 0 else (1, ranks)
@@ -295,12 +295,12 @@ class _Planner:
                 tuple((i * count + start * each, i * count + stop * each) for i in range(blocks))
                 for start, stop in spans
             ]
-            self.made.rules[f"{path}.{name}"] = self._cut(Parts(p.shape[dim], tuple(parts)), dim, path)
+            self.made.rules[f"{path}.{name}"] = self._shard(Parts(p.shape[dim], tuple(parts)), dim, path)
 
     def _vocabulary(self) -> None:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if self.model.loss_type != "ForCausalLM" or not isinstance(head, nn.Linear):
-            self._refuse("a causal language model with a linear head is what can be cut by its vocabulary")
+            self._refuse("only a causal LM with a linear head can be sharded by its vocabulary")
         if not isinstance(embedding, nn.Embedding):
             self._refuse(f"its embedding is a {type(embedding).__name__}")
         for module in (embedding, head):
@@ -309,39 +309,39 @@ class _Planner:
                 self._refuse_size(f"entries of the vocabulary in {self.names[module]}", entries)
             if next(module.children(), None) is not None:
                 self._refuse(f"{self.names[module]} has adapters")
-            cut = {name: Rule(0) for name, _ in module.named_parameters(recurse=False)}
-            self._rule(module, self.names[module], **cut)
+            self._rule(module, self.names[module], weight=Rule(0), bias=Rule(0))
 
     def _rest(self, styles: dict[str, str], moe: tuple[str, ...]) -> None:
-        """Weights that no style names: whole on every rank."""
-        shown = {id(self.model.get_parameter(name)) for name in self.made.rules}
+        """Add the weights that no style names: replicated, except sinks and norms over all heads."""
+        decoder = f"{self.names[decoder_of(self.model)]}."
+        tied = {id(self.model.get_parameter(name)) for name in self.made.rules}
         for name, p in self.model.named_parameters():
             owner, _, own = name.rpartition(".")
-            if name in self.made.rules or id(p) in shown:
+            if name in self.made.rules or id(p) in tied:
                 continue
             region = next((x for x in self.made.regions if name.startswith(f"{x}.")), None)
             if region is None or name.startswith(moe or ("\0",)):
-                of_tokens = self.style == "megatron-sp" and self._in_layers(name)
+                of_tokens = self.style == "megatron-sp" and name.startswith(decoder)
                 self.made.rules[name] = Rule(partial=of_tokens or region is not None)
             elif own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):
-                self.made.rules[name] = self._cut(self._of_heads(name, self.q_heads), 0, owner)
+                self.made.rules[name] = self._shard(self._of_heads(name, self.q_heads), 0, owner)
             elif any(style == _GRADIENT and name.startswith(f"{path}.") for path, style in styles.items()):
                 self.made.rules[name] = Rule(partial=True)
             elif self._normalizes_all_heads(owner, region):
                 parts = self._of_heads(owner, p.numel())
-                self.made.rules[name] = self._cut(parts, 0, owner)
+                self.made.rules[name] = self._shard(parts, 0, owner)
                 self.made.norms[owner] = _weights(parts, self.rank)
             else:
-                self._refuse(f"its plan does not say how {name} is cut")
+                self._refuse(f"its plan lacks {name}")
         for module in self.model.modules():
             if draws(module):
                 self._refuse(
-                    f"layer {self.names[module]} draws random numbers (dropout), which the ranks of a tensor group "
-                    "would need alike; set it to 0"
+                    f"layer {self.names[module]} draws random numbers (dropout), which would differ between the ranks "
+                    "of a tensor group; set it to 0"
                 )
 
     def _normalizes_all_heads(self, path: str, region: str) -> bool:
-        """Whether a module is a root-mean-square norm over the queries, or the keys, of all heads at once."""
+        """Return whether a module is an RMS norm over the queries or the keys of all heads at once."""
         owner, _, own = path.rpartition(".")
         norm, projection = self.modules[path], self.modules.get(f"{owner}.{own[0]}_proj")
         return (
@@ -351,17 +351,12 @@ class _Planner:
             and [tuple(p.shape) for p in norm.parameters()] == [(getattr(projection, "out_features", None),)]
         )
 
-    def _in_layers(self, name: str) -> bool:
-        """Whether a weight is used with tokens of the residual stream."""
-        decoder = self.names[decoder_of(self.model)]
-        return name.startswith(f"{decoder}.")
-
     def _refuse(self, why: str) -> NoReturn:
-        raise LongspanError(f"`tensor={self.size}` cannot cut {self.name}: {why}; use `{self._mesh(1)}`")
+        raise LongspanError(f"`tensor={self.size}` cannot shard {self.name}: {why}; use `{self._mesh(1)}`")
 
-    def _refuse_size(self, what: str, count: int, cut: bool = True) -> NoReturn:
+    def _refuse_size(self, what: str, count: int, even: bool = True) -> NoReturn:
         total = self.size * self.others
-        fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count if cut else t))
+        fits = max(t for t in range(1, self.size) if total % t == 0 and self._fits(t, count if even else t))
         raise LongspanError(
             f"`tensor={self.size}` would leave a rank without any of the {count} {what} of {self.name}; try "
             f"`{self._mesh(fits)}`"
@@ -375,7 +370,7 @@ class _Planner:
         return f"tensor={tensor}, ulysses={self.size * self.others // tensor}"
 
 
-def _in_turn(every: list[Parts]) -> Parts:
+def _concatenated(every: list[Parts]) -> Parts:
     """Concatenate several outputs: each rank has its parts of each."""
     starts = list(itertools.accumulate((parts.length for parts in every), initial=0))
     spans = [
@@ -386,17 +381,7 @@ def _in_turn(every: list[Parts]) -> Parts:
 
 
 def _weights(parts: Parts, rank: int) -> list[float]:
-    """Return for each entry of this rank 1 / (the number of ranks that have it)."""
+    """Return for each entry of this rank: 1 over the number of ranks that hold it."""
     spans = [span for spans in parts.spans for span in spans]
     mine = [entry for start, stop in parts.spans[rank] for entry in range(start, stop)]
     return [1 / sum(start <= entry < stop for start, stop in spans) for entry in mine]
-
-
-def check_style(style: Any, size: int) -> None:
-    """Refuse a style that is none.
-
-    Raises:
-        LongspanError: with those there are.
-    """
-    if style not in STYLES:
-        raise LongspanError(f"tensor_style={format_value(style)} is unknown; choose {' or '.join(map(repr, STYLES))}")

@@ -1,3 +1,1 @@
-"""Weights of a parallelized model: FSDP, gradient sums, loading without a whole copy, the optimizer step in
-backward.
-"""
+"""Weights of a parallelized model: load shard by shard, FSDP, gradient sums, the optimizer step in the backward."""

@@ -1,10 +1,11 @@
-"""The safetensors files of a model's folder, read a few rows of a tensor at a time."""
+"""Read a few rows at a time from the safetensors files of a model."""
 
 from __future__ import annotations
 
 import functools
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,14 @@ from torch import Tensor
 from longspan.core.errors import LongspanError
 
 SAMPLE = 4 << 10
-"""Bytes at the beginning and at the end of each tensor that its digest is made of."""
+"""Bytes at the start and at the end of each tensor that enter its digest."""
 
 _LONGEST_HEADER = 100 << 20  # safetensors' own limit
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor lies.
-
-    Attributes:
-        file: that holds it.
-        dtype: as the file calls it ("BF16").
-        shape: of the tensor.
-        start: byte of the file at which it begins.
-        stop: byte after its last.
-    """
+class TensorInFile:
+    """One tensor: the file, the dtype's name in it ("BF16"), the shape, and the bytes from `start` to `stop`."""
 
     file: Path
     dtype: str
@@ -40,23 +33,16 @@ class Place:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """All tensors of a model's files.
+    """All tensors of a model's files, by the files' own keys."""
 
-    Attributes:
-        places: by the files' own keys.
-    """
-
-    places: dict[str, Place]
+    tensors: dict[str, TensorInFile]
 
     @classmethod
     def find(cls, name: str) -> WeightFiles | None:
-        """The files that `from_pretrained(name)` reads, of a folder or a model on the hub; their headers are read here.
-
-        Returns:
-            None where there are no safetensors files.
+        """Read the headers of the files that `from_pretrained(name)` reads; None if they are not safetensors.
 
         Raises:
-            LongspanError: for a file that is missing, cut off or no safetensors file.
+            LongspanError: for a file that is missing, truncated or not a safetensors file.
         """
         from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -67,65 +53,58 @@ class WeightFiles:
         if index is None:
             return None
         try:
-            listed = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            parts = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise LongspanError(f"{index} cannot be read: {error}; fetch the model again") from error
-        places: dict[str, Place] = {}
-        for part in listed:
-            found = _or_none(functools.partial(cached_file, name, part))
-            if found is None:
+        tensors: dict[str, TensorInFile] = {}
+        for part in parts:
+            file = _or_none(functools.partial(cached_file, name, part))
+            if file is None:
                 raise LongspanError(f"{name} lacks {part}, which its {SAFE_WEIGHTS_INDEX_NAME} names; fetch it again")
-            places |= _read_header(Path(found))
-        return cls(places)
+            tensors |= _read_header(Path(file))
+        return cls(tensors)
 
     def digests(self) -> dict[str, int]:
-        """By key, a checksum of dtype, shape, and the first and last `SAMPLE` bytes of each tensor.
+        """Return a checksum of dtype, shape, and the first and last `SAMPLE` bytes of each tensor, by key.
 
         Raises:
             LongspanError: if a file cannot be read.
         """
-        found = {}
-        for file in dict.fromkeys(place.file for place in self.places.values()):
+        digests = {}
+        for file in dict.fromkeys(tensor.file for tensor in self.tensors.values()):
             try:
                 with file.open("rb") as opened:
-                    for key, place in self.places.items():
-                        if place.file == file:
-                            found[key] = _digest(opened, place)
+                    digests |= {k: _digest(opened, x) for k, x in self.tensors.items() if x.file == file}
             except OSError as error:
                 raise LongspanError(f"{file} cannot be read: {error}") from error
-        return found
+        return digests
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows `start` to `stop` of a tensor, or all of it, on the CPU and in its own dtype. No more is read.
+        """Read rows `start` to `stop` of a tensor, or all, to the CPU in the file's dtype.
 
         Raises:
-            LongspanError: if its file cannot be read any more.
+            LongspanError: if the file cannot be read.
         """
         from safetensors import safe_open
 
-        file = self.places[key].file
+        file = self.tensors[key].file
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
-                found: Tensor = opened.get_tensor(key) if stop is None else opened.get_slice(key)[start:stop]
-        except Exception as error:  # safetensors has kinds of its own
+                rows: Tensor = opened.get_tensor(key) if stop is None else opened.get_slice(key)[start:stop]
+        except Exception as error:  # safetensors has its own exceptions
             raise LongspanError(f"{key} cannot be read from {file}: {error}") from error
-        return found
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by key."""
-        return {key: place.shape for key, place in self.places.items()}
+        return rows
 
 
-def _or_none(find: Any) -> str | None:
+def _or_none(find: Callable[[], str | None]) -> str | None:
     try:
-        found: str | None = find()
+        return find()
     except OSError:
         return None
-    return found
 
 
-def _read_header(file: Path) -> dict[str, Place]:
-    """A safetensors file begins with the length of its header, 8 bytes little-endian, and the header in JSON."""
+def _read_header(file: Path) -> dict[str, TensorInFile]:
+    """Read a safetensors file's first 8 bytes, the header's length (little-endian), and the header in JSON."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -134,22 +113,22 @@ def _read_header(file: Path) -> dict[str, Place]:
                 raise ValueError(f"its header would have {length:,} bytes")
             header = json.loads(opened.read(length))
         begin = 8 + length
-        places = {
-            key: Place(file, x["dtype"], tuple(x["shape"]), *(begin + offset for offset in x["data_offsets"]))
+        tensors = {
+            key: TensorInFile(file, x["dtype"], tuple(x["shape"]), *(begin + offset for offset in x["data_offsets"]))
             for key, x in header.items()
             if key != "__metadata__"
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LongspanError(f"{file} is no safetensors file that can be read: {error}; fetch it again") from error
-    end = max((place.stop for place in places.values()), default=begin)
+    end = max((tensor.stop for tensor in tensors.values()), default=begin)
     if end != size:
         raise LongspanError(f"{file} has {size:,} bytes, its header says {end:,}; fetch it again")
-    return places
+    return tensors
 
 
-def _digest(opened: Any, place: Place) -> int:
-    found = zlib.crc32(f"{place.dtype} {place.shape}".encode())
-    for start in (place.start, max(place.start, place.stop - SAMPLE)):
+def _digest(opened: Any, tensor: TensorInFile) -> int:
+    digest = zlib.crc32(f"{tensor.dtype} {tensor.shape}".encode())
+    for start in (tensor.start, max(tensor.start, tensor.stop - SAMPLE)):
         opened.seek(start)
-        found = zlib.crc32(opened.read(min(SAMPLE, place.stop - start)), found)
-    return found
+        digest = zlib.crc32(opened.read(min(SAMPLE, tensor.stop - start)), digest)
+    return digest

@@ -2,7 +2,7 @@
 
     embedding              gathered for its forward only: its backward needs no weights
     each decoder layer     gathered one layer ahead in forward and backward, released after each
-    final norm and head    gathered during the last layer, kept until the head's backward, which comes next
+    final norm and head    gathered during the last layer, released after the head's backward, which comes next
     root: all others       usually a few rows: norms and positions next to the embedding
 
 A weight shared by two modules (a head tied to the embedding) needs a group that stays gathered from its first use to
@@ -39,8 +39,8 @@ def apply_fsdp(
         model: changed in place.
         sp: the sharding; on one rank, groups only serve `cpu_offload`.
         mp_policy: FSDP's mixed precision.
-        cpu_offload: keep shards, gradients and optimizer state in pinned host memory; a group's weights are copied to
-            the device when it gathers them, its gradient is copied back when it is summed.
+        cpu_offload: hold shards, gradients and optimizer state in pinned host memory; copy a group's weights to the
+            device to gather them, and its gradient back once it is summed.
 
     Raises:
         LongspanError: for `cpu_offload` on a CPU.
@@ -54,9 +54,9 @@ def apply_fsdp(
     embedding, tail = outer_groups(model)
     layers: list[nn.Module] = decoder_layers(model)
     if embedding is not None:
-        kept = _backward_reads_table(embedding)
+        reads_table = _backward_reads_table(embedding)
         group = fully_shard(embedding, **options, reshard_after_forward=True)
-        group.set_unshard_in_backward(kept)
+        group.set_unshard_in_backward(reads_table)
     for layer in layers:
         fully_shard(layer, **options, reshard_after_forward=True)
     if tail:
@@ -72,13 +72,13 @@ def check_cpu_offload(device: torch.device, cpu_offload: bool) -> None:
     """Raise if `cpu_offload` is set and the device is the CPU."""
     if cpu_offload and device.type == "cpu":
         raise LongspanError(
-            "cpu_offload=True keeps weights, gradients and optimizer states in host memory; on a CPU there is "
+            "cpu_offload=True moves weights, gradients and optimizer states to host memory; on a CPU there is "
             "nothing to move; leave it out"
         )
 
 
 def reshard(model: nn.Module) -> None:
-    """Release weights that a forward gathered and no backward released; parameters are shards again."""
+    """Release the weights that a forward gathered and no backward released."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -92,7 +92,7 @@ def gather_group_of(model: nn.Module, module: nn.Module) -> None:
 
 
 def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Module]]:
-    """Return the embedding group and the group of final norm and head, before FSDP.
+    """Return the groups outside the layers, before FSDP.
 
     Returns:
         The input embedding, or None if it shares a weight with another module; final norm and head in the order in
@@ -141,16 +141,16 @@ def _backward_reads_table(embedding: nn.Module) -> bool:
     """
     if not isinstance(embedding, nn.Embedding):
         return True
-    kept: list[int] = []
+    saved: list[int] = []
 
     def note(x: Tensor) -> Tensor:
-        kept.append(x.numel())
+        saved.append(x.numel())
         return x
 
     token = torch.zeros(1, 1, dtype=torch.long, device=embedding.weight.device)
     with as_local(embedding), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         embedding.forward(token)  # without hooks
-    return any(size >= embedding.weight.numel() for size in kept)
+    return any(size >= embedding.weight.numel() for size in saved)
 
 
 def _prefetch(forward: list[nn.Module], backward: list[nn.Module]) -> None:

@@ -1,7 +1,4 @@
-"""Sum gradients over ranks: without FSDP, where each rank computes its tokens' part of every gradient; and `no_sync`.
-
-Gradients are summed after every backward, or, with `no_sync`, after the last of several.
-"""
+"""Sum gradients over ranks without FSDP, where each rank computes its tokens' part of every gradient; and `no_sync`."""
 
 from __future__ import annotations
 
@@ -32,8 +29,8 @@ if TYPE_CHECKING:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Do not sum gradients in these backwards; the first backward after them sums all, once.
 
-    For gradient accumulation: put every micro-batch but the last in here, on every rank. The gradients equal those of a
-    sum after each backward, up to the order of additions. Until they are summed, `p.grad` does not contain them, and
+    For gradient accumulation: run every micro-batch but the last in this context, on every rank. The gradients equal
+    those of a sum after each backward, up to the order of additions. Until then `p.grad` does not contain them, and
     under FSDP each rank holds the gradients of the whole model.
 
         for i, micro in enumerate(micro_batches):
@@ -44,36 +41,37 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         model: as `longspan.parallelize` returned it. On one rank, where nothing is summed, this does nothing.
 
     Raises:
-        LongspanError: if it has not been parallelized, or each of its backwards updates the weights
+        LongspanError: if the model is not parallelized, or each backward updates the weights
             (`longspan.optimizer_in_backward`).
     """
     inner: Any = transformers_model(model)
     state = state_of(model)
     if state.in_backward is not None:
         raise LongspanError(
-            "gradients cannot accumulate where each backward updates the weights (longspan.optimizer_in_backward); "
+            "gradients cannot accumulate if each backward updates the weights (longspan.optimizer_in_backward); "
             "call remove() on what it returned, and optimizer.step() after the last micro-batch"
         )
     sums = state.gradients
-    if isinstance(inner, FSDPModule):
-        inner.set_requires_gradient_sync(False)
-    elif sums is not None:
-        sums.waits = True
+
+    def set_sync(sync: bool) -> None:
+        if isinstance(inner, FSDPModule):
+            inner.set_requires_gradient_sync(sync)
+        elif sums is not None:
+            sums.deferred = not sync
+
+    set_sync(False)
     try:
         yield
     finally:
-        if isinstance(inner, FSDPModule):
-            inner.set_requires_gradient_sync(True)
-        elif sums is not None:
-            sums.waits = False
+        set_sync(True)
 
 
 class GradientSum:
-    """Without FSDP, sum the gradients of each backward over data x sequence when the backward has ended.
+    """Sum the gradients of each backward over data x sequence at its end, without FSDP.
 
-    - Gradients accumulated earlier are set aside during the backward, so that they are not summed twice.
-    - Gradients of a backward in `no_sync` wait, apart from `p.grad`, for the next backward that is summed.
-    - A parameter without a gradient on any rank keeps none; if it has one on some ranks, the others add zero.
+    - Gradients from earlier backwards are set aside during a backward, so that they are not summed twice.
+    - Gradients of a backward in `no_sync` are pending, outside `p.grad`, until the next backward that is summed.
+    - If a parameter has a gradient on some ranks only, the others add zero.
     - Hooks on accumulated gradients (an optimizer in the backward) run before the sum: use FSDP for those.
     """
 
@@ -85,17 +83,13 @@ class GradientSum:
         self.group = sp.world_group
         self.fresh: set[nn.Parameter] = set()
         self.earlier: dict[nn.Parameter, Tensor] = {}
-        self.waits = False
-        self.waiting: dict[nn.Parameter, Tensor] = {}
+        self.deferred = False
+        self.pending: dict[nn.Parameter, Tensor] = {}
         for p in self.parameters:
             p.register_hook(self._before_accumulation(p))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse parameters that came after `parallelize`: their gradients would stay each rank's own.
-
-        Raises:
-            LongspanError: naming the first.
-        """
+        """Raise if a parameter was added or unfrozen after `parallelize`."""
         for name, p in model.named_parameters():
             if p.requires_grad and id(p) not in self.known:
                 raise LongspanError(
@@ -109,7 +103,7 @@ class GradientSum:
                 when_backward_ends(self._finish)
             if p not in self.fresh:
                 self.fresh.add(p)
-                self._lay_aside(p)
+                self._set_aside(p)
 
         return hook
 
@@ -120,71 +114,71 @@ class GradientSum:
         self.earlier.clear()
         self.fresh.clear()
 
-    def _lay_aside(self, p: nn.Parameter) -> None:
+    def _set_aside(self, p: nn.Parameter) -> None:
         if p.grad is not None:
             self.earlier[p] = p.grad
             p.grad = None
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Runs when the backward has ended; the same collectives on every rank, whatever each has touched."""
+        """Run at the end of a backward: the same collectives on every rank, whichever parameters have gradients."""
         if any(p.grad is None for p in self.fresh):
             self.forget_unfinished()
             raise LongspanError(
                 "torch.autograd.grad returns this rank's part of the gradients only; call loss.backward(), which sums "
                 "them"
             )
-        if self.waits:
-            self._wait()
+        if self.deferred:
+            self._defer()
             return
-        self._take_waiting()
+        self._add_pending()
         parameters = [p for p in self.parameters if p.requires_grad]
         touched = torch.tensor([p in self.fresh for p in parameters], dtype=torch.int32, device=parameters[0].device)
         dist.all_reduce(touched, group=self.group)
         summed = [p for p, ranks in zip(parameters, touched.tolist(), strict=True) if ranks]
         for p in summed:
             if p not in self.fresh:
-                self._lay_aside(p)
+                self._set_aside(p)
                 p.grad = torch.zeros_like(p)
         kinds = [p.dtype for p in summed]
-        for places in gradient_buckets([local_part(p).numel() for p in summed], kinds, self.bucket_elements):
-            self._sum([summed[i] for i in places])
+        for bucket in gradient_buckets([local_part(p).numel() for p in summed], kinds, self.bucket_elements):
+            self._sum([summed[i] for i in bucket])
         for p, grad in self.earlier.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
         self.earlier.clear()
         self.fresh.clear()
 
-    def _wait(self) -> None:
-        """Keep this backward's gradients for a later one, and put back what was there before it."""
+    def _defer(self) -> None:
+        """Make this backward's gradients pending, and restore `p.grad`."""
         for p in self.fresh:
             grad, p.grad = p.grad, None
             assert grad is not None
-            self.waiting[p] = self.waiting[p].add_(grad) if p in self.waiting else grad
+            self.pending[p] = self.pending[p].add_(grad) if p in self.pending else grad
         self.forget_unfinished()
 
-    def _take_waiting(self) -> None:
-        """Add what has waited to this backward's gradients, also of parameters that it did not touch."""
-        for p, grad in self.waiting.items():
+    def _add_pending(self) -> None:
+        """Add pending gradients to this backward's, also for parameters that it did not reach."""
+        for p, grad in self.pending.items():
             if p not in self.fresh:
                 self.fresh.add(p)
-                self._lay_aside(p)
+                self._set_aside(p)
             p.grad = grad if p.grad is None else grad.add_(p.grad)
-        self.waiting.clear()
+        self.pending.clear()
 
     def _sum(self, bucket: list[nn.Parameter]) -> None:
-        """One all-reduce, in fp32 at least: a sum of many ranks in bf16 would round at every step."""
+        """All-reduce a bucket in fp32 at least: bf16 would round at every rank."""
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
-        grads = [local_part(p.grad) for p in bucket if p.grad is not None]  # of a weight cut over a tensor group mine
+        grads = [local_part(p.grad) for p in bucket if p.grad is not None]
         if len(grads) == 1:
-            self._sum_alone(grads[0], dtype)
+            self._sum_large(grads[0], dtype)
             return
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
         dist.all_reduce(flat, group=self.group)
-        for grad, whole in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(whole.view_as(grad))
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
 
-    def _sum_alone(self, grad: Tensor, dtype: torch.dtype) -> None:
-        """A gradient with a bucket to itself, which may be a vocabulary's: where it lies, or else copied in pieces."""
+    def _sum_large(self, grad: Tensor, dtype: torch.dtype) -> None:
+        """All-reduce one gradient, which may be a vocabulary's, in place or in copied pieces."""
         if grad.dtype == dtype and grad.is_contiguous():
             dist.all_reduce(grad.view(-1), group=self.group)
             return

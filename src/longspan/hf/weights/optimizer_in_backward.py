@@ -1,8 +1,8 @@
 """Update each weight in the backward as soon as its gradient is summed, and free the gradient.
 
-FSDP2 calls the `register_post_accumulate_grad_hook` hooks of a sharded parameter when its gradient has been
-reduce-scattered, layer by layer, on the stream of that reduce-scatter. So a rank holds gradients of one FSDP group at a
-time. The result is bit-equal to `optimizer.step()` after the backward, as AdamW and its kind treat each weight alone.
+FSDP2 calls the `register_post_accumulate_grad_hook` hooks of a sharded parameter once its gradient is reduce-scattered,
+layer by layer, on the stream of that reduce-scatter. So a rank holds gradients of one FSDP group at a time. The result
+is bit-equal to `optimizer.step()` after the backward, as AdamW and similar optimizers treat each weight alone.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
 def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> InBackward:
     """Make each backward update the weights by `optimizer` and free the gradients.
 
-    The optimizer's state, `state_dict` and schedulers work as before, so a checkpoint can be resumed with or without
-    this. `optimizer.step()` finds no gradients and does nothing.
+    State, `state_dict` and schedulers work as before, so a run can resume with or without this. `optimizer.step()`
+    has no gradients and does nothing.
 
         updates = longspan.optimizer_in_backward(model, optimizer)
         for batch in loader:
             model(**batch).loss.backward()     # the weights are updated in here
             scheduler.step()
-            norm = updates.grad_norm()         # of the gradients that are gone
+            norm = updates.grad_norm()         # of the freed gradients
 
     One backward is one step. Accumulation (`no_sync`), clipping by global norm and gradient scalers need all gradients
     at once, and are not supported.
 
     Args:
         model: as `longspan.parallelize` returned it, with FSDP or on one rank.
-        optimizer: of all its trained weights, whose step treats each of them by itself (Adam's, SGD's and their kin;
-            none that compares weights, or calls a closure).
+        optimizer: of all its trained weights. Its step must treat each weight alone (Adam, SGD and similar; none that
+            compares weights, or calls a closure).
 
     Returns:
         A handle with `grad_norm`, `paused` and `remove`.
 
     Raises:
-        LongspanError: for a model that is not parallelized, or with `fsdp=False` on several ranks, where a gradient is
-            summed when the backward has ended; and where the optimizer's weights are not the model's trained ones.
+        LongspanError: if the model is not parallelized, or with `fsdp=False` on several ranks, where gradients are
+            summed after the backward; and if the optimizer's weights are not the model's trained ones.
     """
     state = state_of(model)
     if state.gradients is not None:
         raise LongspanError(
-            "with fsdp=False gradients are summed over the ranks when the backward has ended, so no weight can be "
-            "updated in it; use longspan.parallelize(..., fsdp=True), or call optimizer.step() after the backward"
+            "with fsdp=False gradients are summed over the ranks after the backward, so no weight can be updated in "
+            "it; use longspan.parallelize(..., fsdp=True), or call optimizer.step() after the backward"
         )
     if state.in_backward is not None:
         raise LongspanError("this model has an optimizer in its backward already; remove() that first")
@@ -75,7 +75,7 @@ def _check_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise LongspanError(
             f"{type(optimizer).__name__} does not hold {len(left)} of the model's trained parameters, {left[0]} first; "
             f"in the backward all are updated: make it from model.parameters() after longspan.parallelize, or freeze "
-            f"what is not to be trained"
+            f"the others"
         )
     if len(held) > len(trained):
         raise LongspanError(
@@ -92,7 +92,7 @@ class InBackward:
         self.active = True
         self.norms: list[Tensor] = []
         # By index: `load_state_dict` replaces the group dicts.
-        self.places = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.group_index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.handles = [
             p.register_post_accumulate_grad_hook(self._update)
             for group in optimizer.param_groups
@@ -106,17 +106,17 @@ class InBackward:
         grad = local_part(p.grad)
         wide = torch.promote_types(grad.dtype, torch.float32)
         # A weight replicated over the tensor group counts once.
-        alike = self.state.sp.tensor_size if isinstance(p, DTensor) and p.placements[-1].is_replicate() else 1
-        self.norms.append(torch.linalg.vector_norm(grad, dtype=wide) / math.sqrt(alike))
+        copies = self.state.sp.tensor_size if isinstance(p, DTensor) and p.placements[-1].is_replicate() else 1
+        self.norms.append(torch.linalg.vector_norm(grad, dtype=wide) / math.sqrt(copies))
         groups = self.optimizer.param_groups
-        whole = [group["params"] for group in groups]
+        every = [group["params"] for group in groups]
         try:
-            # The step then visits this weight only, not all of them.
+            # The step then updates this weight only.
             for i, group in enumerate(groups):
-                group["params"] = [p] if i == self.places[id(p)] else []
+                group["params"] = [p] if i == self.group_index[id(p)] else []
             self.optimizer.step()
         finally:
-            for group, params in zip(groups, whole, strict=True):
+            for group, params in zip(groups, every, strict=True):
                 group["params"] = params
         p.grad = None
 
@@ -133,7 +133,7 @@ class InBackward:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within this, backwards leave gradients and update nothing."""
+        """Let backwards leave gradients and update nothing."""
         before, self.active = self.active, False
         try:
             yield

@@ -1,8 +1,7 @@
-"""Where in a whole weight a rank's part of it lies: cut over a tensor group first, then in rows by FSDP2."""
+"""Which slices of a weight a rank holds: sharded over the tensor group first, then by rows by FSDP2."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor, Shard
@@ -14,27 +13,22 @@ if TYPE_CHECKING:
 
     from longspan.comm.mesh import SequenceSharding
 
-Box = tuple[slice, ...]
-"""Of every dimension, from where to where."""
-
 
 def tensor_parts(p: Tensor) -> int:
-    """How many ranks of a tensor group share a weight; 1 where each holds all of it, or there is no such group."""
-    return _tensor_cut(p)[1]
+    """Return over how many ranks of the tensor group a weight is sharded; 1 for none."""
+    return _tensor_shard(p)[1]
 
 
-def box_of(p: Tensor, sp: SequenceSharding, rank: int, tensor_rank: int) -> Box:
-    """Which part of a weight a rank holds.
+def my_slices(p: Tensor, sp: SequenceSharding) -> tuple[slice, ...]:
+    """Return the slices of a weight that this rank holds, one per dimension."""
+    return slices_of(p, sp, sp.data_rank * sp.size + sp.rank, sp.tensor_rank)
 
-    Args:
-        p: the weight, on any rank.
-        sp: how it was parallelized.
-        rank: in data x sequence.
-        tensor_rank: in the tensor group.
-    """
+
+def slices_of(p: Tensor, sp: SequenceSharding, rank: int, tensor_rank: int) -> tuple[slice, ...]:
+    """Return the slices of a weight that the given rank of data x sequence and of the tensor group holds."""
     shape = list(p.shape)
     starts = [0] * len(shape)
-    dim, parts = _tensor_cut(p)
+    dim, parts = _tensor_shard(p)
     if parts > 1:
         starts[dim], stop = even_span(shape[dim], tensor_rank, parts)
         shape[dim] = stop - starts[dim]
@@ -44,20 +38,11 @@ def box_of(p: Tensor, sp: SequenceSharding, rank: int, tensor_rank: int) -> Box:
     return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
 
 
-def my_box(p: Tensor, sp: SequenceSharding) -> Box:
-    """Which part of a weight this rank holds."""
-    return box_of(p, sp, sp.data_rank * sp.size + sp.rank, sp.tensor_rank)
-
-
-def elements(box: Box) -> int:
-    """How many numbers are in a part."""
-    return math.prod(each.stop - each.start for each in box)
-
-
-def _tensor_cut(p: Tensor) -> tuple[int, int]:
-    """The dimension that a tensor group cuts, and into how many parts."""
-    if not isinstance(p, DTensor) or "tensor" not in (p.device_mesh.mesh_dim_names or ()):
+def _tensor_shard(p: Tensor) -> tuple[int, int]:
+    """Return the dimension that is sharded over the tensor group, and over how many ranks."""
+    names = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
+    if not isinstance(p, DTensor) or "tensor" not in names:
         return 0, 1
-    axis = p.device_mesh.mesh_dim_names.index("tensor")  # type: ignore[union-attr]
+    axis = names.index("tensor")
     placement = p.placements[axis]
     return (placement.dim, p.device_mesh.size(axis)) if isinstance(placement, Shard) else (0, 1)

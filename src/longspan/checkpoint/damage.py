@@ -1,0 +1,307 @@
+"""Detect damaged checkpoints. Nothing of a checkpoint is loaded before it has passed.
+
+| damage | detected by | in |
+|---|---|---|
+| a save that was killed, a removed marker | no marker, or another name | `complete_steps`, `Checkpoint.read` |
+| a changed marker | its own CRC-32, and its text written again | `_parse` |
+| a file that is missing or has another size | `stat` of every file | `Checkpoint.wrong_size` |
+| changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
+| ranks that see different folders | the marker's CRC-32, compared over the ranks | `verify` |
+| an index that points outside its files | bounds of every piece | `tensors.read_index` |
+
+A save reads its files back the same way before it writes the marker (`saving.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longspan.checkpoint.folder import (
+    MARKER,
+    STEP_NAME,
+    FileRecord,
+    complete_steps,
+    newest_folder,
+    step_path,
+    unmarked,
+)
+from longspan.checkpoint.ranks import Ranks, check_ranks
+from longspan.comm.errors import error_text
+from longspan.core.errors import LongspanError
+from longspan.core.validation import as_path, checked_call
+
+FORMAT = 2
+"""Of the marker. Format 1 had no checksums, and its metadata was a pickle."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One complete checkpoint on disk.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done.
+        state: the plain values that were saved with the tensors.
+        files: every file in it but the marker, by name.
+        verified: whether the content of all files was compared with their checksums.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    files: dict[str, FileRecord]
+    verified: bool = False
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Read the marker, and check that every file has the right size; file content is not read.
+
+        Raises:
+            LongspanError: naming the file that is missing or damaged.
+        """
+        if not path.is_dir():
+            raise LongspanError(f"checkpoint {path} does not exist")
+        marker = path / MARKER
+        if marker.exists() and not marker.is_file():  # reading a pipe could block forever
+            raise LongspanError(f"checkpoint file {marker} is damaged: it is no regular file")
+        try:
+            checkpoint = _parse(path, marker.read_bytes())
+        except FileNotFoundError:
+            raise LongspanError(f"checkpoint {path} is not complete: it has no {MARKER}") from None
+        except LongspanError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LongspanError(f"checkpoint file {marker} is damaged: {type(error).__name__}: {error}") from error
+        if problem := checkpoint.wrong_size():
+            raise LongspanError(problem)
+        return checkpoint
+
+    def wrong_size(self) -> str | None:
+        """Return which file is missing or has another size; None if all are right."""
+        for name, record in self.files.items():
+            file = self.path / name
+            try:
+                size = file.stat().st_size if file.is_file() else None
+            except OSError as error:
+                return f"checkpoint file {file} cannot be read: {error.strerror}"
+            if size is None:
+                return f"checkpoint file {file} is missing"
+            if size != record.size:
+                return f"checkpoint file {file} has {size} bytes instead of {record.size}"
+        return None
+
+    def wrong_content(self, names: list[str]) -> str | None:
+        """Return which of these files does not hold what was written; None if all do."""
+        for name in names:
+            try:
+                record = FileRecord.of(self.path / name)
+            except OSError as error:
+                return f"checkpoint file {self.path / name} cannot be read: {error.strerror or error}"
+            if record != self.files[name]:
+                return (
+                    f"checkpoint file {self.path / name} is damaged: its {record.size} bytes have the CRC-32 "
+                    f"{record.crc32:08x}, {self.files[name].crc32:08x} was written"
+                )
+        return None
+
+
+# --- the marker
+
+
+def format_marker(step: int, state: dict[str, Any], files: dict[str, FileRecord]) -> str:
+    """Return the text of a marker. `state` holds plain JSON values. Equal content has equal text."""
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "state": state,
+        "files": {name: [record.size, f"{record.crc32:08x}"] for name, record in sorted(files.items())},
+    }
+    return json.dumps({**body, "crc32": _crc32_of(body)}, indent=1) + "\n"
+
+
+def _crc32_of(body: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
+
+
+def _parse(path: Path, text: bytes) -> Checkpoint:
+    marker = json.loads(text)
+    if marker.keys() == {"step", "state", "files"}:
+        raise LongspanError(
+            f"checkpoint {path} was made by an earlier version: it has no checksums, and its metadata is a pickle, "
+            "which can run code when it is read; finish the run with the version that made it, or start another one "
+            "from its weights: --model OUT/hf --out ANOTHER"
+        )
+    if marker["crc32"] != _crc32_of({name: value for name, value in marker.items() if name != "crc32"}):
+        raise ValueError("its text does not match its checksum")
+    if marker["format"] != FORMAT:
+        raise LongspanError(
+            f"checkpoint {path} has the format {marker['format']}, this version reads {FORMAT}; use the version of "
+            "longspan that made it"
+        )
+    files = {name: FileRecord(int(size), int(crc, 16)) for name, (size, crc) in marker["files"].items()}
+    step = int(marker["step"])
+    if format_marker(step, marker["state"], files).encode() != text:
+        raise ValueError("its text does not match its checksum")
+    if any(Path(name).name != name for name in files):
+        raise ValueError("it names files outside its folder")
+    if STEP_NAME.fullmatch(path.name) and path != step_path(path.parent, step):
+        raise ValueError(f"it is that of step {step}")
+    return Checkpoint(path, step, marker["state"], files)
+
+
+# --- which checkpoint to resume from
+
+
+@checked_call(path=as_path, ranks=check_ranks)
+def verify(path: Path | str, ranks: Ranks | None = None, *, content: bool = True) -> Checkpoint:
+    """Return the checkpoint at `path` if it is undamaged. Collective: each rank reads a part of the files.
+
+    Args:
+        path: one checkpoint.
+        ranks: the ranks that take part; by default all of the job.
+        content: False checks only markers and sizes, in no time.
+
+    Raises:
+        LongspanError: on every rank, naming the first damaged file, and the newest undamaged checkpoint next to it.
+    """
+    path, ranks = Path(path), ranks or Ranks()
+    checkpoint, problem = _check(path, ranks, content)
+    if checkpoint is None:
+        raise LongspanError(f"{problem}; {ranks.first(lambda: resume_hint(path))}")
+    return checkpoint
+
+
+@checked_call(folder=as_path, ranks=check_ranks)
+def choose(
+    folder: Path | str, ranks: Ranks | None = None, *, content: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return a run's newest undamaged checkpoint, the same on every rank. Collective.
+
+    Args:
+        folder: holds the run's checkpoints.
+        ranks: the ranks that take part; by default all of the job.
+        content: as in `verify`.
+
+    Returns:
+        The checkpoint (None if there is none at all), and what is wrong with the newer ones.
+
+    Raises:
+        LongspanError: on every rank, if all checkpoints are damaged.
+    """
+    folder, ranks = Path(folder), ranks or Ranks()
+    steps, problems = ranks.first(
+        lambda: (complete_steps(folder), [f"{path} has no {MARKER}" for path in unmarked(folder)])
+    )
+    for step in reversed(steps):
+        checkpoint, problem = _check(step_path(folder, step), ranks, content)
+        if checkpoint is not None:
+            return checkpoint, problems
+        problems.append(problem)
+    if problems:
+        raise LongspanError(
+            f"{folder} holds no undamaged checkpoint: {'; '.join(problems)}; start again with another --out"
+        )
+    return None, []
+
+
+@checked_call(where=as_path, ranks=check_ranks)
+def newest(
+    where: Path | str, ranks: Ranks | None = None, flag: str = "--resume", *, content: bool = True
+) -> Checkpoint:
+    """Return the newest checkpoint of a run, or the one at the path. Unlike `choose`, pass over none. Collective.
+
+    Args:
+        where: a run's folder, its folder of checkpoints, or one checkpoint.
+        ranks: the ranks that take part; by default all of the job.
+        flag: names the option in messages.
+        content: as in `verify`.
+
+    Raises:
+        LongspanError: on every rank, if there is none, or as `verify`.
+    """
+    ranks = ranks or Ranks()
+    path: Path = ranks.first(lambda: _newest_path(Path(where).absolute(), flag))  # "." has neither name nor parent
+    return verify(path, ranks, content=content)
+
+
+def _newest_path(where: Path, flag: str) -> Path:
+    if STEP_NAME.fullmatch(where.name) or (where / MARKER).is_file():
+        return where
+    hint = "give a run's folder (OUT), or one checkpoint of it (OUT/checkpoints/step-...)"
+    if not where.exists():
+        raise LongspanError(f"{flag} {where} does not exist; {hint}")
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    path = newest_folder(folder)
+    if path is None:
+        raise LongspanError(f"{flag} {where} holds no checkpoint; {hint}")
+    return path
+
+
+@checked_call(folder=as_path)
+def latest(folder: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint of a folder, or None. Not collective; file content is not read.
+
+    Raises:
+        LongspanError: as `verify`; an older checkpoint is never taken silently.
+    """
+    steps = complete_steps(folder)
+    if not steps:
+        return None
+    path = step_path(folder, steps[-1])
+    try:
+        return Checkpoint.read(path)
+    except LongspanError as error:
+        raise LongspanError(f"{error}; {resume_hint(path)}") from error
+
+
+def resume_hint(path: Path) -> str:
+    """Return which checkpoint to use instead of a damaged one. Read the others' content to find out."""
+    for step in reversed(complete_steps(path.parent)):
+        other = step_path(path.parent, step)
+        if other != path:
+            with contextlib.suppress(LongspanError):
+                checkpoint = Checkpoint.read(other)
+                if checkpoint.wrong_content(list(checkpoint.files)) is None:
+                    return f"resume from the newest undamaged checkpoint: --resume {other}"
+    return "no other checkpoint next to it is undamaged; start again with another --out"
+
+
+def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, str]:
+    """Return the checkpoint, or None and what is wrong with it; the same on every rank. Collective."""
+    problem, marker, checkpoint = "", None, None
+    try:
+        checkpoint = Checkpoint.read(path)
+        marker = FileRecord.of(path / MARKER)
+        if content:
+            problem = checkpoint.wrong_content(_my_files(checkpoint.files, ranks)) or ""
+    except Exception as error:  # of any kind: all ranks must return the same
+        problem = error_text(error)
+    reports = ranks.gather((problem, marker, socket.gethostname()))
+    markers = {marker for _, marker, _ in reports}
+    if len(markers - {None}) > 1:
+        return None, f"the ranks see different checkpoints at {path}; give a folder that all machines share"
+    failed = [(rank, problem, host) for rank, (problem, _, host) in enumerate(reports) if problem]
+    if failed:
+        rank, problem, host = failed[0]
+        return None, f"rank {rank} on {host}: {problem}" if len(markers) > 1 else problem  # some ranks see a marker
+    assert checkpoint is not None
+    return dataclasses.replace(checkpoint, verified=content), ""
+
+
+def _my_files(files: dict[str, FileRecord], ranks: Ranks) -> list[str]:
+    """Return the files that this rank reads: largest first, each to the rank with the fewest bytes."""
+    mine: list[str] = []
+    loads = [0] * ranks.size
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        reader = loads.index(min(loads))
+        loads[reader] += files[name].size
+        if reader == ranks.rank:
+            mine.append(name)
+    return mine
