@@ -167,20 +167,15 @@ def test_another_batch_needs_its_flag(config: TrainConfig) -> None:
     assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
 
 
-def test_a_folder_that_lacks_weights_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_unused_weights_in_a_folder_are_warned_of(config: TrainConfig, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "hf"
     shutil.copytree(config.out / "hf", folder)
     weights = {k: v.clone() for k, v in load_file(folder / "model.safetensors").items()}  # not the file's own memory
-    one = {"config": None, "model": str(folder), "out": tmp_path / "new", "steps": 1, "export": "never"}
-    name = "model.layers.1.mlp.up_proj.weight"
-    save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(LongspanError, match=rf"lacks 1 weights .* would be random: {re.escape(name)}; give a folder"):
-        train(replace(config, **one))  # type: ignore[arg-type]
     save_file({**weights, "value_head.weight": torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.warns(UserWarning, match=r"holds 1 weights that its config has no place for.*: value_head\.weight"):
-        train(replace(config, **one))  # type: ignore[arg-type]
+        train(replace(config, config=None, model=str(folder), out=tmp_path / "new", steps=1, export="never"))
 
 
 # --- the folder
@@ -215,23 +210,11 @@ def test_disks_that_ranks_do_not_share_are_refused_at_the_start(config: TrainCon
         assert re.search(r"ranks do not share a folder: rank 1 on .* does not see .* rank 0 on", failure.message)
 
 
-# --- NaN, and full disks
+# --- full disks
 
 
-def test_infinite_weights_are_neither_saved_nor_exported(config: TrainConfig) -> None:
-    """Loss and gradients are finite; the optimizer step makes the weights infinite."""
-    before = sorted(path.name for path in config.checkpoints.iterdir())
-    again = replace(config, steps=4, lr=float("inf"), schedule="constant")
-    with pytest.raises(LongspanError, match=r"step-00000004 is not written: .* holds (nan|-?inf) .*smaller --lr"):
-        train(again)
-    assert sorted(path.name for path in config.checkpoints.iterdir()) == before
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_a_full_disk_ends_a_run_only_at_its_last_save(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, background: bool
-) -> None:
-    fresh = replace(config, out=config.out.with_name("fresh"), async_save=background)
+def test_a_full_disk_ends_a_run_only_at_its_last_save(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = replace(config, out=config.out.with_name("fresh"))
     create = checkpoint.tensors.RecordedFiles.create_stream
 
     def full(self: Any, path: Path, mode: str) -> Any:

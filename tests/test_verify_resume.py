@@ -146,19 +146,10 @@ def test_damage_is_refused_with_file_and_newest_undamaged_checkpoint(
     (newest / "__0_0.distcp").write_bytes(b"short")
     with pytest.raises(LongspanError, match=rf"__0_0\.distcp has 5 bytes instead of \d+{hint}"):
         run(_config(out))
-    (newest / "index.json").unlink()
-    (newest / "__0_0.distcp").unlink()
-    with pytest.raises(LongspanError, match=rf"step-00000002/\S+ is missing{hint}"):
-        run(_config(newest))
     (newest / checkpoint.MARKER).unlink()
     for path in (out, out / "checkpoints", newest):
         with pytest.raises(LongspanError, match=rf"step-00000002 is not complete: it has no complete\.json{hint}"):
             run(_config(path))
-    _flip(older / checkpoint.MARKER)
-    with pytest.raises(
-        LongspanError, match=r"step-00000001/complete\.json is damaged: .*no other checkpoint next to it"
-    ):
-        run(_config(older))
     for path, said in {
         out / "checkpoints" / "step-00000009": r"step-00000009 does not exist; ",
         out / "hf": r"--resume .*hf holds no checkpoint; give a run's folder \(OUT\)",

@@ -9,12 +9,11 @@ with another name, or without an index.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,19 +25,9 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
-from longspan.core.system import format_os_error
 
 INDEX = "index.json"
 _FORMAT = 1
-
-
-@contextlib.contextmanager
-def os_errors_as_longspan_errors() -> Iterator[None]:
-    """Raise an OSError of the body (a full disk, say) as a LongspanError."""
-    try:
-        yield
-    except OSError as error:
-        raise LongspanError(format_os_error(error)) from error
 
 
 @dataclass(frozen=True)

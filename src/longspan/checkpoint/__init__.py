@@ -13,12 +13,13 @@ ranks.py      the ranks that save or load together
 """
 
 from longspan.checkpoint.damage import Checkpoint, choose, latest, newest, verify
-from longspan.checkpoint.disk import DiskFull, RunLock, check_shared
+from longspan.checkpoint.disk import RunLock, check_shared
 from longspan.checkpoint.exporting import check_replaceable, export, exported_step
 from longspan.checkpoint.folder import MARKER, complete_steps, step_path
 from longspan.checkpoint.loading import load, load_weights
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import Saver, save
+from longspan.core.system import DiskFull
 
 __all__ = [
     "MARKER",

@@ -12,17 +12,14 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.system import format_os_error, is_full
+from longspan.core.system import DiskFull, format_os_error
 
 if TYPE_CHECKING:
     from longspan.checkpoint.ranks import Ranks
-
-T = TypeVar("T")
 
 LOCK = ".lock"
 _PROBE = ".shared-"
@@ -32,41 +29,30 @@ SHARED_WAIT_S = 15.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-class DiskFull(LongspanError):
-    """The disk has no room for new files; complete ones stay."""
-
-
-def as_longspan_error(action: Callable[[], T]) -> Callable[[], T]:
-    """Wrap an action: errors of the system become LongspanErrors, a full disk becomes `DiskFull`."""
-
-    def call() -> T:
-        try:
-            return action()
-        except OSError as error:
-            raise (DiskFull if is_full(error) else LongspanError)(format_os_error(error)) from error
-
-    return call
-
-
 def check_room(folder: Path, needed: int, what: str) -> None:
     """Raise if the disk has less than `needed` bytes free.
 
     Raises:
         DiskFull: with the bytes.
     """
-    if needed > shutil.disk_usage(folder).free:
-        raise DiskFull(format_disk_full(folder, needed, what, ""))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise DiskFull(_does_not_fit(folder, needed, free, what))
 
 
 def format_disk_full(folder: Path, needed: int, what: str, why: str) -> str:
     """Describe a write of `needed` bytes that failed with the message `why`. Call it once partial files are removed."""
     free = shutil.disk_usage(folder).free
     if needed > free:
-        return (
-            f"{what} does not fit: it needs {needed:,} bytes, the disk of {folder} has {free:,} bytes free, "
-            f"{needed - free:,} bytes are missing"
-        )
+        return _does_not_fit(folder, needed, free, what)
     return f"{why} (of {needed:,} bytes that are needed; {free:,} bytes are free: a quota or a limit of the system?)"
+
+
+def _does_not_fit(folder: Path, needed: int, free: int, what: str) -> str:
+    return (
+        f"{what} does not fit: it needs {needed:,} bytes, the disk of {folder} has {free:,} bytes free, "
+        f"{needed - free:,} bytes are missing"
+    )
 
 
 # --- one disk for all ranks

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from longspan.checkpoint.disk import as_longspan_error
 from longspan.comm.errors import on_every_rank, on_first_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
+from longspan.core.system import os_errors_as_longspan_errors
 from longspan.core.validation import format_value
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class Ranks:
         Raises:
             LongspanError: as `longspan.comm.errors.on_every_rank`.
         """
-        return on_every_rank(as_longspan_error(action), self._group)
+        return on_every_rank(os_errors_as_longspan_errors()(action), self._group)
 
     def first(self, action: Callable[[], T]) -> T:
         """Run `action` on the first rank and return its result (plain values) on all. Collective.
@@ -72,7 +72,7 @@ class Ranks:
         Raises:
             LongspanError: on every rank, if it fails; a `DiskFull` if the disk is full.
         """
-        return on_first_rank(as_longspan_error(action), self._group)
+        return on_first_rank(os_errors_as_longspan_errors()(action), self._group)
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from longspan.checkpoint.damage import Checkpoint, format_marker
-from longspan.checkpoint.disk import DiskFull, check_room, format_disk_full
+from longspan.checkpoint.disk import check_room, format_disk_full
 from longspan.checkpoint.finite import check_finite
 from longspan.checkpoint.folder import (
     MAKING,
@@ -46,7 +46,7 @@ from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.compat.torchao_api import as_plain
 from longspan.core.errors import LongspanError
-from longspan.core.system import free_memory, is_full
+from longspan.core.system import DiskFull, free_memory, is_full
 from longspan.core.validation import as_path, check_count, checked_call, format_value
 
 _PER_TENSOR = 2048

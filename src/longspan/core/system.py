@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
+
+from longspan.core.errors import LongspanError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -18,6 +21,19 @@ def format_os_error(error: OSError) -> str:
     """Format an error of the operating system in one line."""
     where = f": {error.filename}" if error.filename else ""
     return f"[Errno {error.errno}] {error.strerror}{where}" if error.strerror else f"{type(error).__name__}: {error}"
+
+
+class DiskFull(LongspanError):
+    """The disk has no room for new files; complete ones stay."""
+
+
+@contextlib.contextmanager
+def os_errors_as_longspan_errors() -> Iterator[None]:
+    """Raise an OSError of the body as a LongspanError, or as `DiskFull`."""
+    try:
+        yield
+    except OSError as error:
+        raise (DiskFull if is_full(error) else LongspanError)(format_os_error(error)) from error
 
 
 def free_memory() -> int | None:

@@ -24,7 +24,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.validation import checked_call, refuse_unknown
 from longspan.hf.parallelize import parallelize
-from longspan.hf.pretrained import base_of, check_source, first_line, is_adapter, read_adapter
+from longspan.hf.pretrained import base_of, check_source, is_adapter, open_config, read_adapter
 from longspan.hf.weights.files import WeightFiles
 from longspan.hf.weights.meta_init import materialize, to_meta
 from longspan.hf.weights.origin import Origin
@@ -96,14 +96,10 @@ def from_pretrained(
 
 def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
     import transformers
-    from transformers import AutoConfig
 
     check_source("name", name)
     adapter, name = name if is_adapter(name) else None, base_of("name", name)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:
-        raise LongspanError(f"{name}: no model config can be read there: {first_line(error)}") from error
+    config = open_config(name, name)
     kinds = ("MaskedLM", "SequenceClassification", "TokenClassification")
     kind = next((k for k in kinds for name in config.architectures or () if name.endswith(f"For{k}")), "CausalLM")
     if dtype == "auto":

@@ -131,12 +131,7 @@ def base_of(flag: str, name: str) -> str:
     if not is_adapter(name):
         return name
     path = Path(name, ADAPTER)
-    try:
-        base = json.loads(read_text(flag, path)).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        if isinstance(error, LongspanError):
-            raise
-        raise LongspanError(f"{flag} {path} is damaged: {first_line(error)}; save the adapter again") from error
+    base = _read_json(flag, path, "save the adapter again").get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise LongspanError(f"{flag} {path} names no base model; set base_model_name_or_path in it")
     try:
@@ -154,10 +149,9 @@ def read_adapter(name: str) -> tuple[str, bool]:
     Raises:
         LongspanError: if they cannot be read.
     """
-    text = read_text("the adapter", Path(name, ADAPTER))
-    settings = json.loads(text)
+    settings = _read_json("the adapter", Path(name, ADAPTER), "save the adapter again")
     copies = settings.get("modules_to_save") or settings.get("trainable_token_indices")
-    return text, bool(copies) or isinstance(settings.get("init_lora_weights"), str)
+    return json.dumps(settings, sort_keys=True), bool(copies) or isinstance(settings.get("init_lora_weights"), str)
 
 
 def refuse_adapter(flag: str, name: str) -> None:
@@ -200,13 +194,18 @@ def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_I
     check_source(flag, name, local=flag == "--config")
     name = base_of(flag, name)
     _check_json(flag, name)
+    config = open_config(f"{flag} {name}", name)
+    return config, check_language_model(f"{flag} {name}", config, context, rope)
+
+
+def open_config(label: str, name: str) -> Any:
+    """Return a model's Hugging Face config, by name, folder or file; `label` names it in an error."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:
-        raise LongspanError(f"{flag} {name}: no model config can be read there: {first_line(error)}") from error
-    return config, check_language_model(f"{flag} {name}", config, context, rope)
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # of any kind
+        raise LongspanError(f"{label}: no model config can be read there: {first_line(error)}") from error
 
 
 def kind_of(config: Any) -> str | None:
@@ -352,14 +351,19 @@ def _check_json(flag: str, name: str) -> None:
                 "itself"
             )
         path = path / "config.json"
+    _read_json(flag, path, "give a model's config.json")
+
+
+def _read_json(flag: str, path: Path, fix: str) -> dict[str, Any]:
     try:
         value = json.loads(read_text(flag, path))
     except LongspanError:
         raise
     except (ValueError, RecursionError) as error:
-        raise LongspanError(f"{flag} {path} is not JSON: {first_line(error)}; give a model's config.json") from error
+        raise LongspanError(f"{flag} {path} is not JSON: {first_line(error)}; {fix}") from error
     if not isinstance(value, dict):
-        raise LongspanError(f"{flag} {path} holds {format_value(value)}, not an object; give a model's config.json")
+        raise LongspanError(f"{flag} {path} holds {format_value(value)}, not an object; {fix}")
+    return value
 
 
 def check_weights(name: str, info: dict[str, Any]) -> None:

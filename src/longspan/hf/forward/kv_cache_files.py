@@ -11,6 +11,7 @@ from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups, split_heads
+from longspan.core.system import os_errors_as_longspan_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +27,7 @@ def save(cache: ShardedCache, path: Path) -> None:
     sp, layers = cache.sp, cache.layer_caches
     rank, group = sp.replica_rank, sp.replica_group
 
-    @files.os_errors_as_longspan_errors()
+    @os_errors_as_longspan_errors()
     def begin() -> None:
         cache.check_complete()
         if not cache.is_initialized:
@@ -36,14 +37,14 @@ def save(cache: ShardedCache, path: Path) -> None:
             shutil.rmtree(files.partial(path), ignore_errors=True)
             files.partial(path).mkdir(parents=True)
 
-    @files.os_errors_as_longspan_errors()
+    @os_errors_as_longspan_errors()
     def write() -> files.CacheFile:
         tensors = {f"{i}.{n}": x for i, store in layers.items() for n, x in enumerate(store.parts)}
         written = files.write_file(path, rank, tensors)
         heads = {str(i): _model_heads(cache, store)[1] for i, store in layers.items()}
         return files.CacheFile(*written, tuple(cache.kv_placement.runs[sp.ring_rank]), heads)
 
-    @files.os_errors_as_longspan_errors()
+    @os_errors_as_longspan_errors()
     def end() -> None:
         if rank == 0:
             facts = {
@@ -61,7 +62,7 @@ def save(cache: ShardedCache, path: Path) -> None:
 def read_index(path: Path, config: Any, sp: SequenceSharding) -> tuple[dict[str, Any], list[files.CacheFile]]:
     """Return the index of a saved cache of this model, and its files, each checked by one rank. Collective."""
 
-    @files.os_errors_as_longspan_errors()
+    @os_errors_as_longspan_errors()
     def check() -> tuple[dict[str, Any], list[files.CacheFile]]:
         index, parts = files.read_index(path)
         mine, saved = _facts(config), index["model"]
@@ -81,7 +82,7 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any], parts: list[fil
     sp = cache.sp
     cache.kv_placement.add(sp.layout, index["length"])
 
-    @files.os_errors_as_longspan_errors()
+    @os_errors_as_longspan_errors()
     def read() -> None:
         for layer, facts in index["layers"].items():
             # A layer with a window has discarded older tokens, and needs no room for them.
