@@ -30,11 +30,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Raise if the disk has less than `needed` bytes free.
-
-    Raises:
-        DiskFull: with the bytes.
-    """
+    """Raise `DiskFull` if the disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DiskFull(_does_not_fit(folder, needed, free, what))

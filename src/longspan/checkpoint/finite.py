@@ -13,11 +13,7 @@ from longspan.core.errors import LongspanError
 
 
 def check_finite(tensors: dict[str, Any], what: str, ranks: Ranks, hint: str) -> None:
-    """Raise on every rank if a floating-point tensor holds NaN or infinity on any. Collective.
-
-    Raises:
-        LongspanError: naming the first such tensor, its rank, and how many of its numbers are wrong.
-    """
+    """Raise on every rank if a floating-point tensor holds NaN or infinity on any, naming the first. Collective."""
     local = {name: local_part(x) for name, x in tensors.items() if isinstance(x, Tensor) and x.is_floating_point()}
     # A sum takes a quarter of the time of `isfinite`, and is finite only if all numbers are. It may overflow, so
     # `isfinite` decides if one is not. One stacked tensor: each bool() would wait for a GPU's queue.

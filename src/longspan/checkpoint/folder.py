@@ -34,11 +34,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Read a file.
-
-        Raises:
-            OSError: if it cannot be read.
-        """
+        """Return the record of a file on the disk."""
         size = crc = 0
         buffer = memoryview(bytearray(_BLOCK))
         with path.open("rb", buffering=0) as file:
@@ -113,11 +109,7 @@ def put_in_place(making: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, the marker first, so that a killed removal leaves no complete checkpoint; of a link, the link.
-
-    Raises:
-        OSError: if it cannot be removed.
-    """
+    """Remove a folder, the marker first, so that a killed removal leaves nothing complete; of a link, the link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

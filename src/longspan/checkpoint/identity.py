@@ -59,11 +59,7 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def saved_model_config(checkpoint: Checkpoint) -> Any:
-    """Return the Hugging Face config in the marker. No code but transformers' own is used.
-
-    Raises:
-        LongspanError: if the marker has none, or this version of transformers makes another config of it.
-    """
+    """Return the Hugging Face config in the marker, or raise if transformers makes another one of it."""
     saved = _saved_identity(checkpoint)
     fix = "give the config.json that the run was made from: --config FILE"
     if saved is None:
@@ -89,11 +85,7 @@ def saved_model_config(checkpoint: Checkpoint) -> Any:
 
 
 def check_same_model(checkpoint: Checkpoint, flag: str, model_config: Any) -> None:
-    """Raise if `flag` named another model's Hugging Face config than the one in the marker, if that has one.
-
-    Raises:
-        LongspanError: with every key that differs.
-    """
+    """Raise if `flag` named another model's Hugging Face config than the one in the marker, if that has one."""
     saved = _saved_identity(checkpoint)
     changed = differences(saved, model_identity(model_config)) if saved is not None else {}
     if changed:

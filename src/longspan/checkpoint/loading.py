@@ -121,11 +121,7 @@ def _read(checkpoint: Checkpoint, parts: dict[str, Any], ranks: Ranks) -> None:
 
 
 def check_names(path: Path, tensors: dict[str, Any], metadata: Metadata, parts: tuple[str, ...]) -> None:
-    """Raise unless the checkpoint's `parts` have the names and shapes of `tensors`.
-
-    Raises:
-        LongspanError: naming the first tensor that differs.
-    """
+    """Raise unless the checkpoint's `parts` have the names and shapes of `tensors`; name the first that differs."""
     saved = {k: e for k, e in metadata.state_dict_metadata.items() if k.partition(".")[0] in parts}
     shapes = {name: tuple(e.size) for name, e in saved.items() if isinstance(e, TensorStorageMetadata)}
     mine = {name: tuple(x.shape) for name, x in tensors.items() if isinstance(x, Tensor)}

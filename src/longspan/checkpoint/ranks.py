@@ -59,19 +59,11 @@ class Ranks:
         return gather_objects(mine, self._group)
 
     def each(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank and return this rank's result; if it fails on any rank, raise on all. Collective.
-
-        Raises:
-            LongspanError: as `longspan.comm.errors.on_every_rank`.
-        """
+        """Run `action` on every rank, as `longspan.comm.errors.on_every_rank`. Collective."""
         return on_every_rank(os_errors_as_longspan_errors()(action), self._group)
 
     def first(self, action: Callable[[], T]) -> T:
-        """Run `action` on the first rank and return its result (plain values) on all. Collective.
-
-        Raises:
-            LongspanError: on every rank, if it fails; a `DiskFull` if the disk is full.
-        """
+        """Run `action` on the first rank, as `longspan.comm.errors.on_first_rank`. Collective."""
         return on_first_rank(os_errors_as_longspan_errors()(action), self._group)
 
     @property
@@ -86,10 +78,6 @@ def checked_on_all(check: Callable[[], T], given: Mapping[str, Any]) -> T:
 
 
 def check_ranks(name: str, ranks: Any) -> None:
-    """Raise unless `ranks` is a `Ranks` or None.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `ranks` is a `Ranks` or None."""
     if ranks is not None and not isinstance(ranks, Ranks):
         raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {format_value(ranks)}")

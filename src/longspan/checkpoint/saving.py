@@ -202,16 +202,7 @@ def _copies_fit(pending: Pending) -> bool:
 
 @dataclass(frozen=True)
 class Pending:
-    """A checkpoint to write.
-
-    Attributes:
-        folder: holds the run's checkpoints.
-        step: optimizer steps done.
-        tensors: the nested state of model and optimizer; this rank's shards.
-        state: plain JSON values.
-        keep: as in `save`.
-        needed: bytes on disk, of all ranks.
-    """
+    """A checkpoint to write; `tensors` are this rank's shards, `needed` the bytes of all ranks on disk."""
 
     folder: Path
     step: int
@@ -238,11 +229,7 @@ def prepare(
     keep: int,
     ranks: Ranks,
 ) -> Pending:
-    """Collect and check what is to be written. Collective.
-
-    Raises:
-        LongspanError: on every rank, if a tensor is not finite or `state` is not JSON.
-    """
+    """Collect the tensors; raise on every rank if one is not finite, or if `state` is not JSON. Collective."""
 
     def check_json() -> None:
         try:
@@ -261,11 +248,7 @@ def prepare(
 
 
 def write(pending: Pending, ranks: Ranks) -> Path:
-    """Write the files, read them back, and complete the checkpoint. Collective; may run in a thread.
-
-    Raises:
-        LongspanError: as `save`.
-    """
+    """Write the files, read them back, and complete the checkpoint. Collective; may run in a thread."""
     path, making = pending.path, pending.making
     what = f"checkpoint {path}"
 

@@ -146,14 +146,8 @@ def format_index(metadata: Metadata) -> str:
 
 
 def read_index(text: str, sizes: dict[str, int]) -> Metadata:
-    """Return torch's metadata from JSON. Every piece must be inside a known file and inside its tensor.
-
-    Args:
-        text: of the index.
-        sizes: bytes of each file that the marker names.
-
-    Raises:
-        LongspanError: if it is damaged.
+    """Return torch's metadata from JSON, or raise: every piece must be inside its tensor, and inside one of the files
+    that the marker names (`sizes`, in bytes).
     """
     try:
         return _parse_index(json.loads(text), sizes)

@@ -131,9 +131,6 @@ def load_sharded(
         later: the caller fills parameters and persistent buffers (from a checkpoint): read nothing.
         fsdp: as in `parallelize`.
         options: of `parallelize`.
-
-    Raises:
-        LongspanError: as `from_pretrained`.
     """
     sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
     offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload
@@ -149,8 +146,7 @@ def load_sharded(
 def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) -> Files | FirstRank | None:
     """Return where each rank gets its shards from; None if every rank must make the full model. Collective.
 
-    Raises:
-        LongspanError: on every rank, for damaged files, or files that differ between ranks.
+    Raise on every rank for damaged files, and for files that differ between ranks.
     """
     adapter, base = origin.adapter, dataclasses.replace(origin, adapter=None)  # `load_from` adds the adapter
     source: Files | None = None
@@ -190,9 +186,6 @@ def load_from(
         prepare: as in `from_pretrained`.
         cast_to: dtype of the parameters, if it is not the one in which they are loaded.
         options: of `parallelize`.
-
-    Raises:
-        LongspanError: as `from_pretrained`.
     """
     base = source.model
     if origin.name is not None:

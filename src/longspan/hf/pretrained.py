@@ -36,9 +36,6 @@ def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["mo
         name: to check.
         local: whether it must be a local path.
         kind: of the repository on the hub.
-
-    Raises:
-        LongspanError: with similar names.
     """
     path = existing_path(flag, name)
     if path is None and (local or means_a_path(name)):
@@ -51,11 +48,7 @@ def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["mo
 
 
 def check_names(model: str | None, config: Path | None, data: str | None, tokenizer: str | None) -> None:
-    """Run `check_source` for all names of a command. Takes no time: needs neither torch nor transformers.
-
-    Raises:
-        LongspanError: as `check_source`.
-    """
+    """Run `check_source` for all names of a command. Takes no time: needs neither torch nor transformers."""
     if model is not None:
         _refuse_planners_name("--model", model)
         check_source("--model", model)
@@ -72,9 +65,6 @@ def check_on_hub(flag: str, name: str, kind: Literal["model", "dataset"]) -> Non
 
     One short request: the libraries' own are repeated, with long timeouts. Ranks do not repeat it, as the command that
     started them has made it.
-
-    Raises:
-        LongspanError: with similar names; also if the hub cannot be reached.
     """
     if launch.under_torchrun() and not launch.started_elsewhere():
         return
@@ -123,11 +113,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_of(flag: str, name: str) -> str:
-    """Return the base model of an adapter's folder; of anything else the name itself.
-
-    Raises:
-        LongspanError: for an adapter that names no base model, or one that cannot be found.
-    """
+    """Return the base model of an adapter's folder; of anything else the name itself."""
     if not is_adapter(name):
         return name
     path = Path(name, ADAPTER)
@@ -144,11 +130,7 @@ def base_of(flag: str, name: str) -> str:
 
 
 def read_adapter(name: str) -> tuple[str, bool]:
-    """Return an adapter's settings, and whether PEFT computes a part of it from the base model's weights.
-
-    Raises:
-        LongspanError: if they cannot be read.
-    """
+    """Return an adapter's settings, and whether PEFT computes a part of it from the base model's weights."""
     settings = _read_json("the adapter", Path(name, ADAPTER), "save the adapter again")
     copies = settings.get("modules_to_save") or settings.get("trainable_token_indices")
     return json.dumps(settings, sort_keys=True), bool(copies) or isinstance(settings.get("init_lora_weights"), str)
@@ -186,9 +168,6 @@ def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_I
 
     Returns:
         The config, and the scaling that was applied, if any.
-
-    Raises:
-        LongspanError: if there is none, as `check_language_model`.
     """
     _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
@@ -369,12 +348,7 @@ def _read_json(flag: str, path: Path, fix: str) -> dict[str, Any]:
 def check_weights(name: str, info: dict[str, Any]) -> None:
     """Raise on missing weights, which transformers would initialise randomly; warn of unused ones.
 
-    Args:
-        name: of the model, for messages.
-        info: of `from_pretrained(..., output_loading_info=True)`.
-
-    Raises:
-        LongspanError: naming the first missing weights.
+    `info` is that of `from_pretrained(..., output_loading_info=True)`.
     """
     missing, unused = sorted(map(str, info["missing_keys"])), sorted(map(str, info["unexpected_keys"]))
     if missing:

@@ -121,7 +121,7 @@ class _Planner:
                 self._experts(path)
         inside = tuple(f"{path}." for path, kind in self.made.regions.items() if kind == "moe")
         for path, style in styles.items():
-            if style in ("colwise", "rowwise") and not path.startswith(inside or ("\0",)):
+            if style in ("colwise", "rowwise") and not path.startswith(inside):
                 self._linear(path, style)
         self._check_regions(styles)
         self._vocabulary()
@@ -140,7 +140,7 @@ class _Planner:
         decoder, styles = self.names[decoder_of(self.model)], dict[str, str]()
         experts = tuple(f"{pattern}." for pattern, style in plan.items() if style == _EXPERTS)
         for pattern, style in plan.items():
-            of_experts = pattern.startswith(experts or ("\0",)) and style in _INSIDE_EXPERTS
+            of_experts = pattern.startswith(experts) and style in _INSIDE_EXPERTS
             paths = re.compile(re.escape(f"{decoder}.{pattern}").replace(r"\*", r"[^.]+"))
             for path in self.modules:
                 if of_experts or not paths.fullmatch(path):
@@ -320,7 +320,7 @@ class _Planner:
             if name in self.made.rules or id(p) in tied:
                 continue
             region = next((x for x in self.made.regions if name.startswith(f"{x}.")), None)
-            if region is None or name.startswith(moe or ("\0",)):
+            if region is None or name.startswith(moe):
                 of_tokens = self.style == "megatron-sp" and name.startswith(decoder)
                 self.made.rules[name] = Rule(partial=of_tokens or region is not None)
             elif own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):

@@ -39,11 +39,7 @@ class WeightFiles:
 
     @classmethod
     def find(cls, name: str) -> WeightFiles | None:
-        """Read the headers of the files that `from_pretrained(name)` reads; None if they are not safetensors.
-
-        Raises:
-            LongspanError: for a file that is missing, truncated or not a safetensors file.
-        """
+        """Read the headers of the files that `from_pretrained(name)` reads; None if they are not safetensors."""
         from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
         single = _or_none(lambda: cached_file(name, SAFE_WEIGHTS_NAME))
@@ -65,11 +61,7 @@ class WeightFiles:
         return cls(tensors)
 
     def digests(self) -> dict[str, int]:
-        """Return a checksum of dtype, shape, and the first and last `SAMPLE` bytes of each tensor, by key.
-
-        Raises:
-            LongspanError: if a file cannot be read.
-        """
+        """Return a checksum of dtype, shape, and the first and last `SAMPLE` bytes of each tensor, by key."""
         digests = {}
         for file in dict.fromkeys(tensor.file for tensor in self.tensors.values()):
             try:
@@ -80,11 +72,7 @@ class WeightFiles:
         return digests
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read rows `start` to `stop` of a tensor, or all, to the CPU in the file's dtype.
-
-        Raises:
-            LongspanError: if the file cannot be read.
-        """
+        """Read rows `start` to `stop` of a tensor, or all, to the CPU in the file's dtype."""
         from safetensors import safe_open
 
         file = self.tensors[key].file

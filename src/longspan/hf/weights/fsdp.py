@@ -41,9 +41,6 @@ def apply_fsdp(
         mp_policy: FSDP's mixed precision.
         cpu_offload: hold shards, gradients and optimizer state in pinned host memory; copy a group's weights to the
             device to gather them, and its gradient back once it is summed.
-
-    Raises:
-        LongspanError: for `cpu_offload` on a CPU.
     """
     check_cpu_offload(sp.device, cpu_offload)
     options: dict[str, Any] = {

@@ -41,11 +41,7 @@ class Origin:
     adapter: str | None = None
 
     def build(self) -> Any:
-        """Make the full model on the CPU. Seeds torch.
-
-        Raises:
-            LongspanError: if transformers cannot make it, or weights are missing.
-        """
+        """Make the full model on the CPU, or raise if transformers cannot, or weights are missing. Seeds torch."""
         torch.manual_seed(self.seed)
         options = {"config": copy.deepcopy(self.config), "dtype": self.dtype, **self.options}
         with self._transformers_errors():
@@ -56,20 +52,12 @@ class Origin:
         return self.adapted(model)
 
     def on_meta(self) -> Any:
-        """Make the model on the meta device, without the adapter.
-
-        Raises:
-            LongspanError: as `build`.
-        """
+        """Make the model on the meta device, without the adapter."""
         with self._transformers_errors(), torch.device("meta"):
             return self.auto.from_config(copy.deepcopy(self.config), dtype=self.dtype, **self.options)
 
     def adapted(self, model: Any) -> Any:
-        """Add the adapter, by PEFT; its weights train like all others.
-
-        Raises:
-            LongspanError: if the adapter does not fit the model, or changes more than the model's layers.
-        """
+        """Add the adapter, by PEFT; its weights train like all others."""
         if self.adapter is None:
             return model
         try:

@@ -51,11 +51,7 @@ class Files:
 
     @classmethod
     def of(cls, origin: Origin, files: WeightFiles | None, later: bool) -> Files | None:
-        """Return the source; None if transformers must convert weights (merge experts, quantize) or judge their names.
-
-        Raises:
-            LongspanError: if a buffer cannot be read.
-        """
+        """Return the source; None if transformers must convert weights (merge experts, quantize) or match names."""
         if (files is None and not later) or getattr(origin.config, "quantization_config", None) is not None:
             return None
         meta = origin.on_meta()
@@ -88,9 +84,6 @@ class Files:
             parameters: sharded, by their names in `model`.
             dtypes: to round to before the parameters' own dtype, by the same names.
             sp: the sharding.
-
-        Raises:
-            LongspanError: on every rank, if one cannot read.
         """
         files = self.files
         if files is None:
@@ -150,11 +143,7 @@ class FirstRank:
 
     @classmethod
     def of(cls, origin: Origin, sp: SequenceSharding) -> FirstRank | None:
-        """Return the source; None if the loaded model has other weights than one made from its config. Collective.
-
-        Raises:
-            LongspanError: on every rank, if the first one cannot make the model.
-        """
+        """Return the source; None if the loaded model has other weights than one made from its config. Collective."""
         is_first = sp.data_rank == sp.rank == sp.tensor_rank == 0
 
         def make() -> tuple[Any, Any]:
