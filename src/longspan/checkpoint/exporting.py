@@ -84,13 +84,13 @@ def export(
     inner: Any = transformers_model(model)
     if config is None:
         config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
-    dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
+    saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
     ranks.first(lambda: check_replaceable(folder))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)  # empty except on rank 0
-    sizes = (x.numel() * (dtype if x.is_floating_point() else x.dtype).itemsize for x in state.values())
+    sizes = (x.numel() * (saved_dtype if x.is_floating_point() else x.dtype).itemsize for x in state.values())
     needed = _OTHER_BYTES + sum(sizes)
-    work = _Export(folder, model, config, tokenizer, dtype, generation)
+    work = _Export(folder, model, config, tokenizer, saved_dtype, generation)
 
     def write() -> None:
         with without_progress_bars(), torch.random.fork_rng(devices=[]):  # an export must not change what a run draws
