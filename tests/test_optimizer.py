@@ -22,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
-from longspan.bench.meters import count_sent
 from longspan.comm.mesh import mesh_of_one
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
