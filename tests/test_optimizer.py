@@ -474,6 +474,6 @@ def test_8_bit_states_without_torchao_are_refused_before_anything_starts(
 ) -> None:
     for name in ("torchao.optim", "torchao.prototype.low_bit_optim"):
         monkeypatch.setitem(sys.modules, name, None)
-    message = r"\[adamw8bit\]\" \(torchao\), on every machine; or leave --optimizer at adamw"
+    message = r"\[adamw8bit\]\" \(torchao\) on every machine, or leave --optimizer"
     _refused(config, message, optimizer="adamw8bit")
     assert not config.out.exists()
