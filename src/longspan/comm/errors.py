@@ -57,9 +57,9 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T
             problem = error
     sent = problem if problem is None or isinstance(problem, LongspanError) else LongspanError(error_text(problem))
     results, sent = broadcast_object((results, sent), group)
-    error = problem or sent
-    if error is not None:
-        raise error
+    raised = problem or sent
+    if raised is not None:
+        raise raised
     return results[0]
 
 

@@ -62,7 +62,7 @@ class WeightFiles:
 
     def digests(self) -> dict[str, int]:
         """Return a checksum of dtype, shape, and the first and last `SAMPLE` bytes of each tensor, by key."""
-        digests = {}
+        digests = dict[str, int]()
         for file in dict.fromkeys(tensor.file for tensor in self.tensors.values()):
             try:
                 with file.open("rb") as opened:
