@@ -48,25 +48,13 @@ def run_example(example: str, *flags: str) -> str:
     return out.getvalue()
 
 
-def by_torchrun(example: str, *flags: str) -> str:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-    command = [*torchrun, str(ROOT / "examples" / f"{example}.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 SHORT = ("--context", "201", "--steps", "2", "--ulysses")
 
 
-@pytest.mark.launcher
 @pytest.mark.parametrize("example", ["finetune", "grpo"])
 def test_a_training_loop_does_not_depend_on_the_ranks(ranks: RankPool, example: str) -> None:
     alone = run_forked(run_example, example, *SHORT, "1")
-    sharded = (
-        by_torchrun(example, *SHORT, "2") if example == "finetune" else ranks.run(run_example, example, *SHORT, "2")[0]
-    )
+    sharded = ranks.run(run_example, example, *SHORT, "2")[0]
     losses = [re.findall(r"loss (-?[\d.]+)", said) for said in (alone, sharded)]
     assert len(losses[0]) == len(losses[1]) == 2
     for one, two in zip(*losses, strict=True):
@@ -146,6 +134,7 @@ def test_the_grpo_loss_equals_one_process(pool2: RankPool, pool4: RankPool) -> N
 
 
 @pytest.mark.launcher
+@pytest.mark.confirms
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by a control group, or RLIMIT_DATA")
 def test_two_ranks_read_twice_what_one_ranks_limit_allows(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}

@@ -437,29 +437,6 @@ def test_sigterm_saves_and_the_same_command_resumes(config: TrainConfig, pool2: 
     assert losses_of(config.out) == losses_of(whole.out)
 
 
-def _train_until_rank_1_is_killed(config: TrainConfig) -> None:
-    from longspan.train.loop import Trainer
-
-    trainer = Trainer(config)
-    plain = trainer._update
-
-    def update(batch: Any) -> Any:
-        if trainer.step == 2 and trainer.sp.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(batch)
-
-    trainer._update = update  # type: ignore[method-assign]
-    trainer.run()
-
-
-@pytest.mark.launcher
-def test_a_killed_rank_ends_the_job_and_is_named(config: TrainConfig) -> None:
-    config = replace(config, ulysses=2, batch=2)
-    with pytest.raises(RankFailed, match=r"^rank 1 of 2 was killed by SIGKILL; .*; the other ranks were ended$"):
-        launch.launch(_train_until_rank_1_is_killed, config, nproc=2)
-    assert max(losses_of(config.out)) == 2
-
-
 # --- refused
 
 

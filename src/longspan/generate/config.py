@@ -8,6 +8,7 @@ from typing import Literal
 
 from longspan.core.cache_dtype import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
+from longspan.core.kernel_names import KernelName
 from longspan.core.memory_flags import flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeFlags
@@ -40,9 +41,7 @@ class ModelFlags(RopeFlags, RankFlags):
     fsdp: bool = True
     """Shard the weights over all ranks (FSDP2) and gather them layer by layer, for every chunk of the prompt and every
     new token. Off: every rank holds all weights."""
-    kernel: Literal[
-        "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
-    ] = "auto"
+    kernel: KernelName = "auto"
     """Local attention kernel."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""

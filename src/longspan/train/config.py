@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from longspan.core.errors import LongspanError
+from longspan.core.kernel_names import KernelName
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.parallel import ParallelConfig
@@ -37,9 +38,7 @@ class ModelSection(RopeFlags):
     dropout: float | None = None
     """0 switches off every dropout of the model. Attention dropout (GPT-2) needs this: its numbers would depend on the
     number of ranks. By default the model's config decides."""
-    kernel: Literal[
-        "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
-    ] = "auto"
+    kernel: KernelName = "auto"
     """Local attention kernel."""
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.core.errors import LongspanError
+from longspan.core.kernel_names import KernelName
 from longspan.core.memory_flags import MemoryFlags, flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeFlags
@@ -55,9 +56,7 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """Must be 0: dropout draws different numbers on different ranks, so nothing could be compared."""
     fp64: bool = True
     """Compare with an fp64 run. Off: with an fp32 run, if the model does not fit in fp64."""
-    kernel: Literal[
-        "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
-    ] = "auto"
+    kernel: KernelName = "auto"
     """Local attention kernel of the sharded run."""
     seed: int = 0
     """Seed of the random weights (--config alone) and the random tokens."""
