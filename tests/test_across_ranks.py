@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,27 +17,31 @@ from tests.models import batch, build, compare, sharding, truth_of
 from tests.pool import RankError, RankPool
 
 
-def _refused(**options: Any) -> str:
+def _flip(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.detach().view(torch.int32)[3, 5] ^= 1
+
+
+# Differences of rank 1's model.
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    "bit": _flip,
+    "buffer": lambda model: model.model.rotary_emb.inv_freq[0].add_(1),
+    "frozen": lambda model: model.model.layers[0].mlp.up_proj.weight.requires_grad_(False),
+    "dtype": lambda model: model.bfloat16(),
+    "meta": lambda model: model.to("meta"),
+}
+
+
+def _refused(
+    mine: dict[str, Any] | None = None, changes: Any = None, family: str = "Llama", fault: str = "", **options: Any
+) -> str:
     """Parallelize with a difference on rank 1: its `mine` options, `changes` to its config, or a `fault`."""
-    odd = dist.get_rank() == 1
-    mine = options.pop("mine", {}) if odd else options.pop("mine", {}) and {}
-    changes, family = (options.pop(key, default) for key, default in (("changes", {}), ("family", "Llama")))
-    fault = options.pop("fault", None)
-    model = build(family if odd else "Llama", **(changes if odd else {}))
-    if odd and fault == "bit":
-        model.model.layers[1].mlp.up_proj.weight.detach().view(torch.int32)[3, 5] ^= 1
-    if odd and fault == "buffer":
-        model.model.rotary_emb.inv_freq[0] += 1
-    if odd and fault == "frozen":
-        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    if odd and fault == "dtype":
-        model.bfloat16()
-    if odd and fault == "meta":
-        model.to("meta")
-    if fault == "seed":
-        model = build("Llama", seed=dist.get_rank() % 2)
+    model = build("Llama", seed=dist.get_rank() % 2 if fault == "seed" else 0)
+    if dist.get_rank() == 1:
+        options |= mine or {}
+        model = build(family, **(changes or {})) if changes or family != "Llama" else model
+        FAULTS.get(fault, lambda _: None)(model)
     with pytest.raises(LongspanError) as error:
-        longspan.parallelize(model, sharding(data=2), **options, **mine)
+        longspan.parallelize(model, sharding(data=2), **options)
     return str(error.value)
 
 

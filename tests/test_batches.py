@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,44 +22,27 @@ from tests.pool import RankError, RankPool
 STEPS = 5  # the batches differ after so many forwards: more than are compared thoroughly
 
 
-def _fault(fault: str, whole: dict[str, Any]) -> dict[str, Any]:
-    ids = whole["input_ids"]
-    if fault == "values":
-        whole["input_ids"] = ids.roll(1, 0)
-    if fault == "labels":
-        del whole["labels"]
-    if fault == "length":
-        whole = {key: x[:, :-1] for key, x in whole.items()}
-    if fault == "rows":
-        whole = {key: x[:-1] for key, x in whole.items()}
-    if fault == "dtype":
-        whole["input_ids"] = ids.int()
-    if fault == "mask":
-        whole["attention_mask"] = torch.ones_like(ids)
-    if fault == "documents":
-        whole["document_ids"] = (torch.arange(ids.shape[1]) > 4).long().expand_as(ids)
-    if fault == "items":
-        whole["num_items_in_batch"] = 7
-    if fault == "bad":
-        whole["labels"] = torch.full_like(ids, 61)
-    if fault == "type":
-        whole["position_ids"] = "none"
-    return whole
-
-
-# Texts in the errors of full batches, and of sharded ones.
-TEXTS = {
-    "values": ("(same shapes, other values)", "(same shapes, other values)"),
-    "labels": ("`labels` is missing on rank 3, int64 [2, 21] on rank 2", "`labels` is missing on rank 3"),
-    "length": ("`input_ids` is int64 [2, 20] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [2, 10] on "),
-    "rows": ("`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [1, "),
-    "dtype": ("`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int32 [2, "),
-    "mask": ("`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "same shapes, other values"),
-    "documents": ("`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
-    "items": ("`num_items_in_batch` is 7 on rank 3, missing on rank 2",) * 2,
-    "bad": ("(same shapes, other values)", "(same shapes, other values)"),
-    "type": ("`position_ids` is 'none' on rank 3, missing on rank 2", ""),
-}
+VALUES = "(same shapes, other values)"
+# Changes of a batch, with texts in the errors of full batches and of sharded ones.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str, str]] = {
+    "values": (lambda b: {**b, "input_ids": b["input_ids"].roll(1, 0)}, VALUES, VALUES),
+    "labels": (lambda b: {"input_ids": b["input_ids"]}, "`labels` is missing on rank 3, int64 [2, 21] on rank 2",
+               "`labels` is missing on rank 3"),
+    "length": (lambda b: {key: x[:, :-1] for key, x in b.items()},
+               "`input_ids` is int64 [2, 20] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [2, 10] on "),
+    "rows": (lambda b: {key: x[:-1] for key, x in b.items()},
+             "`input_ids` is int64 [1, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int64 [1, "),
+    "dtype": (lambda b: {**b, "input_ids": b["input_ids"].int()},
+              "`input_ids` is int32 [2, 21] on rank 3, int64 [2, 21] on rank 2", "`input_ids` is int32 [2, "),
+    "mask": (lambda b: {**b, "attention_mask": torch.ones_like(b["input_ids"])},
+             "`attention_mask` is int64 [2, 21] on rank 3, missing on rank 2", "same shapes, other values"),
+    "documents": (lambda b: {**b, "document_ids": (torch.arange(21) > 4).long().expand(len(b["input_ids"]), -1)},
+                  "`document_ids` is int64 [2, 21] on rank 3, missing on rank 2", "segments=(((0, 5), (5, 21)), "),
+    "items": (lambda b: {**b, "num_items_in_batch": 7}, "`num_items_in_batch` is 7 on rank 3, missing on rank 2",
+              "`num_items_in_batch` is 7 on rank 3, missing on rank 2"),
+    "bad": (lambda b: {**b, "labels": torch.full_like(b["input_ids"], 61)}, VALUES, VALUES),
+    "type": (lambda b: {**b, "position_ids": "none"}, "`position_ids` is 'none' on rank 3, missing on rank 2", ""),
+}  # fmt: skip
 
 
 def _one_rank_differs(faults: list[str], fsdp: bool, ring: int, cut: bool) -> list[str]:
@@ -76,19 +59,19 @@ def _one_rank_differs(faults: list[str], fsdp: bool, ring: int, cut: bool) -> li
             forward(rows_of(batch(seed=step), sp.data_rank, 2))
         mine = rows_of(batch(), sp.data_rank, 2)
         with pytest.raises(LongspanError) as error:
-            forward(_fault(fault, mine) if dist.get_rank() == 3 else mine)
+            forward(FAULTS[fault][0](mine) if dist.get_rank() == 3 else mine)
         messages.append(str(error.value))
     return messages
 
 
 @pytest.mark.parametrize(("fsdp", "ring", "cut"), [(False, 1, False), (True, 2, True)])
 def test_another_batch_in_the_sixth_forward(pool4: RankPool, fsdp: bool, ring: int, cut: bool) -> None:
-    faults = [fault for fault in TEXTS if TEXTS[fault][cut]]
+    faults = [fault for fault in FAULTS if FAULTS[fault][1 + cut]]
     messages = pool4.run(_one_rank_differs, faults, fsdp, ring, cut, timeout=60)
     assert all(each == messages[0] for each in messages)
     for fault, message in zip(faults, messages[0], strict=True):
         assert "ranks 3 were given another one than ranks 2 (" in message, message
-        assert TEXTS[fault][cut] in message, message
+        assert FAULTS[fault][1 + cut] in message, message
 
 
 def _replicas_differ() -> list[str]:
@@ -107,7 +90,7 @@ def _replicas_differ() -> list[str]:
                 stack.enter_context(torch.no_grad())
             if second and fault == "autocast":
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            model(**(_fault(fault, dict(mine)) if second else mine))
+            model(**(FAULTS[fault][0](mine) if second and fault in FAULTS else mine))
         model.train(build("Llama").training)
         messages.append(str(error.value))
     model(**mine).loss.backward()

@@ -19,7 +19,7 @@ from longspan.verify.config import VerifyConfig
 from longspan.verify.inputs import model_origin
 from tests.choose import confirming
 from tests.models import BASE, FAMILIES, gradients, rows_of, sharding
-from tests.pool import RankError, RankPool
+from tests.pool import RankPool
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -164,17 +164,6 @@ def test_one_device_and_errors() -> None:
         longspan.parallelize(without, sp)(**padded("right"))
     with pytest.raises(LongspanError, match="`labels` holds 2, the model has 2 labels: 0 to 1"):
         longspan.parallelize(build("Llama", "Sequence", 2), sp)(**padded("right"), labels=torch.tensor([0, 1, 2, 1]))
-
-
-def _one_rank_has_another_label() -> None:
-    sp = sharding()
-    model = longspan.parallelize(build("Llama", "Sequence", 3), sp)
-    model(**padded("left"), labels=torch.tensor([0, 1, 2, sp.rank]))
-
-
-def test_different_labels_on_ranks_raise(pool2: RankPool) -> None:
-    with pytest.raises(RankError, match="ranks 1 were given another one than ranks 0|ranks 0 were given"):
-        pool2.run(_one_rank_has_another_label)
 
 
 def test_pooling_before_the_head_raises() -> None:
