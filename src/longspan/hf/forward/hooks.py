@@ -61,10 +61,8 @@ class ForwardHooks:
         self.losses = GlobalLoss(sp, batches, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
 
-        self.unchanged: list[Stage] = [] if unchanged is None else [unchanged]
-        self.weights: list[Stage] = [] if weights is None else [weights]
-        self.tensor: list[Stage] = [] if tensor is None else [tensor]
-        self.gradients: list[Stage] = [] if state.gradients is None else [GradientsSummed(state.gradients)]
+        self.unchanged, self.weights, self.tensor = unchanged, weights, tensor
+        self.gradients = None if state.gradients is None else GradientsSummed(state.gradients)
         self.arguments = SupportedArguments(traits)
         self.shard = ShardBatch(traits, sp, tensor, batches)
         self.cached = CachedTokens(traits, sp, tensor)
@@ -80,31 +78,32 @@ class ForwardHooks:
 
     def stages_of(self, call: ForwardCall) -> list[Stage]:
         """Compose the stages of one forward."""
+        stages: list[Stage | None]
         if call.cache is not None:
-            return [*self.unchanged, *self.tensor, self.cached, self.layers]
-        loss: Stage
-        if call.scored:
-            loss = self.scored
-        elif self.pooled is not None:
-            loss = self.pooled
-        elif self.traits.labels_per_token or call.wants_router_loss:
-            loss = self.held_back
+            stages = [self.unchanged, self.tensor, self.cached, self.layers]
         else:
-            loss = self.loss_function
-        return [
-            *self.unchanged,
-            *self.weights,
-            self.arguments,
-            *self.tensor,
-            *self.gradients,
-            self.shard,
-            self.memory,
-            self.defer,
-            loss,
-            *([self.router] if call.wants_router_loss else []),
-            self.select,
-            self.layers,
-        ]
+            stages = [
+                self.unchanged,
+                self.weights,
+                self.arguments,
+                self.tensor,
+                self.gradients,
+                self.shard,
+                self.memory,
+                self.defer,
+                self._loss_of(call),
+                self.router if call.wants_router_loss else None,
+                self.select,
+                self.layers,
+            ]
+        return [stage for stage in stages if stage is not None]
+
+    def _loss_of(self, call: ForwardCall) -> Stage:
+        if call.scored:
+            return self.scored
+        if self.pooled is not None:
+            return self.pooled
+        return self.held_back if self.traits.labels_per_token or call.wants_router_loss else self.loss_function
 
     def install(self, model: PreTrainedModel, *, fsdp: bool) -> None:
         """Put the hooks on the model, after FSDP's.
