@@ -1,9 +1,9 @@
-"""Each memory option of memory alone: what it saves of a training step's peak, and the time that it adds.
+"""Each memory option alone: the peak memory of a training step that it saves, and the time that it adds.
 
     python benchmarks/memory_options.py [--quick]
 
-A Hugging Face Llama on CPU ranks, weights whole on each. Peak memory of a step from a fresh group of processes per
-memory option (the rise of the high-water mark), times from alternating steps in the same processes.
+A Hugging Face Llama on CPU ranks, replicated weights. Peak memory of a step comes from new processes for each memory
+option (the rise of the high-water mark), times from alternating steps in the same processes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ P ranks hold parts of n bytes each. Bytes that a rank sends, and the time at a b
 The ring is faster by P + 1, because every link carries each part once and all links work all the time. No algorithm is
 faster: every rank must receive n (P-1) bytes. Nothing here is differentiable.
 
-Shapes: x is [n, ...] or [P*n, ...]; the first dimension holds the parts, in the order of the group's ranks.
+`x` has the same shape and dtype on every rank; its first dimension holds the parts, in the order of the group's ranks.
+Without a group, or in a group of one rank, each function returns `x` itself. A tensor without dimensions, or whose
+first dimension does not divide by the ranks, raises a LongspanError.
 """
 
 from __future__ import annotations
@@ -35,15 +37,7 @@ if TYPE_CHECKING:
 def ring_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return every rank's `x`, in rank order. In each of P - 1 steps a part is passed to the next rank.
 
-    Args:
-        x: the local part, `[n, ...]`, of the same shape and dtype on every rank.
-        group: the ranks. None, or a group of one, returns `x` itself.
-
-    Returns:
-        `[P * n, ...]`, contiguous.
-
-    Raises:
-        LongspanError: if `x` has no dimension.
+    `x` is `[n, ...]`, the result `[P * n, ...]`.
     """
     _check_dims(x, "ring_all_gather")
     if group is None or group.size() == 1:
@@ -63,15 +57,7 @@ def naive_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     To compare with the ring: the first rank's link carries everything while the others wait.
 
-    Args:
-        x: the local part, `[n, ...]`, of the same shape and dtype on every rank.
-        group: the ranks. None, or a group of one, returns `x` itself.
-
-    Returns:
-        `[P * n, ...]`, contiguous.
-
-    Raises:
-        LongspanError: if `x` has no dimension.
+    `x` is `[n, ...]`, the result `[P * n, ...]`.
     """
     _check_dims(x, "naive_all_gather")
     if group is None or group.size() == 1:
@@ -95,16 +81,8 @@ def ring_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     Partial sums of bf16 and fp16 are sent in fp32: rounded once at the end instead of at every step, for twice the
     bytes, 4 n (P-1) if n counts elements. Other dtypes are sent as they are.
 
-    Args:
-        x: `[P * n, ...]`, of the same shape and dtype on every rank.
-        group: the ranks. None, or a group of one, returns `x` itself.
-
-    Returns:
-        `[n, ...]`, contiguous, in the dtype of `x`. A part is summed in ring order, from the rank after its
-        destination to the destination, so it may differ from the backend's sum in the last digits.
-
-    Raises:
-        LongspanError: if `x` has no dimension, or its first does not divide by the ranks.
+    `x` is `[P * n, ...]`, the result `[n, ...]` in its dtype. A part is summed in ring order, from the rank after its
+    destination to the destination, so it may differ from the backend's sum in the last digits.
     """
     _check_dims(x, "ring_reduce_scatter")
     if group is None or group.size() == 1:
@@ -131,12 +109,7 @@ def ring_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
     bf16 and fp16 are sent as fp32 in the first half (see `ring_reduce_scatter`) and as they are in the second.
 
-    Args:
-        x: `[P * n, ...]`, of the same shape and dtype on every rank.
-        group: the ranks. None, or a group of one, returns `x` itself.
-
-    Raises:
-        LongspanError: if `x` has no dimension, or its first does not divide by the ranks.
+    `x` and the result are `[P * n, ...]`.
     """
     return ring_all_gather(ring_reduce_scatter(x, group), group)
 

@@ -1,10 +1,10 @@
-"""Zigzag against contiguous blocks under a causal mask: the busiest rank's work, counted and timed.
+"""Zigzag and contiguous blocks with a causal mask: the busiest rank's work, counted and timed.
 
     python benchmarks/ring_layouts.py
 
-The slowest rank sets the pace. Counted: pairs of query and key that attend, by rank, for rings of 2, 4 and 8. Timed: a
-ring of 2, one core for each rank, wall time of forward and of forward + backward; and a ring of 4, which this
-machine's cores may have to share, so there the CPU seconds of the busiest rank count.
+The slowest rank determines the time. Counted: pairs of query and key that attend, by rank, for rings of 2, 4 and 8.
+Timed: a ring of 2, one core for each rank, wall time of forward and of forward + backward; and a ring of 4, whose ranks
+may share cores, so there the CPU seconds of the busiest rank count.
 """
 
 from __future__ import annotations

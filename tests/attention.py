@@ -1,4 +1,4 @@
-"""Cases of attention, and what runs one on any sharding: shared by the tests of methods, kernels and limits."""
+"""Cases of attention, and functions that run one on any sharding."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN = {
     "documents and padding": Case(documents=(-1,) * 2 + (7,) * 5 + (3,) * 4 + (-1,) * 3, n=14),
     "documents and window": Case(documents=(0,) * 9 + (1,) * 12, n=21, window=4),
 }
-"""Masks that every kernel takes."""
+"""Masks that every kernel supports."""
 
 HARD = {
     "chunks": Case(chunk_size=5, n=23, batch=2),
@@ -79,17 +79,16 @@ CASES = {**PLAIN, **HARD}
 
 
 def sharding(ulysses: int, ring: int = 1, **more: Any) -> longspan.SequenceSharding:
-    """Over the ranks of the job; `more` is `SequenceSharding`'s."""
+    """Return a sharding over the ranks of the job; `more` are arguments of `SequenceSharding`."""
     return longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses), **more)
 
 
 def one_device() -> longspan.SequenceSharding:
-    """A sharding over nothing."""
     return longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
 def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more: Any) -> dict[str, torch.Tensor]:
-    """Output and gradients of the whole attention, gathered and summed over the ranks of `sp`."""
+    """Return output and gradients of the full attention, gathered and summed over the ranks of `sp`."""
     x = make(case)
     leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
     q, k, v = (sp.shard(leaves[name]) for name in "qkv")
@@ -105,18 +104,17 @@ def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more:
 
 
 def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more: Any) -> dict[str, float]:
-    """Errors of output and gradients against the oracle."""
+    """Return the errors of output and gradients against the oracle."""
     return errors(case, run(case, sp, kernel, **more))
 
 
 def check_all(found: dict[str, dict[str, float]]) -> None:
-    """Every case's errors are within the limit."""
     for name, of_case in found.items():
         assert max(of_case.values()) <= MARGIN, (name, of_case)
 
 
 def drawn_cases(longest: int, **more: Any) -> Any:
-    """Cases of up to `longest` tokens, and what else is drawn for their fields."""
+    """Return a strategy for cases of up to `longest` tokens; `more` are strategies for other fields."""
     return st.builds(
         lambda kv, group, **rest: Case(q_heads=kv * group, kv_heads=kv, **rest),
         kv=st.integers(1, 6),

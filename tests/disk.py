@@ -1,4 +1,4 @@
-"""A disk that takes no more."""
+"""A full disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process may become larger: what a full disk or a quota does, on every system and file system."""
+    """Limit the size of this process's files, as a full disk or a quota does on every file system."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

@@ -1,4 +1,4 @@
-"""Ranks of a world that is not there: a process group of torch's "fake" backend, which sends nothing."""
+"""A process group of torch's "fake" backend, which sends nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of `size`; what is received is whatever was in the buffer."""
+    """Make this process one rank of `size`; receive buffers stay as they are."""
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield

@@ -20,7 +20,7 @@ PAD, IGNORED = 0, -100
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Any]]):
-    """Sequences of very different lengths, of each a different part labelled."""
+    """Sequences of very different lengths, with labels on a different part of each."""
 
     def __init__(self, count: int, seed: int, longest: int = 23) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ class Samples(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Padded to the longest."""
+    """Pad to the longest."""
     n = max(len(s["input_ids"]) for s in samples)
     fill = {"input_ids": PAD, "labels": IGNORED, "attention_mask": 0}
     return {
@@ -50,7 +50,7 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def arguments(out: Path, **changes: Any) -> Any:
-    """Twenty steps of four sequences."""
+    """Return arguments for twenty steps of four sequences."""
     from transformers import TrainingArguments
 
     options: dict[str, Any] = {
@@ -64,7 +64,7 @@ def arguments(out: Path, **changes: Any) -> Any:
 
 
 def quiet() -> None:
-    """Nothing on the terminal but warnings."""
+    """Print only warnings."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -76,7 +76,7 @@ def quiet() -> None:
 def plain(
     out: Path, family: Any = "Llama", lora: bool = False, resume: str | None = None, **changes: Any
 ) -> list[dict[str, Any]]:
-    """The log of a run on one process, whose evaluation is one batch: its loss is then the mean over all tokens."""
+    """Return the log of one process. Its evaluation is one batch, so that the loss is the mean over all tokens."""
     from transformers import Trainer
 
     quiet()
@@ -92,7 +92,7 @@ def plain(
 
 
 def sharded(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log of a run of the same class, made by `longspan.trainer`, on a mesh."""
+    """Return the log of a sharded trainer, by `longspan.trainer`, on a mesh."""
     with as_launched():
         trainer = made(mesh, out, **changes)
         trainer.train(resume_from_checkpoint=changes.get("resume_from_checkpoint"))
@@ -100,7 +100,7 @@ def sharded(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> list[di
 
 
 def sharded_alone(out: Path, **changes: Any) -> list[dict[str, Any]]:
-    """As `sharded`, on one process without a process group."""
+    """Return the log of a sharded trainer on one process without a process group."""
     from transformers import Trainer
 
     quiet()
@@ -115,7 +115,7 @@ def sharded_alone(out: Path, **changes: Any) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def as_launched() -> Iterator[None]:
-    """This rank with the environment that torchrun gives, which accelerate looks at."""
+    """Set torchrun's environment of this rank, which accelerate reads."""
     mine, world = str(dist.get_rank()), str(dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "LOCAL_RANK"):
@@ -128,7 +128,7 @@ def as_launched() -> Iterator[None]:
 def made(
     mesh: dict[str, int], out: Path, family: Any = "Llama", lora: bool = False, fsdp: bool = True, **changes: Any
 ) -> Any:
-    """A sharded trainer."""
+    """Return a sharded trainer."""
     from transformers import Trainer
 
     quiet()
@@ -147,7 +147,7 @@ def made(
 
 
 def _model(family: Any, lora: bool) -> Any:
-    """Of the family by its name, or what a function makes."""
+    """Return a model of a family, or the one that a function makes."""
     model = family() if callable(family) else build(family)
     if not lora:
         return model

@@ -1,4 +1,4 @@
-"""Generation in tests: prompts, models, and what one process makes of both."""
+"""Prompts and models for generation, and the output of one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prompt(rows: int = 1, n: int = PROMPT, padded: bool = False, seed: int = 7) 
 
 
 def generated(model: Any, inputs: dict[str, Any], streamer: Any = None, **more: Any) -> tuple[Tensor, Tensor]:
-    """Ids, and the logits of every new token."""
+    """Return ids, and the logits of every new token."""
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
     config = GenerationConfig(**options, return_dict_in_generate=True, output_logits=True)
     out = model.generate(**inputs, generation_config=config, streamer=streamer)

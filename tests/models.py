@@ -1,5 +1,4 @@
-"""Small models of each family, from their configs, batches for them (the same on every rank), and what one process
-makes of both."""
+"""Small models of each family, batches for them (the same on every rank), and the results of one process."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ BASE = {
 ALTERNATING = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
 
-# Windows and chunks are shorter than the 21 tokens of `batch`, so that they matter; every kind of layer occurs. Weights
-# are larger than at a usual start where scores must be large: a softcap does nothing to small ones.
+# Windows and chunks are shorter than the 21 tokens of `batch`, so that they matter; every kind of layer occurs. Some
+# weights are larger than usual, as a softcap has no effect on small scores.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "layer_types": ALTERNATING},
@@ -126,14 +125,14 @@ UNEVEN: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 50, "vocab_size": 61,
     "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
 }  # fmt: skip
-"""Of a Llama of which no tensor axis divides heads, features or vocabulary."""
+"""A Llama whose heads, features and vocabulary no tensor axis divides."""
 
 MASKED = {"Albert", "DistilBert", "Bert", "ModernBert", "MobileBert", "Esm", "Roberta", "Camembert"}
 """Masked language models: bidirectional, and the logits at a token predict that token."""
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A language model of `family` in fp32, with random weights that depend on `seed` alone."""
+    """Return a language model of `family` in fp32, with random weights that depend on `seed` alone."""
     import transformers
 
     options = {**BASE, **FAMILIES.get(family, MORE.get(family, {})), **changes}
@@ -145,7 +144,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def batch(rows: int = 4, n: int = 21, seed: int = 1, vocab: int = 61) -> dict[str, Tensor]:
-    """Token ids and labels with very uneven numbers of valid tokens: row 0 has none, row 1 only in its second half."""
+    """Return token ids and labels with very different numbers of labels: row 0 has none, row 1 half."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab, (rows, n), generator=g)
     labels = ids.clone()
@@ -155,7 +154,7 @@ def batch(rows: int = 4, n: int = 21, seed: int = 1, vocab: int = 61) -> dict[st
 
 
 def rows_of(whole: dict[str, Any], data_rank: int, data_size: int) -> dict[str, Any]:
-    """The rows of a global batch that one replica reads."""
+    """Return the rows of a global batch that one replica reads."""
     out = {}
     for name, value in whole.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] > 1:
@@ -165,7 +164,7 @@ def rows_of(whole: dict[str, Any], data_rank: int, data_size: int) -> dict[str, 
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Whole gradients by parameter name, gathered where FSDP holds shards."""
+    """Return full gradients by parameter name, gathered from FSDP's shards."""
     out = {}
     for name, p in model.named_parameters():
         if p.grad is not None:
@@ -175,7 +174,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 @dataclass
 class Run:
-    """What one process computes: of a model, a global batch and one backward."""
+    """The results of one forward and backward of a global batch."""
 
     loss: float
     logits: Tensor
@@ -185,10 +184,10 @@ class Run:
 
 @dataclass
 class Truth:
-    """The same of one process in fp32, and in fp64: how large rounding is, and what is true.
+    """Results of one process in fp32, which show how large rounding is, and in fp64.
 
-    Of each number `single` has the one furthest from `exact` of several runs, whose weights differ in their last place:
-    a single run may have a gradient right by luck.
+    Each number of `single` is the furthest from `exact` of several runs, whose weights differ in the last place, as a
+    single run may be right by luck.
     """
 
     single: Run
@@ -196,7 +195,7 @@ class Truth:
 
 
 def widened(model: Any) -> Any:
-    """A copy of `model` in fp64, its loss too, which transformers computes in fp32 whatever the logits are."""
+    """Return a copy of `model` in fp64, with its loss, which transformers computes in fp32, in fp64 too."""
     wide = copy.deepcopy(model).double()
     if hasattr(wide, "set_experts_implementation"):
         wide.set_experts_implementation("eager")  # the grouped product of a mixture of experts has no fp64
@@ -215,7 +214,7 @@ def widened(model: Any) -> Any:
 
 
 def run_of(model: Any, whole: dict[str, Any]) -> Run:
-    out = model(**whole, use_cache=False)  # with a cache, transformers does not look for packed documents
+    out = model(**whole, use_cache=False)  # with a cache, transformers ignores packed documents
     out.loss.backward()
     aux = getattr(out, "aux_loss", None)
     aux = None if aux is None else float(aux.detach())
@@ -227,9 +226,9 @@ def truth_of(model: Any, whole: dict[str, Any]) -> Truth:
 
 
 def truth_by(model: Any, run: Callable[[Any], Run], wide: Callable[[Any], Any] = widened) -> Truth:
-    """Return the truth by a given way of running a model; `run` gets `model` itself last, and copies of it before.
+    """Return the truth of a model by `run`, which is called with copies first, and `model` itself last.
 
-    `wide` makes the copy that counts as exact, of a model that cannot run in fp64 a plain one.
+    `wide` makes the copy that counts as exact; for a model that cannot run in fp64, a plain copy.
     """
     nudges = [nudged(model, seed) for seed in range(NUDGES)]
     exact = run(wide(model))
@@ -247,17 +246,17 @@ def _furthest(exact: Any, *found: Any) -> Any:
 
 
 def sharding(data: int = 1, ring: int = 1) -> longspan.SequenceSharding:
-    """All ranks of the job, as data x ring x ulysses."""
+    """Return a sharding over all ranks of the job, as data x ring x ulysses."""
     ulysses = dist.get_world_size() // (data * ring)
     return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses))
 
 
 def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding) -> None:
-    """The parallelized `model` on the same global batch: equal loss, logits and gradients, and one loss on all ranks.
+    """Assert equal loss, logits and gradients of a parallelized model, and one loss on all ranks.
 
     Args:
         truth: of one process.
-        model: with no gradients.
+        model: parallelized, without gradients.
         whole: the global batch.
         sp: the model's sharding.
     """
@@ -271,7 +270,7 @@ def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.Sequen
     losses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(losses, loss)
     assert len(set(losses)) == 1
-    found = gradients(model)  # before a forward without a backward, which leaves FSDP's last group gathered
+    found = gradients(model)  # before the next forward, which leaves FSDP's last group gathered
     if model.training and model.longspan_state.head is not None:
         assert "logits" not in out
         with torch.no_grad():
@@ -290,7 +289,7 @@ def check_loss(found: float, truth: Truth, name: str = "loss") -> None:
 
 
 def check_gradients(found: dict[str, Tensor], truth: Truth) -> None:
-    """Every gradient is that of one process, and there are no others."""
+    """Assert that every gradient is that of one process, and that there are no others."""
     worst = gradient_excess(found, truth)
     assert max(worst.values()) <= 1, max(worst.items(), key=lambda item: item[1])
 
@@ -300,20 +299,19 @@ def gradient_excess(found: dict[str, Tensor], truth: Truth) -> dict[str, float]:
     assert found.keys() == exact.keys(), found.keys() ^ exact.keys()
     rms = statistics.median(float(grad.norm()) / math.sqrt(grad.numel()) for grad in exact.values())
     noise = sorted(float((single[name] - x).norm() / x.norm()) for name, x in exact.items() if bool(x.any()))
-    usual = noise[int(0.9 * (len(noise) - 1))]  # not the largest: where terms cancel, it is no measure
+    usual = noise[int(0.9 * (len(noise) - 1))]  # not the largest, which may come from cancellation
     return {name: excess(found[name], single[name], grad, rms, usual) for name, grad in exact.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Every family on every mesh.
+# --- every family on every mesh
 
-# data x ring, what is left of the ranks is ulysses; and whether weights are sharded.
+# (data, ring, whether weights are sharded); the other ranks are ulysses.
 SHARDED = [(1, 1, True), (2, 1, True), (1, 2, True), (1, 4, True), (2, 2, True)]
 ON_4_RANKS = [*SHARDED, (2, 1, False)]
 
 
 def inputs_of(family: str) -> dict[str, Any]:
-    """`batch`, with what else a family takes."""
+    """Return `batch`, with the other inputs of a family."""
     whole: dict[str, Any] = batch()
     if family == "Bert":
         whole["token_type_ids"] = (torch.arange(21) > 9).long().expand(4, -1).contiguous()
@@ -322,5 +320,5 @@ def inputs_of(family: str) -> dict[str, Any]:
 
 @functools.cache
 def truth_about(family: str, changes: tuple[tuple[str, Any], ...] = (), inputs: Any = inputs_of, *args: Any) -> Truth:
-    """`truth_of` a family, computed once, by the process that runs the tests, and sent to the ranks."""
+    """Return `truth_of` a family, computed once by the test process and sent to the ranks."""
     return truth_of(build(family, **dict(changes)), inputs(family, *args))

@@ -1,4 +1,4 @@
-"""The oracle: attention on one device in fp64 with its mask written out, and the inputs that tests share."""
+"""The oracle: attention on one device in fp64 with a dense mask, and its inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Case:
     seed: int = 0
     chunk_size: int | None = None
     prefix: int | tuple[int, ...] | None = None
-    kv_n: int | None = None  # keys, where there are not as many as queries
+    kv_n: int | None = None  # number of keys, by default that of queries
     q_start: int = 0
     kv_documents: tuple[int, ...] | None = None
     mod: str | None = None
@@ -46,7 +46,7 @@ class Case:
 
 
 def _striped(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Every second key, but for head 0; and the keys just before; row 1 is shifted."""
+    """Every second key, shifted in row 1, and the two keys before; all keys for head 0."""
     return ((q + kv + b) % 2 == 0) | (h == 0) | (q - kv < 2)
 
 
@@ -70,7 +70,7 @@ def slopes(heads: int) -> Tensor:
 
 
 def make(case: Case) -> dict[str, Tensor]:
-    """Whole q, k, v, the gradient of the output, and sinks: the same on every rank."""
+    """Return full q, k, v, the gradient of the output, and sinks, the same on every rank."""
     g = torch.Generator().manual_seed(case.seed)
 
     def draw(*shape: int) -> Tensor:
@@ -95,7 +95,7 @@ def make(case: Case) -> dict[str, Tensor]:
 
 
 def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
-    """What `longspan.attention` is told of this case, sinks left out."""
+    """Return the arguments of `longspan.attention` for this case, without sinks."""
     return {
         "causal": case.causal,
         "length": case.n,
@@ -115,7 +115,7 @@ def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
-    """The mask as a boolean [B or 1, H or 1, n, keys], from the definitions alone."""
+    """Return the mask, bool [B or 1, H or 1, n, keys], from the definitions alone."""
     i, j = torch.arange(case.n)[:, None] + case.q_start, torch.arange(case.keys)[None]
     ok = torch.ones(1, case.n, case.keys, dtype=torch.bool)
     if case.causal:
@@ -139,7 +139,7 @@ def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
 
 
 def oracle(case: Case, x: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Output and all gradients of the whole attention: out, dq, dk, dv and dsinks."""
+    """Return output and all gradients of the full attention: out, dq, dk, dv and dsinks."""
     leaves = {k: v.to(dtype).requires_grad_() for k, v in x.items() if k in ("q", "k", "v", "sinks")}
     q, k, v = (leaves[name].transpose(1, 2) for name in ("q", "k", "v"))
     group = case.q_heads // case.kv_heads
@@ -165,11 +165,10 @@ def oracle(case: Case, x: dict[str, Tensor], dtype: torch.dtype = torch.float64)
 
 
 def sizes(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """How large the terms are of which out and every gradient is the sum: what an error is measured in.
+    """Return the unit of errors of out and every gradient: for each number the sum of its terms' absolute values.
 
-    For each number the sum of the absolute values of its terms, fp64, to first order: where a step takes a rounded
-    value, that value's own size is carried on through the derivative (`E_*` below, in units of eps). Where terms
-    cancel, the number is small and its size is not; where nothing attends, both are 0.
+    fp64, to first order: the error of a rounded input of a step is propagated through the derivative (`E_*` below, in
+    units of eps). Where terms cancel, the number is small and its size is not; without keys, both are 0.
     """
     group = case.q_heads // case.kv_heads
     q, g = (x[name].double().transpose(1, 2) for name in ("q", "grad"))
@@ -189,7 +188,7 @@ def sizes(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.bias is not None:
         heads = torch.arange(case.q_heads, dtype=torch.float64)[:, None, None]
         bias = BIASES[case.bias](heads, i, j)
-        # The function rounds inside as well, in fp32 where positions are integers: by how much, its own values say.
+        # The function rounds too, in fp32 for integer positions: compare its values with those in fp64.
         inside = (BIASES[case.bias](heads.long(), i, j).double() - bias).abs() / eps(case.dtype)
         s, E_s = s + bias, E_s + bias.abs() + inside
     s = s.masked_fill(~allowed(case, x), -math.inf)
@@ -199,7 +198,7 @@ def sizes(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
     p, p_sink = (s - lse).exp(), (sink - lse).exp()
     E_sink = torch.where(p_sink > 0, sink.abs(), 0)
     E_s = torch.where(p > 0, E_s, 0)
-    # A weight is exp(s - lse): off by the errors of both, and lse is off by the mean of those of its scores.
+    # A weight is exp(s - lse), with the errors of both; the error of lse is the mean of those of its scores.
     E_lse = lse.abs() + (p * E_s).sum(-1, keepdim=True) + p_sink * E_sink
     E_p = p * (1 + E_s + E_lse)
     E_out = E_p @ v.abs()
@@ -226,17 +225,17 @@ def sizes(case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def truth_of(case: Case) -> dict[str, Tensor]:
-    """The oracle's answer to a case, which a process computes once for all the meshes it is compared on."""
+    """Return the oracle's result, computed once per process for all meshes."""
     return oracle(case, make(case))
 
 
 @functools.lru_cache(maxsize=256)
 def sizes_of(case: Case) -> dict[str, Tensor]:
-    """`sizes` of a case, likewise computed once."""
+    """Return `sizes` of a case, computed once per process."""
     return sizes(case, make(case))
 
 
 def errors(case: Case, found: dict[str, Tensor], truth: dict[str, Tensor] | None = None) -> dict[str, float]:
-    """The error of each of `found` (out, dq, dk, dv, dsinks), in `units`; against the oracle, or another `truth`."""
+    """Return the error of each of `found` (out, dq, dk, dv, dsinks) in `units`, against the oracle or `truth`."""
     expected, size = truth or truth_of(case), sizes_of(case)
     return {name: units(y, expected[name], size[name], case.dtype) for name, y in found.items()}

@@ -1,11 +1,11 @@
-"""How large rounding is on this CPU, beside the limits of `tests.tolerance`.
+"""Print how large rounding is on this CPU, compared with the limits of `tests.tolerance`.
 
 python -m tests.rounding
 
 Prints the largest error of attention in units (limit `MARGIN`), over all cases of `tests/attention.py`, 3 seeds, fp32
-and fp64 and every kernel, on one device; then, for every family of models on the meshes of `ON_4_RANKS`, the error of
-each gradient beside one device's (limit `FACTOR`, and a floor) and the part of its limit that it uses (limit 1). Set
-ATEN_CPU_CAPABILITY and OMP_NUM_THREADS for other kernels than this CPU's.
+and fp64 and every kernel, on one device. Then, for every family of models on the meshes of `ON_4_RANKS`, the error of
+each gradient relative to one device's (limit `FACTOR`, and a floor), and relative to its limit (limit 1). Set
+ATEN_CPU_CAPABILITY and OMP_NUM_THREADS for other kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.tolerance import FEW
 
 
 def attention() -> tuple[float, str]:
-    """The largest error of any output or gradient in units, and where."""
+    """Return the largest error of any output or gradient in units, and its case."""
     sp = one_device()
     worst = (0.0, "")
     for dtype in (torch.float32, torch.float64):
@@ -48,14 +48,14 @@ def attention() -> tuple[float, str]:
                     try:
                         found = errors(case, run(case, sp, kernel))
                     except LongspanError:
-                        continue  # a kernel that has no such mask
+                        continue  # the kernel does not support the mask
                     for tensor, units in found.items():
                         worst = max(worst, (units, f"{tensor} of {name}, {dtype}, {kernel}, seed {seed}"))
     return worst
 
 
 def of_model(family: str, truth: Truth) -> list[tuple[float, float, str]]:
-    """On each rank: of every gradient its error beside one device's, the part of its limit, and what it is."""
+    """Return, for every gradient, its error relative to one device's and to its limit, and its name."""
     whole, rows = inputs_of(family), []
     for data, ring, fsdp in ON_4_RANKS:
         sp = sharding(data, ring)
@@ -73,7 +73,6 @@ def of_model(family: str, truth: Truth) -> list[tuple[float, float, str]]:
 
 
 def main() -> None:
-    """Print what rounding came to."""
     print(
         f"torch {torch.__version__}, kernels {torch.backends.cpu.get_cpu_capability()}, "
         f"{os.environ.get('OMP_NUM_THREADS', 'as many as cores')} threads",

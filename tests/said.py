@@ -1,10 +1,10 @@
-"""What errors say: their numbers and the way out, whatever sentence is around them."""
+"""Compare parts of messages: numbers and fixes, whatever the sentence around them."""
 
 from __future__ import annotations
 
 
 def says(text: str, parts: str) -> bool:
-    """Whether `text` holds all of `parts`, which " ... " separates, in this order."""
+    """Return whether `text` contains all `parts`, separated by " ... ", in this order."""
     at = 0
     for part in parts.split(" ... "):
         found = text.find(part, at)

@@ -1,13 +1,13 @@
-"""What ranks post, recorded, and matched afterwards as NCCL would match it.
+"""Record what ranks post, and match it as NCCL would.
 
-NCCL knows no tags: of one communicator, the k-th message that a rank sends to another goes into the k-th receive that
-the other has posted from it, and messages that were posted together (`batch_isend_irecv`) are one group call, which
-ends when the last of them has been matched. gloo, on which the tests run, matches by tags and sends without being
-asked; it would hide an order that hangs, or that mixes up blocks, on GPUs.
+NCCL has no tags: in one communicator, the k-th message that a rank sends to another matches the k-th receive that the
+other has posted from it. Messages that were posted together (`batch_isend_irecv`) are one group call, which ends when
+the last of them is matched. gloo, which the tests use, matches by tags and sends eagerly, so it hides an order that
+hangs, or mixes up blocks, on GPUs.
 
-`record` keeps every step of one rank; `faults` plays the steps of all ranks. It lets no rank begin a step before the
-one before has ended, whichever communicators they are of. NCCL is laxer (a stream for each communicator, the host waits
-for neither), but what a step may wait for there is always an earlier step of the same rank: what ends here ends there.
+`record` records every step of one rank; `faults` simulates the steps of all ranks. A rank starts a step after its
+previous one has ended, whatever the communicator. NCCL is less strict (a stream per communicator, the host waits for
+neither), but a step there waits only for earlier steps of the same rank, so a schedule that ends here ends there.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Group = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Message:
-    """One tensor on its way.
+    """One posted tensor.
 
     Attributes:
-        sends: whether it leaves this rank; else it is a receive.
+        sends: whether it is a send; else a receive.
         peer: the other rank, by its number in the world.
         bytes: its size.
         dtype: of its elements.
-        tag: what the code calls it. No backend that goes by order sees it; two that are matched must agree in it.
+        tag: ignored by backends that match by order; matched messages must have the same.
     """
 
     sends: bool
@@ -58,7 +58,7 @@ class Step:
     Attributes:
         group: the communicator.
         messages: in the order in which they were posted; empty for a collective.
-        collective: its name with whatever must be alike on all ranks.
+        collective: its name with the facts that must be equal on all ranks.
         sends: bytes to every rank of the group, for an All-to-All.
         receives: bytes from every rank of the group, likewise.
     """
@@ -73,8 +73,7 @@ class Step:
         return f"{self.collective or '; '.join(map(str, self.messages))} in {self.group[0]}{list(self.group[1])}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Recording.
+# --- recording
 
 
 def _group_of(group: dist.ProcessGroup | None) -> Group:
@@ -89,7 +88,7 @@ def _collective(name: str, group: Any, x: Tensor) -> Step:
 
 @contextlib.contextmanager
 def record() -> Iterator[list[Step]]:
-    """Keep what the calling rank starts through `torch.distributed`, in order; everything runs as ever."""
+    """Record what the calling rank starts through `torch.distributed`, in order."""
     log: list[Step] = []
     names = ("batch_isend_irecv", "P2POp", "isend", "irecv", "all_to_all_single", "all_reduce", "all_gather")
     names += ("broadcast", "barrier", "reduce", *GATHERS, *SCATTERS)
@@ -105,7 +104,7 @@ def record() -> Iterator[list[Step]]:
         return originals["batch_isend_irecv"](ops)
 
     def p2p_op(op: Any, *args: Any, **kw: Any) -> Any:
-        # torch knows its own two functions only.
+        # P2POp accepts torch's own functions alone.
         return originals["P2POp"](next((originals[n] for n in ("isend", "irecv") if op is ours[n]), op), *args, **kw)
 
     def single(name: str) -> Any:
@@ -156,15 +155,14 @@ def record() -> Iterator[list[Step]]:
             setattr(dist, name, function)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Matching.
+# --- matching
 
 At = tuple[int, int]
 """A rank and the number of its step."""
 
 
 def faults(programs: Sequence[Sequence[Step]]) -> list[str]:
-    """What would hang or be mixed up, where messages are matched by their order alone; empty if nothing.
+    """Return what would hang or be mixed up if messages were matched by order alone.
 
     Args:
         programs: the steps of every rank, by its number in the world.
@@ -214,7 +212,7 @@ def _match_collectives(programs: Sequence[Sequence[Step]], partners: dict[At, se
 
 
 def _match_parts(group: Group, k: int, steps: list[Step]) -> Iterator[str]:
-    """The parts of an All-to-All: what i sends to j is what j has room for."""
+    """Check that the parts of an all-to-all have the sizes that their receivers expect."""
     if any(step.sends for step in steps):
         for (i, one), (j, other) in itertools.product(enumerate(steps), repeat=2):
             if one.sends[j] != other.receives[i]:
@@ -225,7 +223,7 @@ def _match_parts(group: Group, k: int, steps: list[Step]) -> Iterator[str]:
 
 
 def _play(programs: Sequence[Sequence[Step]], partners: dict[At, set[At]]) -> list[str]:
-    """Let every rank go on as long as it can; who then waits for whom, if any has not come to its end."""
+    """Run every rank as far as possible; return which ranks then wait for which."""
     now = [0] * len(programs)
     moved = True
     while moved:

@@ -1,4 +1,4 @@
-"""Each planted fault of `make faults` still has its line in the sources."""
+"""The sources have the line of each planted fault of `make faults`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzzer of whole models: it reports a planted fault, and a case can be read back from its text."""
+"""The fuzzer of models reports a planted fault, and a case can be read back from its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model to train, and what a run of `longspan train` says and logs."""
+"""A small model to train, and the output and log of `longspan train`."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ LLAMA = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-"""The config.json of a Llama over bytes."""
+"""config.json of a Llama over bytes."""
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """The config.json of `LLAMA` in `folder`, with changes; its path."""
+    """Write `LLAMA` with changes as config.json in `folder`; return its path."""
     path = folder / "config.json"
     path.write_text(json.dumps(LLAMA | changes))
     return path
 
 
 def train(config: TrainConfig) -> None:
-    """This rank's part of a run."""
+    """Train on this rank."""
     from longspan.train.loop import Trainer
 
     Trainer(config).run()
 
 
 def said_by(config: TrainConfig) -> str:
-    """What this rank prints in a run."""
+    """Train, and return what this rank prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train(config)
     return out.getvalue()
 
 
 def losses_of(out: Path) -> dict[int, float]:
-    """Step -> loss, from what a run has logged."""
+    """Return step -> loss from the log of a run."""
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["loss"] for record in map(json.loads, lines)}

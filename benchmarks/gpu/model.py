@@ -21,14 +21,14 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 LONG = {**LLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 2}
 LONG |= {"vocab_size": 8192}
-"""Small enough that two million tokens are computed in half a minute."""
+"""Small enough for two million tokens in half a minute."""
 
 TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2}
 TINY |= {"vocab_size": 256}
 
 
 class Trainer:
-    """A Llama with random weights, its optimizer and its step, computed in bf16: under FSDP of weights in fp32."""
+    """A Llama with random weights and its training step in bf16; with FSDP, weights are fp32."""
 
     def __init__(self, setup: Setup, config: dict[str, Any], sp: longspan.SequenceSharding, fsdp: bool) -> None:
         import transformers
@@ -63,7 +63,7 @@ def memory(setup: Setup) -> Iterator[Row]:
             context = 8 * local
             what = f"{local:,} tokens a rank, {' x '.join(f'{axis} {size}' for axis, size in axes.items())}"
             planned = planned_bytes(axes, context)
-            # Per rank and layer 4 D H S^2 / 2 / 8 in the forward, once more recomputed, 2.5 times in the backward.
+            # Per rank and layer: 4 D H S^2 / 2 / 8 in the forward, the same recomputed, 2.5 times that in the backward.
             seconds = 4.5 * LONG["num_hidden_layers"] * 4 * LONG["hidden_size"] * context**2 / 2 / 8 / 3e14
             if planned > 0.9 * capacity:
                 yield Row(what, f"{planned / 2**30:.1f} GiB planned", f"{SKIPPED}: more than the device has")
@@ -77,7 +77,7 @@ def memory(setup: Setup) -> Iterator[Row]:
 
 
 def planned_bytes(axes: dict[str, int], context: int) -> float:
-    """What the planner says that a step of this item takes, without what it leaves free."""
+    """Return the planned bytes of a step of this item, without the reserve."""
     job = Job(context=context, dtype="bf16", memory=Memory(checkpointing="full"), ring_impl="p2p")
     shape = shape_from_config({"model_type": "llama", **LONG}, "benchmark")
     plan = cost(shape, job, Mesh(**axes), read_hardware("h100"))
@@ -89,7 +89,7 @@ def _memory_of(setup: Setup, what: str, axes: dict[str, int], context: int, plan
         sp = longspan.SequenceSharding(longspan.init_mesh(**axes), ring_impl="p2p")
         trainer = Trainer(setup, LONG, sp, fsdp=True)
         trainer.model.gradient_checkpointing_enable()
-        trainer.step(1024)  # the optimizer's state is there
+        trainer.step(1024)  # allocates the optimizer's state
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         trainer.step(context)

@@ -1,4 +1,4 @@
-"""What the items of the report share: the device, its clock, what is left of an item's time, and what it yields."""
+"""Shared by the items of the report: the device, its clock, an item's time, and the rows that it yields."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Row:
     """One line of the report.
 
     Attributes:
-        what: what was measured.
-        figure: the number with its unit, and what it is compared with.
-        verdict: one of the above; "skipped" and "stopped" with a reason behind a colon.
-        data: the same for programs, kept in the JSON only.
+        what: the measurement.
+        figure: the number with its unit and its reference.
+        verdict: one of the above; "skipped" and "stopped" are followed by a colon and a reason.
+        data: the same for programs, in the JSON only.
     """
 
     what: str
@@ -38,12 +38,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an item is told.
+    """The arguments of an item.
 
     Attributes:
         device: "cuda" or "cpu".
-        quick: shapes that a CPU can do in seconds.
-        until: when the item has to come to its end, by `time.monotonic`.
+        quick: use shapes that take seconds on a CPU.
+        until: end of the item's time, by `time.monotonic`.
     """
 
     device: str
@@ -55,7 +55,7 @@ class Setup:
         return self.device == "cuda"
 
     def time_left(self, needed_s: float = 0.0) -> bool:
-        """Whether something that takes so long may still be begun."""
+        """Return whether `needed_s` seconds are left."""
         return time.monotonic() + needed_s < self.until
 
     def size(self, full: int, quick: int) -> int:
@@ -69,7 +69,7 @@ class Setup:
             torch.cuda.synchronize()
 
     def seconds(self, run: Callable[[], object], least: int = 3, budget_s: float = 0.5) -> float:
-        """Median time of `run` on the device, after one go that is not counted."""
+        """Return the median time of `run` on the device, after a warm-up."""
         run()
         self.wait()
         times: list[float] = []
@@ -83,11 +83,11 @@ class Setup:
 
 
 def needs_cuda(setup: Setup, what: str) -> Row | None:
-    """The line that stands for an item which only a GPU can answer; None where there is one."""
+    """Return the row of an item that needs a GPU if there is none."""
     return None if setup.on_gpu else Row(what, "", f"{SKIPPED}: needs CUDA")
 
 
 def brief(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"

@@ -1,4 +1,4 @@
-"""Draw whole models, batches, meshes, options and jobs, and compare each with plain transformers in one process.
+"""Draw models, batches, meshes, options and jobs, and compare each with plain transformers in one process.
 
     python -m tests.fuzz [--minutes M] [--seed N] [--family NAME ...] [--ranks N ...]
     python -m tests.fuzz --case '{"family": "causal/llama", "mesh": {"ring": 2}}'

@@ -19,29 +19,17 @@ from longspan.core.errors import LongspanError
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """One collective at one size.
-
-    Attributes:
-        axis: of the mesh.
-        ranks: of a group.
-        op: the collective.
-        size: bytes of the whole tensor.
-        sent: counted bytes that a rank sends.
-        formula: bytes that it should send.
-        seconds: of the slowest rank, over the rounds.
-        fitted: seconds by the fit.
-        fit: over all sizes.
-    """
+    """One collective at one size."""
 
     axis: str
-    ranks: int
+    ranks: int  # of a group
     op: str
-    size: int
-    sent: int
-    formula: float
-    seconds: Spread
-    fitted: float
-    fit: Fit
+    size: int  # bytes of the whole tensor
+    sent: int  # counted bytes of a rank
+    formula: float  # bytes that a rank should send
+    seconds: Spread  # of the slowest rank
+    fitted: float  # seconds by the fit
+    fit: Fit  # over all sizes
 
 
 @dataclass(frozen=True)

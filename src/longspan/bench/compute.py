@@ -49,7 +49,7 @@ class Compute:
         flops: FLOP/s of the matmul at its fastest shape.
         attention_flops: FLOP/s of causal attention, forward and backward, in the limit of long sequences, wide heads.
         attention_forward_flops: the same of the forward alone.
-        attention_block: tokens of a block on the diagonal, which the kernel computes whole although half is needed: S
+        attention_block: tokens of a block on the diagonal, of which the kernel computes both halves but needs one: S
             tokens take (1 + attention_block / S) times as long as their FLOPs say.
         attention_width: cost of the softmax, which does not depend on the head_dim D, in units of D: heads take
             (1 + attention_width / D) times as long as their FLOPs say.

@@ -20,26 +20,15 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class MeasuredHardware:
-    """The links and the speed of the ranks, the same on every rank.
-
-    Attributes:
-        name: of the hardware.
-        dtype: of matmul and attention.
-        measured: date, machine and versions.
-        ranks_per_node: ranks on one machine.
-        compute: the speed of one rank.
-        degrees: mesh axis or "fsdp" -> its ranks, for the axes with links.
-        links: mesh axis or "fsdp" -> collective -> its fit.
-        on_gpu: whether ranks are GPUs.
-    """
+    """The links and the speed of the ranks, the same on every rank."""
 
     name: str
-    dtype: str
-    measured: str
+    dtype: str  # of matmul and attention
+    measured: str  # date, machine and versions
     ranks_per_node: int
-    compute: Compute
-    degrees: Mapping[str, int]
-    links: Mapping[str, Mapping[str, Fit]]
+    compute: Compute  # speed of one rank
+    degrees: Mapping[str, int]  # mesh axis or "fsdp" -> its ranks
+    links: Mapping[str, Mapping[str, Fit]]  # mesh axis or "fsdp" -> collective -> its fit
     on_gpu: bool = False
 
 

@@ -219,21 +219,13 @@ free.
 
 @dataclass(frozen=True)
 class Fit:
-    """`seconds = latency + sent / bandwidth`.
+    """`seconds = latency + sent / bandwidth`."""
 
-    Attributes:
-        latency: seconds, at least 0.
-        bandwidth: bytes per second that each rank sends; positive and finite.
-        residual: median over the sizes of |fitted - measured| / measured.
-        points: the fitted data, (bytes sent, seconds), by ascending size.
-        hidden: share of the seconds that overlaps with computing; None if not measured.
-    """
-
-    latency: float
-    bandwidth: float
-    residual: float
-    points: tuple[tuple[float, float], ...] = ()
-    hidden: float | None = None
+    latency: float  # seconds, at least 0
+    bandwidth: float  # bytes per second that each rank sends; positive and finite
+    residual: float  # median over the sizes of |fitted - measured| / measured
+    points: tuple[tuple[float, float], ...] = ()  # fitted (bytes sent, seconds), by ascending size
+    hidden: float | None = None  # share of the seconds that overlaps with computing; None if not measured
 
     def seconds(self, sent: float) -> float:
         """Return the fitted time of a collective in which every rank sends `sent` bytes."""

@@ -39,27 +39,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything measured of one workload, the same on every rank.
-
-    Attributes:
-        forward: seconds.
-        backward: seconds, in a training step including the optimizer.
-        total: seconds of both.
-        rounds: seconds of both, by round.
-        sent: bytes by collective, on the rank that sends most.
-        figures: where the time of one run went, by rank.
-        peak_bytes: weights, optimizer states and the rise of one run, on the rank with the highest peak.
-        trace: Chrome trace events of that run, of all ranks.
-    """
+    """Everything measured of one workload, the same on every rank."""
 
     forward: Spread
-    backward: Spread
+    backward: Spread  # in a training step including the optimizer
     total: Spread
-    rounds: tuple[float, ...]
-    sent: dict[str, int]
-    figures: tuple[Figures, ...]
-    peak_bytes: int
-    trace: list[dict[str, Any]]
+    rounds: tuple[float, ...]  # seconds of both
+    sent: dict[str, int]  # bytes by collective, on the rank that sends most
+    figures: tuple[Figures, ...]  # of one run, by rank
+    peak_bytes: int  # weights, optimizer states and the rise of one run, on the rank with the highest peak
+    trace: list[dict[str, Any]]  # Chrome trace events of that run, of all ranks
 
     @property
     def traces(self) -> tuple[RankTrace, ...]:

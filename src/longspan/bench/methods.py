@@ -26,27 +26,16 @@ from longspan.plan.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Method:
-    """A method to compare, on any number of ranks.
+    """A method to compare, on any number of ranks."""
 
-    Attributes:
-        name: its name in `--methods`.
-        meshes: returns its candidates for a number of ranks: their names and meshes.
-        attention: function that makes its attention; "" if it has none.
-        step: function that makes its training step; "" if it has none.
-        package: package that it needs; "" for longspan's own methods.
-        job: settings of the planner's job.
-        options: settings of its workload.
-        planned: whether the planner has formulas for it.
-    """
-
-    name: str
-    meshes: Callable[[int], Mapping[str, Mesh]]
-    attention: str = ""
-    step: str = ""
-    package: str = ""
-    job: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    planned: bool = True
+    name: str  # in `--methods`
+    meshes: Callable[[int], Mapping[str, Mesh]]  # number of ranks -> candidates: names and meshes
+    attention: str = ""  # function that makes its attention; "" if it has none
+    step: str = ""  # function that makes its training step; "" if it has none
+    package: str = ""  # that it needs; "" for longspan's own methods
+    job: Mapping[str, Any] = field(default_factory=dict)  # settings of the planner's job
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings of its workload
+    planned: bool = True  # whether the planner has formulas for it
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks send results to the launcher; a lambda cannot be pickled, so send the name.
@@ -59,15 +48,9 @@ def _method(name: str) -> Method:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method on a mesh: one row of the table.
+    """A method on a mesh: one row of the table."""
 
-    Attributes:
-        name: of the row, such as "usp-2x4".
-        method: the method.
-        mesh: sizes of the axes.
-    """
-
-    name: str
+    name: str  # such as "usp-2x4"
     method: Method
     mesh: Mesh
 

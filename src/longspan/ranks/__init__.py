@@ -1,1 +1,1 @@
-"""The ranks of a job: how they meet, agree, are watched, started and ended."""
+"""The ranks of a job: start, rendezvous, agreement on settings, heartbeat, end."""

@@ -55,29 +55,17 @@ def waiting() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Beat:
-    """The state of a rank.
+    """The state of a rank."""
 
-    Attributes:
-        number: of the beat.
-        place: phase, with the step.
-        moves: phases begun so far.
-        long: whether the phase has no time limit.
-        longest_s: longest phase of a step so far, in seconds; 0 before the second step.
-        cpu_s: processor seconds used.
-        where: line of Python that the main thread is in.
-        waits: whether that line waits for other ranks.
-        done: whether the job has ended without an error here.
-    """
-
-    number: int = 0
-    place: str = "starting"
-    moves: int = 0
-    long: bool = True
-    longest_s: float = 0.0
-    cpu_s: float = 0.0
-    where: str = ""
-    waits: bool = False
-    done: bool = False
+    number: int = 0  # of the beat
+    place: str = "starting"  # phase, with the step
+    moves: int = 0  # phases begun so far
+    long: bool = True  # whether the phase has no time limit
+    longest_s: float = 0.0  # longest phase of a step so far; 0 before the second step
+    cpu_s: float = 0.0  # processor seconds used
+    where: str = ""  # line of Python that the main thread is in
+    waits: bool = False  # whether that line waits for other ranks
+    done: bool = False  # whether the job has ended without an error
 
     def __str__(self) -> str:
         return self.place + (f", at {self.where}" if self.where else "")

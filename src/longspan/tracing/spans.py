@@ -60,44 +60,26 @@ class Span:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's step.
-
-    Attributes:
-        rank: the rank.
-        length: microseconds of the step.
-        communication: every collective and message.
-        computing: every operator or kernel, including nested ones.
-        start: of the step by the clock of the merged trace, in microseconds.
-    """
+    """One rank's step."""
 
     rank: int
-    length: float
-    communication: tuple[Span, ...]
-    computing: tuple[Span, ...]
-    start: float = 0.0
+    length: float  # microseconds
+    communication: tuple[Span, ...]  # collectives and messages
+    computing: tuple[Span, ...]  # operators or kernels, including nested ones
+    start: float = 0.0  # microseconds by the clock of the merged trace
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Where one rank's step went, in seconds; computing + exposed + rest = step.
-
-    Attributes:
-        step: length of the step.
-        computing: including attention and packing.
-        attention: part of computing.
-        communication: with a collective or message in flight.
-        exposed: part of communication without computing.
-        rest: the host between two operators.
-        kinds: in flight, by kind.
-    """
+    """Where one rank's step went, in seconds; computing + exposed + rest = step."""
 
     step: float
-    computing: float
+    computing: float  # including attention and packing
     attention: float
-    communication: float
-    exposed: float
-    rest: float
-    kinds: dict[str, float]
+    communication: float  # with a collective or message in flight
+    exposed: float  # communication without computing
+    rest: float  # the host between two operators
+    kinds: dict[str, float]  # in flight, by kind
 
     @property
     def hidden(self) -> float:
