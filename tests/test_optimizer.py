@@ -287,7 +287,7 @@ def test_one_rank_offloads_too(config: TrainConfig) -> None:
 
 
 def test_a_process_of_a_job_is_no_mesh_of_one() -> None:
-    with fake_world(0, 2), pytest.raises(LongspanError, match=r"has joined a job of 2 since; call longspan\.init_mesh"):
+    with fake_world(0, 2), pytest.raises(LongspanError, match=r"has since joined a job of 2; call longspan\.init_mesh"):
         mesh_of_one(torch.device("cpu"))
 
 
