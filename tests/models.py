@@ -275,8 +275,7 @@ def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.Sequen
         assert "logits" not in out
         with torch.no_grad():
             out = model(**{name: value for name, value in mine.items() if name != "labels"})
-    placed = sp.with_layout(longspan.shard_batch(mine, sp)["longspan"].layout)
-    logits = placed.gather(out.logits.detach(), dim=1, length=mine["input_ids"].shape[1])
+    logits = sp.gather(out.logits.detach(), dim=1, length=mine["input_ids"].shape[1])
     real = mine.get("attention_mask", torch.ones(mine["input_ids"].shape)).bool()
     single, exact = (run.logits.chunk(sp.data_size)[sp.data_rank][real] for run in (truth.single, truth.exact))
     assert excess_of_rows(logits[real], single, exact) <= 1, excess_of_rows(logits[real], single, exact)

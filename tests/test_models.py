@@ -361,6 +361,8 @@ def _masked_lm() -> None:
     assert torch.equal(model(**cut).loss, plain[0])
     with pytest.raises(longspan.LongspanError, match=r"whose labels are not shifted; .* shift=False\)"):
         model(**longspan.shard_batch(whole, sp))
+    with pytest.raises(longspan.LongspanError, match=r"sharded with Layout\(.*'zigzag'\), the model with Layout"):
+        model(**longspan.shard_batch(whole, sharding(ring=2), shift=False))
     with pytest.raises(longspan.LongspanError, match="`shift_labels` are labels of a causal LM"):
         model(input_ids=whole["input_ids"], shift_labels=whole["labels"])
     causal = longspan.parallelize(build("Llama"), sp)

@@ -306,8 +306,7 @@ def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> O
         mine = rows_of(batch.whole, sp.data_rank, sp.data_size)
         out = model(**mine)
         if out.logits is not None and not torch.is_grad_enabled():
-            placed = sp.with_layout(longspan.shard_batch(mine, sp)["longspan"].layout)
-            out = _Out(out.loss, placed.gather(out.logits, dim=1, length=case.length))
+            out = _Out(out.loss, sp.gather(out.logits, dim=1, length=case.length))
         return out
 
     found = _trained_by(case, model, batches, forward, longspan.no_sync, lambda m, o: _resumed(case, sp, m, o))

@@ -6,11 +6,10 @@ the right, so the ones that communicate most (`tensor`, `ulysses`) stay inside a
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,6 @@ from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
 from longspan.ranks.job import read_job
 from longspan.ranks.rendezvous import wait_for_ranks
-
-if TYPE_CHECKING:
-    from longspan.core.layout import Layout
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
@@ -224,14 +220,6 @@ class SequenceSharding:
         if len(large) < 2:
             return self.mesh.get_group(large[0] if large else axes[-1])
         return copy_job_timeout(flatten_mesh(self.mesh[large], "_".join(large)).get_group(), self.mesh.device_type)
-
-    def with_layout(self, layout: Layout) -> SequenceSharding:
-        """Return a sharding with the same groups and another layout. Not collective."""
-        if layout == self.layout:
-            return self
-        other = copy.copy(self)
-        other.layout, other.plans = layout, OrderedDict()
-        return other
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:

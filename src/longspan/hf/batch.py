@@ -39,7 +39,7 @@ class SequenceInfo:
         length: tokens of the sequence, without the padding that `longspan.comm.shard` adds.
         segments: documents and padding; None if every token of a row may see its whole row.
         max_position: the largest position id of the batch.
-        layout: which rank holds which tokens, under this batch's mask.
+        layout: which rank holds which tokens; the model's sharding must have the same.
         starts: for each run of `segments` the position id of its first token, if position ids restart; None: all 0.
         shifted: whether labels are shifted, as a causal LM's are.
         digest: `digest` of the full batch, to detect ranks with different batches; None if it is on a GPU.
@@ -227,7 +227,7 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
     if not info.fillers:
         return
     real_Bn = _in_rows(info, len(tokens), tokens.device, before=int(info.shifted and labels is None))
-    real_BL = _part(real_Bn, sp.with_layout(info.layout))
+    real_BL = _part(real_Bn, sp)
     if labels is not None:
         real_BL = real_BL | (labels != IGNORE)
     padding_BL = ~real_BL
@@ -328,7 +328,7 @@ def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
 def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, device: torch.device) -> Tensor:
     """Return which of my tokens are real: neither padding of the batch nor of `shard`; bool [B, n_local]."""
     real = _in_rows(info, batch_size, device)
-    return _part(real if info.visible is None else real & info.visible.mask.to(device), sp.with_layout(info.layout))
+    return _part(real if info.visible is None else real & info.visible.mask.to(device), sp)
 
 
 def _in_rows(info: SequenceInfo, batch_size: int, device: torch.device, before: int = 0) -> Tensor:

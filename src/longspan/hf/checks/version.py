@@ -19,7 +19,6 @@ from torch import Tensor
 from longspan.comm.objects import gather_objects
 from longspan.compat.versions import TESTED, untested
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import shard_batch
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -122,8 +121,7 @@ def _logits(model: Any, batch: dict[str, Tensor], sp: SequenceSharding | None = 
         logits: Tensor = model(**batch, use_cache=False).logits
     if sp is None:
         return logits
-    layout = shard_batch(batch, sp)["longspan"].layout
-    return sp.with_layout(layout).gather(logits, dim=1, length=_LENGTH)
+    return sp.gather(logits, dim=1, length=_LENGTH)
 
 
 def _generated(model: Any, batch: dict[str, Tensor]) -> Tensor:

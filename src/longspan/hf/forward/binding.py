@@ -116,7 +116,7 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
             if info.step.sharded:
                 positions = info.step.past + sp.positions(info.step.new)
         elif isinstance(info, SequenceInfo):
-            positions = sp.with_layout(info.layout).positions(info.length)
+            positions = sp.positions(info.length)
         return args, kwargs if positions is None else {**kwargs, cache: _TokensBefore(positions)}
 
     return hook

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def gather_tokens(x_BL: Tensor, sp: SequenceSharding, info: SequenceInfo) -> Tensor:
     """Return `[B, n, ...]` of all tokens; my tokens get the gradient of this rank's loss alone."""
-    return _Gathered.apply(x_BL, sp.with_layout(info.layout), info.length)  # type: ignore[no-untyped-call, no-any-return]
+    return _Gathered.apply(x_BL, sp, info.length)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Gathered(torch.autograd.Function):

@@ -123,7 +123,7 @@ class SelectLogits(Stage):
             self._hook_head(self.head.module)
         tokens = _selected(keep, call.info.length)
         if tokens:
-            self.selected = SelectedTokens(tokens, call.info.length, self.sp.with_layout(call.info.layout))
+            self.selected = SelectedTokens(tokens, call.info.length, self.sp)
 
     def _hook_head(self, head: nn.Module) -> None:
         """Put hooks on the head, at the first forward that selects tokens."""

@@ -82,7 +82,7 @@ class PooledHead(HeldBackLabels):
         ids = call.batch["input_ids"]
         if "longspan" in call.batch:  # sharded by `longspan.shard_batch`
             with torch.no_grad():
-                ids = self.sp.with_layout(call.info.layout).gather(ids, dim=1, length=call.info.length)
+                ids = self.sp.gather(ids, dim=1, length=call.info.length)
         call.inputs["input_ids"] = ids
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:

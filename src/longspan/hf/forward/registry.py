@@ -192,7 +192,7 @@ def _plan(
         memory = layer.memory
         plan = prepare(
             shapes,
-            layer.sp.with_layout(info.layout),
+            layer.sp,
             _mask(request, info),
             scores,
             (info.length, info.length),

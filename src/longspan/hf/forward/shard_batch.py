@@ -74,6 +74,11 @@ class ShardBatch(Stage):
             raise LongspanError(
                 f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
             )
+        if info.layout != self.sp.layout:
+            raise LongspanError(
+                f"this batch was sharded with {info.layout}, the model with {self.sp.layout}; give "
+                "longspan.shard_batch the sharding of the model"
+            )
         if info.counted and own is not None and (own.of_ids is not None or info.segments is not None):
             raise LongspanError(
                 f"{name} computes position ids from its tokens or mask, but this batch was sharded without them; "

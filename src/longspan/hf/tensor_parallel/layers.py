@@ -130,7 +130,7 @@ class TensorParallel(Stage):
     def _count(self, info: Any) -> int:
         if isinstance(info, CachedInfo):
             return info.cache.local_tokens
-        return self.sp.with_layout(info.layout).layout.local_length(info.length)
+        return self.sp.layout.local_length(info.length)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After attention or MLP: sum over the ranks."""
